@@ -1,1 +1,1 @@
-"""Model bundles: read, write, import from a published checkpoint, create with random weights."""
+"""Reads, writes and makes model bundles."""

@@ -1,4 +1,4 @@
-"""Model bundles in memory."""
+"""Model bundles in memory: load, save, and the parts of the final score."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class ModelBundle:
     """A model bundle in memory: towers, adapter, joint encoder and the other parts of the final score.
 
     Attributes:
-        clip: the open_clip model that holds both towers.
-        clip_config: the configuration that `clip` was built from.
+        clip: open_clip model with both towers.
+        clip_config: configuration of `clip`.
         text_tokenizer: tokenizer of the text tower.
         adapter: maps patch features to tokens.
-        joint: the joint encoder, with its own tokenizer.
-        trained: False for random weights. Scores and the order of results then have no meaning.
+        joint: joint encoder with a tokenizer.
+        trained: False if the weights are random. The scores then have no meaning.
         notes: origin of the weights, as free text.
-        score: weights of the final score. By default the final score is the logit alone, as published.
-        pooled: the pooled similarity, if the bundle has one.
-        hubness_bank: the bank of the hubness correction, if the bundle has one.
-        info: description of the directory that the bundle was loaded from; None for a bundle made in memory.
+        score: weights of the final score. By default, the final score is the logit alone.
+        pooled: pooled similarity; None if the bundle has none.
+        hubness_bank: bank of the hubness correction; None if the bundle has none.
+        info: content of the ``bundle.json`` that was loaded; None for a bundle made in memory.
 
     Example:
         >>> from edje_index import ModelBundle
@@ -87,24 +87,24 @@ class ModelBundle:
 
     @property
     def adapter_config(self) -> AdapterConfig:
-        """Configuration of the adapter: everything that determines the adapter except its weights."""
+        """Configuration of the adapter."""
         return self.adapter.config
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(m, d), tokens per block and values per token."""
+        """Shape of a block, (m, d): number of tokens and width of a token."""
         return self.adapter.config.num_tokens, self.adapter.config.language_dim
 
     @property
     def embed_dim(self) -> int:
-        """Width of the pooled embeddings of both towers."""
+        """Width of the embeddings of both towers."""
         return self.vision.embed_dim
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything in the loaded directory that affects an output.
 
-        Changes in memory do not change it.
+        The fingerprint does not include changes in memory.
 
         Raises:
             ModelError: the bundle was made in memory.
@@ -127,7 +127,7 @@ class ModelBundle:
 
     @property
     def pooled_vectors(self) -> PooledVectors:
-        """Maps captions and images into the space of the pooled similarity."""
+        """The model that maps captions and images to pooled vectors, see `pooled`."""
         return PooledVectors(self.joint.scorer(), self.pooled)
 
     def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
@@ -135,20 +135,21 @@ class ModelBundle:
 
         Args:
             direction: "t2i" or "i2t".
-            score: the weights to use, see `scoring.weights.parse_score`; by default the weights of this bundle.
+            score: name or weights of the score, see `scoring.weights.parse_score`. The default is the score of this
+                bundle.
 
         Raises:
-            UsageError: `score` names an unknown part, gives a weight that is not finite, or gives no weight except 0.
-            ModelError: `score` gives a weight to a part that the bundle lacks.
+            UsageError: `score` names an unknown part, contains a weight that is not finite, or contains only zeros.
+            ModelError: `score` needs a part that the bundle lacks.
         """
         weights = parse_score(score, self.score.of(direction))
         check_parts(weights, self.parts(direction, weights), "this model bundle")
         return weights
 
     def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
-        """Return every part of the final score that the bundle has, by name.
+        """Return all parts of the final score that the bundle can compute, by name.
 
-        `weights` determine the similarity that the hubness correction uses.
+        Only the hubness correction depends on `weights`. It uses ``weights.hubness_similarity``.
         """
         return self.score_models.parts(direction, weights.hubness_similarity)
 
@@ -158,14 +159,14 @@ class ModelBundle:
 
         Args:
             path: directory of the bundle.
-            device: device of the weights: ``auto`` (CUDA if this machine has a CUDA device), ``cpu``, ``cuda`` or
-                ``cuda:N``.
-            dtype: data type of the joint encoder's matrix products, see `devices.resolve_dtype`.
-            verify: before loading, compare every file with its hash in ``bundle.json``.
+            device: device of the weights: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` is CUDA if torch finds a
+                CUDA device, else the CPU.
+            dtype: data type of matrix products in the joint encoder, see `devices.resolve_dtype`.
+            verify: compare every file with the hash in ``bundle.json`` before loading.
 
         Raises:
-            ModelError: `path` is not a bundle; a file is missing, changed, or does not fit the other files; or `device`
-                or `dtype` does not exist.
+            ModelError: `path` is not a bundle, a file is missing or changed, files do not fit each other, or the
+                value of `device` or `dtype` is unknown.
         """
         info = read_bundle_info(path)
         target = resolve_device(device)
@@ -193,15 +194,15 @@ class ModelBundle:
         return bundle
 
     def save(self, path: str | Path, before_commit: Callable[[BundleInfo], None] = lambda info: None) -> BundleInfo:
-        """Write the bundle to a new directory. If writing fails, the directory does not appear.
+        """Write the bundle to a new directory. If writing fails, `path` does not exist.
 
         Args:
-            path: the directory to create.
-            before_commit: called when all files are written to a temporary directory, before this directory is moved to
-                `path`. Its argument describes the temporary directory.
+            path: directory to create.
+            before_commit: called with the new ``bundle.json`` after all files are written to a temporary directory,
+                before this directory is moved to `path`.
 
         Raises:
-            ModelError: the directory exists, or the parts of the bundle do not fit each other.
+            ModelError: `path` exists, or the parts of the bundle do not fit each other.
         """
         _check_fit(self)
         out = Path(path)
@@ -261,7 +262,7 @@ class ModelBundle:
 
 
 def _check_fit(bundle: ModelBundle) -> None:
-    """Raise ModelError if connected parts differ in width, or if the score needs a missing part."""
+    """Raise ModelError if parts of the bundle do not fit each other, or if the score needs a missing part."""
     _check_adapter(bundle)
     check_scorer_fit(bundle.adapter_config, bundle.score_models, bundle.score)
 

@@ -1,4 +1,4 @@
-"""Loads the open_clip model of a bundle, which contains both towers."""
+"""Loads the towers of a bundle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edje_index.models.weights import assign_weights, read_weights
 
 
 def load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
-    """Load the frozen open_clip model of a bundle onto the CPU."""
+    """Load the open_clip model with both towers, frozen, onto the CPU."""
     weights = info.path / VISION_WEIGHTS
     with limited_by(weights):
         clip = build_clip(config, info.path / VISION_FOLDER / HF_TEXT_FOLDER if config.hf_text_name else None)

@@ -1,4 +1,4 @@
-"""Loads the parts of a model bundle that indexing needs: vision tower and adapter."""
+"""Loads the vision tower and the adapter of a bundle, for indexing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edje_index.models.weights import assign_weights, read_weights
 
 
 def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
-    """Load the vision tower of a bundle, and its configuration. Does not read the text tower."""
+    """Load the vision tower of a bundle, and the configuration of the open_clip model."""
     config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
     weights = info.path / VISION_WEIGHTS
     with limited_by(weights):

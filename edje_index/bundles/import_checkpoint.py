@@ -1,4 +1,4 @@
-"""Imports a checkpoint of the published training code as a model bundle."""
+"""Makes a bundle from a checkpoint of the published training code."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ def import_checkpoint(
 ) -> BundleInfo:
     """Make a bundle from a published checkpoint and the open_clip model that it was trained with.
 
-    The final score of the bundle is the logit of the joint encoder alone, as published.
+    The final score of the bundle is the logit alone, as in the published code.
 
     Args:
-        checkpoint: the ``.pth`` file.
-        vision: the open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
-            ``local-dir:DIRECTORY``. None means the model that the checkpoint's configuration names.
-        out: directory of the new bundle, which must not exist.
-        pretrained: tag or weights file of the open_clip model, if ``vision`` names neither.
-        tokenizer_dir: directory of the joint encoder's tokenizer and ``config.json``. The default is the directory
-            ``tokenizer/`` beside the checkpoint.
-        text_tokenizer_dir: directory of the text tower's tokenizer. It is needed only for a Hugging Face tokenizer that
-            cannot be downloaded and is not in the directory of a ``local-dir:`` model.
+        checkpoint: checkpoint file (``.pth``).
+        vision: open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
+            ``local-dir:DIRECTORY``. None means the model named in the checkpoint.
+        out: new directory for the bundle.
+        pretrained: tag or weights file of an open_clip model given as ``NAME``.
+        tokenizer_dir: directory with the tokenizer and the ``config.json`` of the joint encoder. The default is the
+            directory ``tokenizer/`` beside the checkpoint.
+        text_tokenizer_dir: directory with the tokenizer of the text tower. This argument is needed only for a Hugging
+            Face tokenizer that is not in a ``local-dir:`` model and cannot be downloaded.
 
     Raises:
         HubUnreachableError: weights or a tokenizer are missing and cannot be downloaded.
-        ModelError: parts are missing or do not fit each other, or the towers in the checkpoint differ from ``vision``.
+        ModelError: a file is missing, the parts do not fit each other, or the checkpoint contains other towers than
+            ``vision``.
 
     Example:
         >>> from edje_index import import_checkpoint
@@ -79,7 +80,7 @@ def _recorded_tower(checkpoint: PublishedCheckpoint) -> str:
     if checkpoint.siglip_path not in OPEN_CLIP_NAMES:
         recorded = f"names the unknown tower {checkpoint.siglip_path!r}" if checkpoint.siglip_path else "names no tower"
         raise ModelError(
-            f"{checkpoint.path} {recorded}: give the name that open_clip has for the vision tower of this checkpoint"
+            f"{checkpoint.path} {recorded}: give the open_clip name of the model that the checkpoint was trained with"
         )
     return OPEN_CLIP_NAMES[checkpoint.siglip_path]
 
@@ -96,8 +97,8 @@ def _tokenizer_dir(checkpoint: Path, given: str | Path | None) -> Path:
     folder = Path(given) if given else checkpoint.parent / "tokenizer"
     if not folder.is_dir():
         raise ModelError(
-            f"there is no tokenizer at {folder}, and a checkpoint does not contain one: give the "
-            "directory with tokenizer and config.json of the language model"
+            f"the directory {folder} with the tokenizer does not exist: give a directory with the tokenizer and the "
+            "config.json of the joint encoder"
         )
     return folder
 
@@ -109,7 +110,7 @@ def _text_tokenizer_dir(vision: str, given: str | Path | None) -> Path | None:
 
 
 def _with_patch_count(adapter: Adapter, patches: int) -> Adapter:
-    """Rebuild a local adapter for the tower's number of patches, which a checkpoint does not record."""
+    """Set the number of patches of a local adapter, because checkpoints do not contain this number."""
     if adapter.config.kind != LOCAL:
         return adapter
     sized = build_adapter(replace(adapter.config, num_tokens=patches))

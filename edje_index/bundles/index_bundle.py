@@ -1,4 +1,4 @@
-"""Finds the model bundle that built an index. Weights are not read, so the module does not load torch."""
+"""Finds the model bundle that built an index, without loading torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from storage_formats.format.manifest import CommittedIndex
 
 
 def recorded_bundle(index: CommittedIndex) -> Path:
-    """Return the recorded path of the bundle that built `index`.
+    """Return the path of the bundle that built `index`, as recorded in the index.
 
-    `build` records absolute paths. A relative path is refused, because it could lead to a bundle from another author.
+    Relative paths are refused, because they could lead to a bundle from another author. `build` records absolute paths.
 
     Raises:
         ModelError: the index was not built with a model bundle.
-        BundleNotFoundError: the recorded path is relative, or no bundle exists at this path.
+        BundleNotFoundError: the recorded path is relative, or does not exist.
     """
     if "bundle" not in index.manifest.model:
         raise ModelError(
@@ -36,21 +36,21 @@ def recorded_bundle(index: CommittedIndex) -> Path:
 
 
 def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> BundleInfo:
-    """Check that a bundle built `index`, and return the bundle's description.
+    """Check that a bundle built `index`, and return the content of its ``bundle.json``.
 
     Args:
-        index: the index.
-        model: directory of the bundle; None selects the recorded path, see `recorded_bundle`.
+        index: index to check.
+        model: directory of the bundle. None means the path recorded in the index, see `recorded_bundle`.
 
     Raises:
-        ModelError: the bundle is missing, or did not build the index.
+        ModelError: the bundle is missing, or the bundle did not build the index.
     """
     path = recorded_bundle(index) if model is None else Path(model)
     info = read_bundle_info(path)
     built_by = index.manifest.model["fingerprint"]
     if info.encoder_fingerprint != built_by:
         raise ModelError(
-            f"the bundle {path} did not build {index.root}, because its encoder fingerprint is "
+            f"the bundle {path} did not build {index.root}, because the encoder fingerprint of the bundle is "
             f"{info.encoder_fingerprint} instead of {built_by}: give the bundle that built the index"
         )
     return info

@@ -1,16 +1,16 @@
-"""``bundle.json``: the description of a model bundle, readable without torch.
+"""Reads and checks ``bundle.json``, the description of a model bundle, without torch.
 
-A bundle is one directory:
+The files of a bundle are:
 
     bundle.json                         sizes, score weights, file hashes, fingerprints
     vision/open_clip_config.json        open_clip's model and preprocessing configuration
     vision/open_clip_model.safetensors  weights of the vision and text tower
-    vision/...                          tokenizer of the text tower, unless it is open_clip's own
+    vision/...                          tokenizer of the text tower, if it is a Hugging Face tokenizer
     adapter.safetensors                 weights of the adapter
     joint/config.json                   BERT configuration of the joint encoder
     joint/model.safetensors             weights of the joint encoder and of the pooled similarity
     joint/...                           tokenizer of the joint encoder
-    bank.safetensors                    bank of the hubness correction, if there is one
+    bank.safetensors                    bank of the hubness correction, if the bundle has one
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _FINGERPRINT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class BundleDescription:
-    """The part of ``bundle.json`` that describes the bundle, without the list of files and the fingerprints.
+    """The content of ``bundle.json`` without the list of files and the fingerprints.
 
     Attributes:
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim`` and ``image_size`` of the vision
             tower.
         adapter: fields of the adapter's configuration.
-        joint: ``text_embed_dim``, the width of the joint encoder's text-embedding head; ``canonical_captions``, True if
-            the joint encoder reads canonicalised captions; ``pooled_similarity`` and ``hubness_bank``, the sizes of
-            these parts if the bundle has them.
+        joint: settings of the joint encoder. ``text_embed_dim``: width of the text-embedding head.
+            ``canonical_captions``: True if captions are converted to lower case without punctuation.
+            ``pooled_similarity``, ``hubness_bank``: sizes of these parts, if the bundle has them.
         score: weights of the final score.
-        trained: False for random weights.
+        trained: False if the weights are random.
         notes: origin of the weights, as free text.
     """
 
@@ -71,32 +71,32 @@ class BundleDescription:
 
     @property
     def vision_name(self) -> str:
-        """Name in open_clip of the model that holds the towers."""
+        """Name of the open_clip model with both towers."""
         return str(self.vision["name"])
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(m, d), tokens per block and values per token."""
+        """Shape of a block, (m, d): number of tokens and width of a token."""
         return int(self.adapter["num_tokens"]), int(self.adapter["language_dim"])
 
     @property
     def embed_dim(self) -> int:
-        """Width of the pooled embeddings of both towers."""
+        """Width of the embeddings of both towers."""
         return int(self.vision["embed_dim"])
 
     @property
     def canonical_captions(self) -> bool:
-        """True if the joint encoder reads canonicalised captions. False for bundles of old versions."""
+        """True if captions are converted to lower case without punctuation before the joint encoder reads them."""
         return bool(self.joint.get("canonical_captions", False))
 
     @property
     def pooled_similarity(self) -> dict[str, int] | None:
-        """Sizes ``words`` and ``dim`` of the pooled similarity; None if the bundle has no pooled similarity."""
+        """Sizes of the pooled similarity: ``words`` and ``dim``. None if the bundle has no pooled similarity."""
         return _sizes(self.joint.get("pooled_similarity"), words=0, dim=0)
 
     @property
     def hubness_bank(self) -> dict[str, int] | None:
-        """Sizes ``captions``, ``images`` and ``dim`` of the hubness bank; None if the bundle has no hubness bank."""
+        """Sizes of the hubness bank: ``captions``, ``images`` and ``dim``. None if the bundle has no hubness bank."""
         return _sizes(self.joint.get("hubness_bank"), captions=1, images=1, dim=0)
 
 
@@ -105,8 +105,8 @@ class BundleInfo(BundleDescription):
     """The complete content of ``bundle.json``: description, list of files and fingerprints.
 
     Attributes:
-        path: the bundle's directory.
-        files: ``{"bytes", "sha256"}`` of every file except ``bundle.json``, by relative path.
+        path: directory of the bundle.
+        files: size (``bytes``) and hash (``sha256``) of every file except ``bundle.json``, by relative path.
         fingerprint: SHA-256 of everything that affects an output.
         encoder_fingerprint: SHA-256 of everything that affects the stored tokens and embeddings.
 
@@ -128,7 +128,7 @@ class BundleInfo(BundleDescription):
 
     @property
     def encoder_weights_bytes(self) -> int:
-        """Size of the weights of both towers and the adapter, in bytes."""
+        """Total size of the weights files of the towers and the adapter, in bytes."""
         return sum(int(self.files[name]["bytes"]) for name in (VISION_WEIGHTS, ADAPTER_WEIGHTS))
 
     def to_json(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class BundleInfo(BundleDescription):
 
 
 def describe_bundle(path: Path, description: BundleDescription) -> BundleInfo:
-    """Hash the files in ``path``, and return the description with these hashes and the fingerprints."""
+    """Compute the file hashes and fingerprints of the bundle in ``path``, and add them to ``description``."""
     names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file() and p.name != INFO_FILE)
     files = {name: {"bytes": (path / name).stat().st_size, "sha256": _sha256(path / name)} for name in names}
     score = None if description.score == DirectionWeights() else description.score.to_json()
@@ -168,11 +168,11 @@ def describe_bundle(path: Path, description: BundleDescription) -> BundleInfo:
 
 
 def read_bundle_info(path: str | Path) -> BundleInfo:
-    """Read ``bundle.json`` of a bundle, without the weights.
+    """Read the file ``bundle.json`` in the directory ``path``.
 
     Raises:
-        ModelError: the directory is not a bundle, has an unsupported format version, holds code, or has a
-            ``bundle.json`` that is damaged or was edited.
+        ModelError: the directory is not a bundle, the format version is not supported, the directory contains code, or
+            ``bundle.json`` is damaged or was edited.
 
     Example:
         >>> from edje_index import read_bundle_info
@@ -209,10 +209,14 @@ def encoder_fingerprint(adapter: Mapping[str, Any], files: Mapping[str, Mapping[
 
 
 def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
-    """Compare the files in `names`, or all files if `names` is None, with the hashes in ``bundle.json``.
+    """Compare files of a bundle with the hashes in ``bundle.json``.
+
+    Args:
+        info: content of ``bundle.json``.
+        names: relative paths of the files to compare; None for all files.
 
     Raises:
-        ModelError: a file is missing, or its content does not match its hash.
+        ModelError: a file is missing, or does not match the hash.
     """
     for name in info.files if names is None else names:
         file, record = info.path / name, info.files[name]
@@ -246,17 +250,17 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
 
 
 def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:
-    """Return the sizes named in `least`. Raise ValueError if a size is smaller than its value in `least`."""
+    """Return the sizes with the names in `least`. Raise ValueError if a size is less than the minimum in `least`."""
     if value is None:
         return None
     sizes = {name: int(value[name]) for name in least}
     if any(sizes[name] < limit for name, limit in least.items()):
-        raise ValueError(f"the sizes {sizes} are too small: they must be at least {least}")
+        raise ValueError(f"the sizes {sizes} are too small: the minimum is {least}")
     return sizes
 
 
 def _stored_fingerprint(content: Mapping[str, Any]) -> str:
-    """Return the fingerprint that `bundle.json` must contain, for format version 1 or 2."""
+    """Compute the fingerprint that `bundle.json` must contain."""
     score = content.get("score")
     if score is not None and DirectionWeights.from_json(score) == DirectionWeights():
         score = None
@@ -269,7 +273,7 @@ def _fingerprint(
     files: Mapping[str, Mapping[str, Any]],
     score: Mapping[str, Any] | None,
 ) -> str:
-    """Return the SHA-256 of the parts of a bundle."""
+    """Compute the SHA-256 of the configurations, the file hashes and the score weights."""
     # A score of the logit alone is left out. Such bundles keep the fingerprint that they had in format version 1.
     hashes = {name: record["sha256"] for name, record in files.items()}
     parts = {"format_version": _FINGERPRINT_VERSION, "adapter": dict(adapter), "joint": dict(joint), "files": hashes}

@@ -1,4 +1,4 @@
-"""Loads and saves the joint encoder of a model bundle, for training."""
+"""Loads and saves the directory ``joint/`` of a bundle, for training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edje_index.scoring.pooled_similarity import PooledSimilarity
 
 
 def load_joint_encoder(info: BundleInfo) -> tuple[JointEncoder, PooledSimilarity | None]:
-    """Load the joint encoder of a bundle, and the pooled similarity (None if the bundle has none)."""
+    """Load the joint encoder and the pooled similarity of a bundle. Return None for a missing pooled similarity."""
     tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
     path = info.path / JOINT_WEIGHTS
     with limited_by(path):
@@ -26,7 +26,7 @@ def load_joint_encoder(info: BundleInfo) -> tuple[JointEncoder, PooledSimilarity
 
 
 def save_joint_encoder(joint: JointEncoder, pooled: PooledSimilarity | None, folder: Path) -> None:
-    """Write the files of the directory ``joint/`` into the new bundle at `folder`."""
+    """Write the directory ``joint/`` of a new bundle in `folder`."""
     (folder / JOINT_FOLDER).mkdir()
     state = distinct_tensors(joint)
     if pooled is not None:

@@ -11,10 +11,10 @@ _RENAMED_SIZES = {"pooled": "pooled_similarity", "bank": "hubness_bank"}
 
 
 def migrate_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], DirectionWeights]:
-    """Convert the ``joint`` entry of version 1 to the ``joint`` and ``score`` entries of version 2.
+    """Convert the entry ``joint`` of version 1 to the entries ``joint`` and ``score`` of version 2.
 
-    In version 1, ``joint`` also holds the weights of the final score. Its entry ``caption_weights`` holds the weights
-    of image-to-text search. Weights without effect are left out.
+    In version 1, ``joint`` also contains the weights of the final score. The entry ``caption_weights`` contains the
+    weights for image-to-text search. The weight of a part that the bundle lacks is left out.
 
     Raises:
         KeyError, TypeError, ValueError: ``joint`` is damaged.
@@ -29,7 +29,7 @@ def migrate_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], Directi
 
 
 def _weights(named: Mapping[str, Any], sizes: Mapping[str, Any]) -> ScoreWeights:
-    """Return the weights of one direction. The weight of a part that the bundle lacks is ignored."""
+    """Convert the weights of one direction."""
     embedding, late, pooled, prior, temperature = (
         float(named[name]) for name in ("similarity", "late", "pooled", "prior", "temperature")
     )

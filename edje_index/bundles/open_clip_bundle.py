@@ -1,7 +1,7 @@
-"""Makes bundles from plain open_clip towers, for search by embedding similarity alone.
+"""Makes bundles from open_clip models, for search by embedding similarity alone.
 
-A bundle always has an adapter and a joint encoder. Here the adapter stores one patch per image, and no score uses the
-joint encoder.
+A bundle always has an adapter and a joint encoder. In these bundles, the adapter stores one patch per image, and search
+does not use the joint encoder.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def bundle_of_open_clip(
     text_tokenizer_dir: str | Path | None = None,
     untrained: bool = False,
 ) -> BundleInfo:
-    """Make a bundle from the towers of an open_clip model. Its final score is the embedding similarity alone.
+    """Make a bundle from an open_clip model. The final score of the bundle is the embedding similarity alone.
 
     Args:
-        vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
+        vision: open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
             ``local-dir:DIRECTORY``.
-        out: directory of the new bundle, which must not exist.
-        pretrained: tag or weights file of the model, if ``vision`` names neither.
-        text_tokenizer_dir: directory of the text tower's tokenizer. It is needed only for a Hugging Face tokenizer that
-            cannot be downloaded and is not in the directory of a ``local-dir:`` model.
-        untrained: draw random weights, to try commands; `vision` must then be a ``NAME``.
+        out: new directory for the bundle.
+        pretrained: tag or weights file of a model given as ``NAME``.
+        text_tokenizer_dir: directory with the tokenizer of the text tower. This argument is needed only for a Hugging
+            Face tokenizer that is not in a ``local-dir:`` model and cannot be downloaded.
+        untrained: draw random weights instead of loading weights; `vision` must then be a ``NAME``.
 
     Raises:
         HubUnreachableError: weights or a tokenizer are missing and cannot be downloaded.
-        ModelError: the model is unknown, its weights do not fit, or `out` exists.
+        ModelError: the model is unknown, the weights do not fit the model, or `out` exists.
     """
     if Path(out).exists():
         raise ModelError(f"{out} exists already: give another directory, or remove {out}")

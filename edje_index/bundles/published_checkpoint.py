@@ -1,7 +1,7 @@
-"""Reads checkpoints in the format of the published EDJE training code.
+"""Reads checkpoints of the published EDJE training code.
 
-A bundle takes adapter and joint encoder from the checkpoint, and the frozen towers from open_clip. `published_towers`
-checks that the towers of both are equal.
+To make a bundle, `import_checkpoint` takes the adapter and the joint encoder from the checkpoint, and the frozen towers
+from open_clip. `published_towers` checks that checkpoint and open_clip have equal towers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ POSITIONS = "language_model.bert.embeddings.position_embeddings.weight"
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """Adapter and joint encoder of a published checkpoint, without a vision tower.
+    """The adapter and the joint encoder of a published checkpoint.
 
     Attributes:
         adapter: maps patch features [b, n, d_v] to tokens [b, m, d].
-        joint: the joint encoder. Like the published model, its tokenizer does not canonicalise captions. The published
-            evaluation code canonicalises them before it calls the model; to do the same, apply
-            `edje_index.models.text_cleaning.clean_canonicalize`.
+        joint: joint encoder. The published evaluation code converts captions to lower case without punctuation before
+            it calls the model. To do the same, apply `edje_index.models.text_cleaning.clean_canonicalize` to captions.
 
     Example:
         >>> import torch
@@ -48,21 +47,23 @@ class PublishedModel:
     joint: JointEncoder
 
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
-        """Return matching logits, float32 [b], of captions and the adapter's tokens [b, m, d].
+        """Return matching logits, float32 [b].
 
-        `captions` are b captions, or one caption for all images.
+        Args:
+            captions: b captions, or one caption for all images.
+            tokens: tokens from the adapter [b, m, d].
         """
         return self.joint.score(captions, tokens)
 
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """The weights in a checkpoint of the published training code, and the name of the tower used in training.
+    """The content of a checkpoint of the published training code.
 
     Attributes:
         path: path of the checkpoint file, for error messages.
         weights: all weights by name.
-        siglip_path: Hugging Face name of the tower that the model was trained with; None if not recorded.
+        siglip_path: Hugging Face name of the vision tower used in training; None if the checkpoint does not name it.
     """
 
     path: Path
@@ -71,7 +72,7 @@ class PublishedCheckpoint:
 
     @classmethod
     def read(cls, path: Path) -> PublishedCheckpoint:
-        """Read a checkpoint. No code in the file is executed.
+        """Read a checkpoint file. No code in the file runs.
 
         Raises:
             ModelError: the file is not a checkpoint of the published training code.
@@ -80,7 +81,7 @@ class PublishedCheckpoint:
         state, config = content.get("model"), content.get("config")
         if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
             raise ModelError(
-                f"{path} is not a checkpoint of the published training code: it has no 'model' weights; give "
+                f"{path} is not a checkpoint of the published training code, because it has no 'model' weights; give "
                 "another file"
             )
         tower = config.get("siglip_path") if isinstance(config, dict) else None
@@ -88,12 +89,12 @@ class PublishedCheckpoint:
 
     @property
     def positions(self) -> int:
-        """Length of the joint encoder's position table."""
+        """Number of rows in the position table of the joint encoder."""
         _require(self.weights, (POSITIONS,), str(self.path))
         return int(self.weights[POSITIONS].shape[0])
 
     def model(self, tokenizer_dir: Path, *, vision_heads: int, layer_norm_eps: float) -> PublishedModel:
-        """Build the adapter and the joint encoder. Arguments and errors as for `load_published_checkpoint`."""
+        """Build the adapter and the joint encoder. Arguments and errors as in `load_published_checkpoint`."""
         with limited_by(self.path):
             joint = _joint_encoder(self.weights, tokenizer_dir, str(self.path))
             adapter = _adapter(self.weights, joint, vision_heads, layer_norm_eps, str(self.path))
@@ -103,13 +104,13 @@ class PublishedCheckpoint:
 def load_published_checkpoint(
     checkpoint: str | Path, tokenizer_dir: str | Path, *, vision_heads: int, layer_norm_eps: float = 1e-6
 ) -> PublishedModel:
-    """Load the model from a checkpoint of the published training code. No code in the file is executed.
+    """Load the model from a checkpoint of the published training code. No code in the file runs.
 
     Args:
-        checkpoint: the ``.pth`` file.
-        tokenizer_dir: directory with the tokenizer and the ``config.json`` of the BERT model.
+        checkpoint: checkpoint file (``.pth``).
+        tokenizer_dir: directory with the tokenizer and the ``config.json`` of the joint encoder.
         vision_heads: number of attention heads of the vision tower. A compressed adapter has the same number.
-        layer_norm_eps: epsilon of the vision tower's layer norm. A compressed adapter has the same epsilon.
+        layer_norm_eps: epsilon of the layer norms of the vision tower. A compressed adapter has the same epsilon.
 
     Raises:
         ModelError: the file is not a checkpoint of the published training code, its parts do not fit each other, or

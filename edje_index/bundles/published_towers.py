@@ -1,6 +1,6 @@
-"""Compares the frozen SigLIP towers in a published checkpoint with the towers of open_clip.
+"""Compares the frozen SigLIP towers in a published checkpoint with the towers of an open_clip model.
 
-Both must have the same sizes and, up to the rounding of the file, the same weights.
+The sizes must be equal. The weights must be equal up to rounding.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ _TEXT_NAMES: _Renames = (
 
 
 def check_tower_size(tower: VisionTower, name: str, siglip_path: str | None, positions: int, *, local: bool) -> None:
-    """Raise ModelError if the tower has another number of patches than the tower of the checkpoint.
+    """Check that `tower` has the number of patches that the checkpoint was trained with.
 
     Args:
-        tower: the vision tower of open_clip.
+        tower: vision tower of the open_clip model.
         name: name of `tower`, for error messages.
-        siglip_path: name of the tower in the checkpoint's configuration, such as
-            ``google/siglip2-large-patch16-384``; None if the configuration names no tower.
-        positions: length of the position table in the checkpoint. For a local adapter on n patches, the published code
-            extends BERT's table of 512 positions to 64 + n if that is longer.
-        local: whether the adapter in the checkpoint is a local adapter.
+        siglip_path: name of the tower in the checkpoint, such as ``google/siglip2-large-patch16-384``; None if the
+            checkpoint does not name a tower.
+        positions: number of rows in the position table of the checkpoint. For a local adapter on n patches, the
+            published code uses max(512, 64 + n) rows.
+        local: True if the adapter in the checkpoint is a local adapter.
 
     Raises:
         ModelError: the numbers of patches differ.
@@ -85,15 +85,15 @@ def check_tower_size(tower: VisionTower, name: str, siglip_path: str | None, pos
 
 
 def check_same_towers(state: State, clip: nn.Module, name: str) -> None:
-    """Raise ModelError if the towers of a checkpoint differ from the towers of `clip`.
+    """Check that the towers of a checkpoint equal the towers of `clip`. A checkpoint without towers is accepted.
 
     Args:
-        state: weights of the checkpoint by name. A checkpoint without towers is accepted.
-        clip: the open_clip model.
+        state: weights of the checkpoint by name.
+        clip: open_clip model.
         name: name of the open_clip model, for error messages.
 
     Raises:
-        ModelError: a tower of the checkpoint differs in size or weights from the tower of `clip`.
+        ModelError: a tower of the checkpoint has another size or other weights than the same tower of `clip`.
     """
     weights = dict(clip.state_dict())
     for prefix, target, renames in (
@@ -126,7 +126,7 @@ def _check_same(tower: State, expected: State, what: str, name: str) -> None:
         if not torch.allclose(tower[key].float().flatten(), ours, rtol=tolerance, atol=1e-6):
             raise ModelError(
                 f"the tower {what}.* in the checkpoint has other weights than {name} ({key} differs): if the "
-                "tower was fine-tuned, convert it to an open_clip model and give that model as "
+                "tower was fine-tuned, convert the tower to an open_clip model and give this model as "
                 "local-dir:DIRECTORY"
             )
 
@@ -141,7 +141,7 @@ def _open_clip_weights(tower: State, renames: _Renames) -> State:
 
 
 def _joined(tower: State) -> State:
-    """Join the tensors of query, key and value, as open_clip stores them."""
+    """Join the weights of query, key and value in one tensor, as in open_clip."""
     result = {}
     for key, tensor in tower.items():
         if match := re.fullmatch(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)", key):

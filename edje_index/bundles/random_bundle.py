@@ -1,6 +1,6 @@
-"""Makes bundles with random weights, to try every command without a trained model.
+"""Makes bundles with random weights, to try all commands without a trained model.
 
-Every step takes as long as with trained weights, but the order of search results has no meaning.
+All commands take as long as with trained weights. The order of search results has no meaning.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ MAX_POSITIONS = 512
 class UntrainedSizes:
     """Sizes of the models in an untrained bundle.
 
-    The defaults are those of a ViT-S/16 tower and a MiniLM-L6-H384 language model, with 64 x 384 blocks.
-    ``adapter_hidden`` is 4 times the width of the vision tower by default.
+    The defaults are the sizes of ViT-S/16 (vision tower) and MiniLM-L6-H384 (language model). Blocks are 64 x 384.
     """
 
     # With 8192, as in the EDJE paper, the adapter would be nearly as slow as such a small tower.

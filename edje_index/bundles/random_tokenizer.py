@@ -1,4 +1,4 @@
-"""A BERT tokenizer that needs no download, because its vocabulary comes from the open_clip package."""
+"""Makes a BERT tokenizer without a download, from the vocabulary in the open_clip package."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WORD_END = "</w>"
 
 
 def untrained_tokenizer(words: int) -> JointTokenizer:
-    """Make a WordPiece tokenizer with ``words`` entries of open_clip's vocabulary.
+    """Make a WordPiece tokenizer with ``words`` entries from the vocabulary of open_clip.
 
-    ``<image>`` is the last entry.
+    The last entry is ``<image>``.
     """
     # Entries that end a word (``</w>``) become words, other entries become pieces (``##``). Single letters and digits
     # are added, so that no lower-case ASCII word is unknown.

@@ -1,4 +1,4 @@
-"""Loads and checks the parts of a model bundle that score pairs."""
+"""Loads the parts of a bundle that score pairs, and checks that they fit together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POOLED = "pooled."
 
 
 def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> JointScorer:
-    """Load the joint encoder of a bundle onto `device`, for scoring only."""
+    """Load the joint encoder of a bundle onto `device`, for scoring."""
     tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
     source = info.path / JOINT_CONFIG
     shape = BertShape.parse(read_configuration(source), str(source))
@@ -46,7 +46,7 @@ def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | N
 
 
 def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
-    """Load the bank of the hubness correction. Return None if the bundle has none."""
+    """Load the hubness bank of a bundle. Return None if the bundle has none."""
     sizes = info.hubness_bank
     if sizes is None:
         return None
@@ -61,13 +61,13 @@ def check_scorer_fit(adapter: AdapterConfig, models: ScoreModels, score: Directi
     """Check that the parts of a bundle fit together.
 
     Args:
-        adapter: configuration of the adapter, whose tokens the joint encoder reads.
-        models: the models that compute the parts of the final score.
+        adapter: configuration of the adapter.
+        models: models that compute the parts of the final score.
         score: weights of the final score.
 
     Raises:
-        ModelError: the joint encoder reads tokens of another width, `score` needs a part that `models` lacks, or the
-            hubness bank does not fit the pooled similarity.
+        ModelError: the adapter and the joint encoder have different token widths, `models` lacks a part that
+            `score` needs, or the hubness bank does not fit the pooled similarity.
     """
     if adapter.language_dim != models.joint.width and not adapter.is_feature:
         raise ModelError(

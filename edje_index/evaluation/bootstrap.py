@@ -1,8 +1,8 @@
-"""Bootstrap confidence intervals, from resamples of whole clusters.
+"""Confidence intervals by the percentile bootstrap over clusters of queries.
 
-Clusters are resampled because captions of one image are not independent. The method is the percentile bootstrap (Efron
-and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13). All statistics share the resamples, so that
-differences between them have intervals too.
+A cluster contains all queries of one image, because these queries are not independent. See Efron and Tibshirani, "An
+Introduction to the Bootstrap", 1993, chapter 13. All statistics use the same resamples. Therefore a difference between
+two statistics also has a confidence interval.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHUNK_DRAWS = 1 << 22  # draws in memory at a time
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with the bounds of its 95 % confidence interval. The bounds are None without resamples."""
+    """A mean with the bounds of the 95 % confidence interval. The bounds are None without resamples."""
 
     value: float
     low: float | None = None
@@ -31,9 +31,9 @@ class ClusterBootstrap:
     """Bootstrap resamples of clusters of queries.
 
     Attributes:
-        clusters: cluster number of each query, int64 [q]. Queries with equal numbers are resampled together.
+        clusters: number of the cluster of each query, int64 [q].
         resamples: number of resamples. If it is 0, estimates have no confidence intervals.
-        seed: seed of the resamples; equal seeds give equal intervals.
+        seed: seed of the random resamples.
     """
 
     clusters: NDArray[np.int64]
@@ -41,7 +41,7 @@ class ClusterBootstrap:
     seed: int = 0
 
     def estimates(self, values: NDArray[np.floating]) -> list[Estimate]:
-        """Return the mean of each column of `values` [q, s] with its confidence interval."""
+        """Return the mean and the confidence interval of each column of `values` [q, s]."""
         means = values.mean(axis=0, dtype=np.float64)
         if not self.resamples:
             return [Estimate(float(mean)) for mean in means]
@@ -50,7 +50,7 @@ class ClusterBootstrap:
         return [Estimate(*map(float, triple)) for triple in zip(means, low, high, strict=True)]
 
     def means(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return the mean of each column of `values` [q, s] in each resample, float64 [resamples, s]."""
+        """Compute the mean of each column of `values` [q, s] in each resample, float64 [resamples, s]."""
         cluster_of_query, multiplicities = self._resampled
         sums = np.zeros((multiplicities.shape[1], values.shape[1] + 1))
         np.add.at(sums, cluster_of_query, np.column_stack([values, np.ones(len(values))]))
@@ -63,7 +63,7 @@ class ClusterBootstrap:
 
     @cached_property
     def _resampled(self) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-        """Return the cluster of each query [q], and how often each resample drew each cluster."""
+        """Return the cluster of each query [q], and how often each resample contains each cluster."""
         labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
         count = len(labels)
         rng = np.random.default_rng(self.seed)

@@ -24,24 +24,24 @@ class EvaluationConfig:
         (10, 20, 50)
 
     Attributes:
-        systems: (index, bundle) pairs. None as bundle selects the bundle that built the index.
+        systems: (index, bundle) pairs to evaluate. If a bundle is None, the bundle that built the index is used.
         captions: caption file, see `captions.reading.read_captions`.
         images: base directory of relative image paths.
         split: split of the caption file to take queries from; None for the whole file.
-        precisions: precisions of the tokens to measure; empty for all precisions that an index holds.
-        simulate: allow `precisions` that an index does not hold. Stored tokens are then converted in memory.
-        pools: pool sizes; empty for the default sizes of the protocol.
+        precisions: precisions to measure; empty for all precisions stored in an index.
+        simulate: allow `precisions` that are not stored. Stored tokens are then converted in memory.
+        pools: pool sizes; empty for the default pool sizes.
         directions: search directions, from `DIRECTIONS`.
         full: use the full-dataset protocol instead of the split protocol, see `edje_index.evaluation.protocol`.
-        full_captions: further caption files. Their captions are candidates in the full-dataset protocol.
-        rerank: True re-ranks the pools; False measures the embeddings alone.
-        score: score that re-ranks the pools, see `scoring.weights.parse_score`.
+        full_captions: caption files with additional candidates for the full-dataset protocol.
+        rerank: False measures the embeddings alone. True also measures the re-ranked pools.
+        score: final score for re-ranking, see `scoring.weights.parse_score`.
         resamples: number of bootstrap resamples; 0 for no confidence intervals.
-        queries: largest number of queries per direction, sampled with `seed`; None for all queries.
+        queries: maximum number of queries per direction, sampled at random; None for all queries.
         seed: seed of the query sample and of the bootstrap.
         device: "auto", "cpu" or "cuda".
-        dtype: data type of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
-        cache: directory that stores computed scores, so that an interrupted evaluation resumes; None stores none.
+        dtype: data type of matrix products in the joint encoder: "auto", "float32" or "bfloat16".
+        cache: directory for computed scores, from which an interrupted evaluation resumes; None stores no scores.
     """
 
     systems: tuple[tuple[Path, Path | None], ...]
@@ -65,7 +65,7 @@ class EvaluationConfig:
 
     @property
     def cutoffs(self) -> tuple[int, ...]:
-        """Values of k for which R@k is measured."""
+        """The values of k in R@k."""
         return FULL_CUTOFFS if self.full else CUTOFFS
 
     @property

@@ -35,7 +35,7 @@ NOT_IN_OTHER = "not-in-another-index"
 
 @dataclass(frozen=True)
 class _OpenIndex:
-    """One index to evaluate. `matched` holds the row of each captioned image in this index."""
+    """An index to evaluate. `matched` contains the row of each captioned image in this index."""
 
     name: str
     root: Path
@@ -66,9 +66,9 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
         i2t bf16 3 True
 
     Raises:
-        UsageError: settings contradict each other, the captions cannot be read or match no image, or an index does not
-            hold a requested precision.
-        ModelError: a bundle is missing, is not the one that built the index, or cannot compute the score.
+        UsageError: settings contradict each other, the captions cannot be read, no caption matches an image, or an
+            index lacks a requested precision.
+        ModelError: a bundle is missing, did not build the index, or cannot compute the score.
     """
     began = time.monotonic()
     _check(config)
@@ -103,7 +103,7 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
 
 def _check(config: EvaluationConfig) -> None:
     if config.full_captions and not config.full:
-        raise UsageError("full_captions has no effect unless full is True: set full, or leave full_captions empty")
+        raise UsageError("full_captions has no effect if full is False: set full to True, or leave out full_captions")
     if not config.directions or not set(config.directions) <= set(DIRECTIONS):
         given = ", ".join(config.directions) or "none"
         raise UsageError(f"directions must contain one or both of {', '.join(DIRECTIONS)}; got {given}")
@@ -115,7 +115,7 @@ def _check(config: EvaluationConfig) -> None:
 
 
 def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple[Path, Path | None]]]:
-    """Pair each system with the file name of its index. Equal names get a number."""
+    """Name each system after the file name of the index. Equal names get a number."""
     stems = [root.resolve().stem for root, _ in systems]
     counts = Counter(stems)
     return [
@@ -127,7 +127,7 @@ def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple
 def _open(
     config: EvaluationConfig, name: str, root: Path, model: Path | None, items: Sequence[CaptionedImage]
 ) -> _OpenIndex:
-    """Open an index and match the captions to its rows."""
+    """Open an index, and find the row of each captioned image."""
     # The model is loaded later, so that an index that cannot be evaluated fails early.
     index = CommittedIndex.open(root)
     sources = token_sources(root, config.precisions, simulate=config.simulate) if config.rerank else []
@@ -137,7 +137,7 @@ def _open(
 
 def _count_inputs(items: Sequence[CaptionedImage], indexes: Sequence[_OpenIndex], used: Bools) -> Inputs:
     if not used.any():
-        raise UsageError("no captioned image is in all of the indexes: evaluate each index alone")
+        raise UsageError("no image with captions is in all indexes: evaluate each index alone")
     reasons = Counter(
         indexes[0].matched.reasons[position] or NOT_IN_OTHER for position in np.flatnonzero(~used).tolist()
     )
@@ -154,7 +154,7 @@ def _count_inputs(items: Sequence[CaptionedImage], indexes: Sequence[_OpenIndex]
 def _further_captions(
     config: EvaluationConfig, all_items: Sequence[CaptionedImage], root: Path
 ) -> tuple[list[CaptionedImage], MatchedRows]:
-    """Read the captions that the full-dataset protocol adds as candidates."""
+    """Read the additional candidates of the full-dataset protocol, and find the row of each captioned image."""
     items = list(all_items) if config.split is not None else []
     for path in config.full_captions:
         items += read_captions(path, config.images)
@@ -165,7 +165,7 @@ def _further_captions(
 def _evaluate_index(
     config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, on_progress: OnProgress
 ) -> tuple[System, list[Result], int]:
-    """Return the index as it was evaluated, its results, and the number of scored pairs."""
+    """Evaluate one index. Return the description of the system, the results, and the number of scored pairs."""
     model = SearchModel.of_index(index.committed, index.model_path, device=config.device, dtype=config.dtype)
     weights = {direction: model.weights(direction, config.score) for direction in config.directions}
     embeddings = _embeddings(config, index, eval_set, model, on_progress)
@@ -212,7 +212,7 @@ def _describe(
 
 
 def _query_images(eval_set: EvaluationSet, direction: str) -> Ints:
-    """Return the row id of each query's image. Queries of one image are resampled together."""
+    """Return the row id of the image of each query."""
     text_queries = direction == TEXT_TO_IMAGE
     return eval_set.caption_rows[eval_set.query_captions] if text_queries else eval_set.query_rows
 
@@ -232,7 +232,7 @@ def _embeddings(
 
 
 def _pools(config: EvaluationConfig, eval_set: EvaluationSet, embeddings: Embeddings) -> dict[str, Pools]:
-    """Return the pools by direction, as large as the largest pool size."""
+    """Make the pools by direction, with the largest pool size."""
     texts, images = embeddings.texts, embeddings.images
     size = max(config.pool_sizes) if config.rerank else 1
     pools = {}

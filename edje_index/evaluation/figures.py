@@ -1,4 +1,4 @@
-"""Plots of an evaluation: recall against the pool size, and against the bytes per image."""
+"""Plots recall against the pool size, and recall against the bytes per image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GREY = "#888888"
 def write_figures(evaluation: Evaluation, folder: Path) -> list[Path]:
     """Write PNG plots of every direction into `folder`, and return their paths.
 
-    If nothing was re-ranked, no plot is written and the list is empty.
+    An evaluation without re-ranking has no plots.
     """
     written = []
     for direction in dict.fromkeys(result.direction for result in evaluation.results if result.pool is not None):
@@ -41,7 +41,7 @@ def write_figures(evaluation: Evaluation, folder: Path) -> list[Path]:
 
 
 def _plot_pools(evaluation: Evaluation, results: Sequence[Result], path: Path) -> None:
-    """Plot R@k of one index against the pool size. Dashed lines show R@k of the embeddings alone."""
+    """Plot R@k of one index against the pool size. The dashed lines show R@k of the embeddings alone."""
     embedding = next(result for result in results if result.precision is None)
     finest = next(result for result in results if result.change is None and result.precision is not None)
     shown = [result for result in results if result.precision == finest.precision]
@@ -104,7 +104,7 @@ def _label(axes: Axes, name: str, point: tuple[float, float], colour: str, *, ab
 
 
 def _plain_ticks(axes: Axes, sizes: Sequence[float]) -> None:
-    """Set a tick at each of `sizes`, except at sizes close to the previous tick."""
+    """Set a tick at each size in `sizes`. Sizes close to the previous tick get no tick."""
     ticks: list[float] = []
     for size in sizes:
         if not ticks or size > 1.25 * ticks[-1]:

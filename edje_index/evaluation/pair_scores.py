@@ -1,4 +1,4 @@
-"""Computes one part of the score for many (caption, image) pairs, each distinct pair once."""
+"""Computes one part of the score for many pairs of a caption and an image. Each distinct pair is scored once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _KEY_SHIFT = 40  # a pair is one integer: caption position in the high bits, row
 
 @dataclass(frozen=True)
 class PairScorer:
-    """Computes one part of the score with the tokens of one source.
+    """Computes one part of the score for many pairs.
 
     Attributes:
         part: part of the score to compute.
         name: name of the part, for progress messages.
         source: source of the tokens.
         captions: all captions of the evaluation.
-        tokenizer: tokenizer of the joint encoder, which measures the length of captions.
-        cache: scores of earlier runs, which are not computed again.
+        tokenizer: tokenizer of the joint encoder. It measures the length of captions.
+        cache: scores of earlier runs. They are not computed again.
     """
 
     part: Part
@@ -38,10 +38,10 @@ class PairScorer:
     cache: ScoreCache
 
     def score(self, captions: Ints, rows: Ints, on_progress: OnProgress) -> Floats:
-        """Return the scores of k pairs, float32 [k]. A pair that occurs twice is scored once.
+        """Return the scores of k pairs, float32 [k].
 
         Args:
-            captions: position in `self.captions` of the caption of each pair, int64 [k].
+            captions: index in `self.captions` of the caption of each pair, int64 [k].
             rows: row id of the image of each pair, int64 [k].
             on_progress: called with the number of scored pairs.
         """
@@ -62,7 +62,7 @@ class PairScorer:
         return _look_up(scored, pairs)
 
     def _chunks(self, pairs: Ints) -> Iterator[tuple[int, Ints]]:
-        """Yield (number of earlier pairs, chunk). A chunk holds captions of similar length, which saves padding."""
+        """Yield (number of earlier pairs, chunk of pairs). Captions of a chunk have similar length, to save padding."""
         if not len(pairs):
             return
         positions, which = np.unique(pairs >> _KEY_SHIFT, return_inverse=True)
@@ -79,7 +79,7 @@ class PairScorer:
 
 
 def pack(captions: Ints, rows: Ints) -> Ints:
-    """Pack each pair into one integer: caption position, and row id in the low 40 bits."""
+    """Pack each pair into one integer. The low 40 bits are the row id, and the high bits are the caption position."""
     packed: Ints = (captions << _KEY_SHIFT) | rows
     return packed
 

@@ -54,9 +54,10 @@ def label_points(
     avoid: Sequence[tuple[float, float]] = (),
     colour: str = _INK,
 ) -> None:
-    """Write each name beside its point, without covering another name, a point or a position in `avoid`.
+    """Write each name in `names` beside the point with the same index, without covering points or other names.
 
-    Call this last: the limits of the axes must not change afterwards. A line joins a distant name to its point.
+    Names do not cover positions in `avoid` either. A line connects a distant name to the point. Call this function
+    last, because later changes to the limits of the axes move the points.
     """
     axes.get_figure(root=True).canvas.draw()  # type: ignore[union-attr]  # fixes the scale of pixel positions
     taken = [_mark(axes, point) for point in (*points, *avoid)]
@@ -66,7 +67,7 @@ def label_points(
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write `figure` to `path` in the format of the file name's suffix. A PNG has 144 dots per inch."""
+    """Write `figure` to the file `path`. The file suffix determines the format. A PNG has 144 dots per inch."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=_DPI, facecolor="white")
@@ -80,7 +81,7 @@ def _mark(axes: Axes, point: tuple[float, float]) -> Bbox:
 
 
 def _extent(label: Annotation) -> Bbox:
-    """Return the bounding box of the label's text, without the line to the point."""
+    """Return the bounding box of the text, without the line to the point."""
     from matplotlib.text import Text
 
     label.update_positions(label.get_figure(root=True).canvas.get_renderer())  # type: ignore[union-attr]
@@ -88,7 +89,7 @@ def _extent(label: Annotation) -> Bbox:
 
 
 def _place(axes: Axes, point: tuple[float, float], name: str, colour: str, taken: Sequence[Bbox]) -> Annotation:
-    """Annotate `point` at the first free position around it."""
+    """Write `name` at the first free position around `point`."""
     frame = axes.get_window_extent()
     label: Annotation | None = None
     for distance in (6, 18, 30, 42):

@@ -1,4 +1,4 @@
-"""Computes the final scores of the pools of an evaluation, one precision at a time."""
+"""Computes the final scores of the pools of an evaluation, for one precision at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class PoolScorer:
-    """Computes the final scores of the pools of one or both directions.
+    """Computes the final scores of all candidates in the pools.
 
     Attributes:
         model: search model of the bundle.
@@ -60,21 +60,21 @@ class PoolScorer:
 
     @property
     def reads_tokens(self) -> bool:
-        """True if the final score of a direction needs the tokens."""
+        """True if the final score of at least one direction needs the tokens."""
         return any(reads_tokens(FinalScore.of(w).parts, direction) for direction, w in self.weights.items())
 
     @property
     def joint_parts(self) -> list[str]:
-        """Names of the parts that depend on both caption and image and have a weight."""
+        """Names of the parts with a weight that depend on both caption and image."""
         used = {part for weights in self.weights.values() for part in FinalScore.of(weights).parts}
         return [part for part in JOINT_PARTS if part in used]
 
     def count_pairs(self) -> int:
-        """Return the number of distinct pairs that are scored with the tokens of each source."""
+        """Return the number of distinct pairs to score with the tokens of one source."""
         return len(np.unique(pack(*self._all_pairs()))) if self.joint_parts else 0
 
     def score(self, source: TokenSource, on_progress: OnProgress) -> dict[str, Floats]:
-        """Return the final scores of the pools with the tokens of `source`, float32 [q, p] by direction."""
+        """Return the final scores with the tokens of `source`, float32 [q, p] by direction."""
         values: dict[str, dict[str, Floats]] = {
             direction: {EMBEDDING: pools.similarities} for direction, pools in self.pools.items()
         }
@@ -90,7 +90,7 @@ class PoolScorer:
         return finals
 
     def _joint_part(self, part: str, source: TokenSource, on_progress: OnProgress) -> dict[str, Floats]:
-        """Return one part of the score by direction. A pair of both directions is scored once."""
+        """Compute one part of the score, float32 [q, p] by direction. A pair in both directions is scored once."""
         direction = next(iter(self.pools))
         scorer = PairScorer(
             part=self.model.parts(direction, self.weights[direction])[part],
@@ -118,7 +118,7 @@ class PoolScorer:
         return pools.candidates.ravel(), np.repeat(self.eval_set.query_rows, size)
 
     def _hubness(self, direction: str, source: TokenSource) -> Floats:
-        """Return the hubness correction. Each distinct candidate is computed once."""
+        """Compute the hubness correction, float32 [q, p]. Each distinct candidate is computed once."""
         part = self.model.parts(direction, self.weights[direction])[HUBNESS]
 
         def images(positions: Ints) -> Pairs:
@@ -144,7 +144,7 @@ class PoolScorer:
 
 
 def dtype_name(model: SearchModel) -> str:
-    """Return the name of the data type of the joint encoder's matrix products."""
+    """Return the name of the data type of matrix products in the joint encoder."""
     return str(model.joint.compute_dtype).removeprefix("torch.")
 
 

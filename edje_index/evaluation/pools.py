@@ -1,4 +1,4 @@
-"""Pools of many queries: the nearest candidates of each query by embedding, from an exact search."""
+"""Finds the pools of many queries by an exact search over the embeddings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Pools:
     """The p nearest candidates of each of q queries, nearest first.
 
     Attributes:
-        candidates: position of each pool candidate among all candidates, int64 [q, p].
-        similarities: cosine similarity of each pool candidate with its query, float32 [q, p].
-        relevant: which pool candidates are relevant to their query, bool [q, p].
-        ranks: rank of the most similar relevant candidate among all candidates, from 0, int64 [q].
+        candidates: index of each pool entry among all candidates, int64 [q, p].
+        similarities: cosine similarity of each pool entry to the query, float32 [q, p].
+        relevant: which pool entries are relevant to the query, bool [q, p].
+        ranks: rank of the most similar relevant candidate of each query among all candidates, counted from 0,
+            int64 [q].
     """
 
     candidates: Ints
@@ -33,7 +34,7 @@ def embedding_pools(
 ) -> Pools:
     """Return the pools of `queries` [q, e] among `candidates` [c, e].
 
-    A candidate is relevant to a query if both have the same label.
+    A candidate is relevant to a query if both have the same label. `pool` is the number of candidates per query.
     """
     chunk = max(1, _CHUNK_NUMBERS // len(candidates))
     parts = [

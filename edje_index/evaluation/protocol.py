@@ -1,8 +1,8 @@
-"""Queries and candidates of an evaluation. A candidate is relevant to a query of the same image.
+"""Selects the queries and candidates of an evaluation.
 
 - Split protocol: queries and candidates are the images and captions of one split.
-- Full-dataset protocol: the queries are the same, but the candidates are all images of the index and the captions of
-  all splits (LightningDOT, Sun et al., NAACL 2021, and the appendix of the EDJE paper).
+- Full-dataset protocol: queries as in the split protocol. The candidates are all images in the index and the captions
+  of all splits (LightningDOT, Sun et al., NAACL 2021, and the appendix of the EDJE paper).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class EvaluationSet:
     Attributes:
         rows: row ids of the candidate images, ascending, int64 [r].
         captions: candidate captions [c].
-        caption_rows: row id of each caption's image, int64 [c]; `OTHER` if the image is not a candidate.
-        query_captions: positions in `captions` of the text-to-image queries, int64.
-        query_rows: row ids of the image-to-text queries, int64.
+        caption_rows: row id of the image of each caption, int64 [c]; `OTHER` if the image is not a candidate.
+        query_captions: indices in `captions` of the queries for text-to-image search, int64.
+        query_rows: row ids of the queries for image-to-text search, int64.
     """
 
     rows: Ints
@@ -46,7 +46,7 @@ class EvaluationSet:
     def subsampled(self, queries: int, seed: int) -> EvaluationSet:
         """Return a copy with at most `queries` random queries per direction.
 
-        With the same seed, a larger sample contains a smaller one.
+        A smaller sample is part of a larger sample with the same seed.
         """
         rng = np.random.default_rng(seed)
         captions, rows = (rng.permutation(every)[:queries] for every in (self.query_captions, self.query_rows))
@@ -56,7 +56,9 @@ class EvaluationSet:
 def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
     """Return the queries and candidates of the split protocol.
 
-    The images of `items` [n] have the row ids `rows` [n]. Items with the same row id are one image.
+    Args:
+        items: n captioned images.
+        rows: row id of each image, int64 [n]. Items with the same row id are one image.
     """
     captions = tuple(caption for item in items for caption in item.captions)
     about = np.repeat(rows, [len(item.captions) for item in items])
@@ -69,7 +71,11 @@ def full_set(
 ) -> EvaluationSet:
     """Return the queries and candidates of the full-dataset protocol.
 
-    The queries are those of `split`. A caption of `others` is left out if `split` has it for the same image.
+    Args:
+        root: directory of the index.
+        split: queries and candidates of the split protocol.
+        others: captioned images with additional captions. Captions that are already in `split` are left out.
+        matched: row of each image in `others`.
     """
     # The captions of `others` come first, so that ties with equal texts never raise the recall.
     split_captions = set(zip(split.caption_rows.tolist(), split.captions, strict=True))

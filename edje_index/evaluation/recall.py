@@ -1,7 +1,8 @@
-"""Ranks and recall.
+"""Computes ranks and recall.
 
-Shape letters: q queries, c candidates, p candidates in a pool. The rank of a query is the rank of its best relevant
-candidate, counted from 0. Ties keep their order.
+The rank of a query is the rank of the best relevant candidate, counted from 0. Equal scores keep the input order.
+
+Shape letters: q queries, c candidates, p candidates in a pool.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ Bools = NDArray[np.bool_]
 
 
 def nearest(similarities: Floats, count: int) -> Ints:
-    """Return the positions of the highest values in each row of `similarities` [q, c], highest first.
+    """Return the column numbers of the `count` highest values in each row of `similarities` [q, c].
 
-    The result is int64 [q, min(count, c)].
+    The result is int64 [q, min(count, c)], with the highest value first.
     """
     count = min(count, similarities.shape[1])
     kept = np.empty((len(similarities), count), dtype=np.int64)
@@ -32,11 +33,11 @@ def nearest(similarities: Floats, count: int) -> Ints:
 
 
 def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
-    """Return the rank of each query by similarity, int64 [q]; c for a query without a relevant candidate.
+    """Return the rank of each query by similarity, int64 [q]. The rank is c for a query without a relevant candidate.
 
     Args:
-        similarities: similarity of each candidate, float32 [q, c].
-        relevant: which candidates are relevant, bool [q, c].
+        similarities: similarity of each candidate to each query, float32 [q, c].
+        relevant: which candidates are relevant to each query, bool [q, c].
     """
     positions = np.arange(similarities.shape[1])
     best = np.where(relevant, similarities, -np.inf)
@@ -51,12 +52,12 @@ def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
 def ranks_after_reranking(scores: Floats, relevant: Bools, pool: int, ranks: Ints) -> Ints:
     """Return the rank of each query after the first `pool` candidates are sorted by score, int64 [q].
 
-    A query without a relevant candidate among the first `pool` candidates keeps its rank.
+    The rank does not change for a query without a relevant candidate among the first `pool` candidates.
 
     Args:
-        scores: final scores of the candidates, in the order of their similarity, float32 [q, p].
-        relevant: which candidates are relevant, bool [q, p].
-        pool: number of candidates that are sorted.
+        scores: final scores of the candidates, float32 [q, p]. The candidates are sorted by similarity.
+        relevant: which candidates are relevant to each query, bool [q, p].
+        pool: number of candidates to re-rank.
         ranks: ranks by similarity, int64 [q].
     """
     order = np.argsort(-scores[:, :pool], axis=1, kind="stable")
@@ -66,6 +67,6 @@ def ranks_after_reranking(scores: Floats, relevant: Bools, pool: int, ranks: Int
 
 
 def hits(ranks: Ints, cutoffs: Sequence[int]) -> Bools:
-    """Return which queries have a rank below each cutoff k, bool [q, len(cutoffs)]. The mean of a column is R@k."""
+    """Return which queries have a rank less than each cutoff, bool [q, len(cutoffs)]. The mean of a column is R@k."""
     below: Bools = ranks[:, None] < np.array(cutoffs)
     return below

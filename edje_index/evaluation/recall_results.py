@@ -1,4 +1,4 @@
-"""Recall of one index in one direction: for the embeddings alone, then for each pool size and precision."""
+"""Computes the recall of one index in one direction."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class RecallTable:
         return Result(self.system, self.direction, self._recall(self.pools.ranks))
 
     def reranked_results(self, pool: int, sources: Sequence[TokenSource], scores: Mapping[str, Floats]) -> list[Result]:
-        """Return the recall of each precision after re-ranking the first `pool` candidates.
+        """Return the recall after re-ranking the first `pool` candidates, one result per precision.
 
         Args:
             pool: number of candidates to re-rank.
             sources: token source of each precision.
-            scores: final scores of the pools, float32 [q, p], by precision.
+            scores: final scores of the pools by precision, float32 [q, p] each.
         """
         pools = self.pools
         in_pool = self.bootstrap.estimates(_PERCENT * (pools.ranks < pool)[:, None])[0]

@@ -1,4 +1,4 @@
-"""Evaluation reports: tables in plain text or Markdown, a JSON object, and a directory with plots."""
+"""Writes evaluation reports as plain text, Markdown, JSON and plots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def text_report(evaluation: Evaluation) -> str:
 
 
 def markdown_report(evaluation: Evaluation, figures: Sequence[str] = ()) -> str:
-    """Return the evaluation as Markdown. `figures` are file names of plots in the directory of the report."""
+    """Return the evaluation as Markdown. `figures` are the file names of plots to include."""
     lines = ["# Recall", "", *(f"- {line}" for line in _preface(evaluation))]
     for title, header, rows in _tables(evaluation):
         marks = ["---", "---", *["---:"] * (len(header) - 2)]
@@ -49,7 +49,7 @@ def markdown_report(evaluation: Evaluation, figures: Sequence[str] = ()) -> str:
 
 
 def write_report(evaluation: Evaluation, folder: str | Path) -> list[Path]:
-    """Write `report.md`, `report.json` and plots into the directory `folder`, and return the paths of the files.
+    """Write `report.md`, `report.json` and plots to the directory `folder`. Return the paths of all files.
 
     Raises:
         UsageError: the files cannot be written.
@@ -67,7 +67,7 @@ def write_report(evaluation: Evaluation, folder: str | Path) -> list[Path]:
 
 
 def _keyed(member: Any) -> Any:
-    """Return an object with its keys as strings, as in JSON. Return any other value unchanged."""
+    """Convert the keys of a dictionary to strings, as in JSON. Return any other value unchanged."""
     return {str(key): value for key, value in member.items()} if isinstance(member, dict) else member
 
 
@@ -93,7 +93,7 @@ def _described(system: System) -> str:
 
 
 def _score(system: System) -> str:
-    """Describe the final score in words. Empty if the final score is the logit alone."""
+    """Describe the final score in words. Return "" if the final score is the logit alone."""
     scores = {direction: ScoreWeights.from_json(weights) for direction, weights in system.weights.items()}
     terms = {direction: weights.described() for direction, weights in scores.items()}
     distinct = set(terms.values())
@@ -105,7 +105,7 @@ def _score(system: System) -> str:
 
 
 def _tables(evaluation: Evaluation) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return (title, header, rows) of the table of each direction."""
+    """Return (title, header, rows) of each table. There is one table per direction."""
     cutoffs = evaluation.cutoffs
     header = ["index", "tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
     if evaluation.pools:

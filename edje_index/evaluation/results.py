@@ -10,7 +10,7 @@ from edje_index.evaluation.bootstrap import Estimate
 
 @dataclass(frozen=True)
 class Inputs:
-    """Numbers of captioned images and of captions. ``missing`` counts unused images by reason."""
+    """Numbers of captioned images and of captions. ``missing`` is the number of unused images by reason."""
 
     images: int
     used: int
@@ -21,19 +21,19 @@ class Inputs:
 
 @dataclass(frozen=True)
 class System:
-    """One index with its bundle, as it was evaluated.
+    """An index and a bundle that were evaluated together.
 
     Attributes:
         name: file name of the index.
         index: path of the index.
         bundle: path of the bundle.
         fingerprint: fingerprint of the bundle.
-        trained: False for a bundle of random weights.
-        block_shape: (m, d) of one image's tokens.
+        trained: False if the weights of the bundle are random.
+        block_shape: shape of a block, (m, d): number of tokens and width of a token.
         weights: weights of the final score by direction, see `scoring.weights.ScoreWeights`.
         candidates: number of candidates by direction.
         queries: number of queries by direction.
-        dtype: data type of the joint encoder's matrix products; None without re-ranking.
+        dtype: data type of matrix products in the joint encoder; None without re-ranking.
     """
 
     name: str
@@ -50,20 +50,22 @@ class System:
 
 @dataclass(frozen=True)
 class Result:
-    """Recall of one index in one direction, precision and pool size, in percent.
+    """Recall in percent, for one index, direction, precision and pool size.
+
+    The result for the embeddings alone has no precision and no pool size. All fields from `precision` on are then None.
 
     Attributes:
         system: name of the index.
         direction: "t2i" or "i2t".
         recall: R@k by cutoff k.
-        precision: precision of the tokens; None for the embeddings alone. All fields below are then None too.
+        precision: precision of the tokens.
         simulated_from: stored precision that was converted to `precision` in memory; None if `precision` is stored.
         bytes_per_image: length of one record in bytes.
         pool: number of candidates that were re-ranked.
         in_pool: percentage of queries with a relevant candidate in the pool.
         gain: R@k minus R@k of the embeddings alone, by cutoff k.
-        change: R@k minus R@k of the precision `change_from`, by cutoff k.
-        change_from: precision that `change` compares with; None for this precision itself.
+        change: R@k minus R@k with the precision `change_from`, by cutoff k.
+        change_from: reference precision of `change`; None if `precision` is the reference precision.
     """
 
     system: str
@@ -81,7 +83,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All results of an evaluation, with the settings that produced the results.
+    """The settings and results of an evaluation.
 
     Example:
         >>> from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cache of pair scores on disk, from which an interrupted evaluation resumes."""
+"""Stores pair scores on disk, so that an interrupted evaluation can resume."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ SAVE_SECONDS = 20.0
 
 @dataclass
 class ScoreCache:
-    """Scores of pairs in the directory `folder`, one subdirectory per `key`. If `folder` is None, nothing is stored.
+    """Stores scores of pairs in a directory.
 
-    `key` holds everything else that determines a score: bundle, index, precision, captions, data type and part.
+    Attributes:
+        folder: directory with one subdirectory per key. None stores nothing.
+        key: everything that determines the score of a pair: bundle, index, precision, captions, data type and part.
     """
 
     folder: Path | None
@@ -50,7 +52,7 @@ class ScoreCache:
             ) from error
 
     def load(self) -> tuple[Ints, Floats]:
-        """Return the stored pairs, ascending, int64 [k], and their scores, float32 [k]."""
+        """Return the stored pairs in ascending order, int64 [k], and the score of each pair, float32 [k]."""
         parts = [(np.empty(0, np.int64), np.empty(0, np.float32))]
         if self.folder is not None:
             paths = sorted(self._key_folder.glob("*.npz"))
@@ -60,14 +62,14 @@ class ScoreCache:
         return distinct, np.concatenate([scores for _, scores in parts])[first]
 
     def add(self, pairs: Ints, scores: Floats) -> None:
-        """Add new scores, and write them to disk every `SAVE_SECONDS`."""
+        """Add new scores. Scores are written to disk every `SAVE_SECONDS` seconds."""
         if self.folder is not None:
             self._unsaved.append((pairs, scores))
             if time.monotonic() - self._saved_at > SAVE_SECONDS:
                 self.save()
 
     def save(self) -> None:
-        """Write the scores that are not on disk yet."""
+        """Write all scores that are not on disk yet."""
         if self.folder is None or not self._unsaved:
             return
         name = f"{time.time_ns():020d}-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Tokens of one precision, read from an index or converted in memory."""
+"""Reads tokens of a precision from an index, or converts tokens to this precision in memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from storage_formats.token_store import TokenStore
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Tokens of one precision.
+    """Reads or converts the tokens of one precision.
 
     Attributes:
         store: store to read from.
         codec: codec of the precision.
-        simulated: True if the store holds another precision. Blocks are then encoded and decoded in memory.
+        simulated: True if the store contains another precision. Blocks are then converted in memory.
     """
 
     store: TokenStore
@@ -35,16 +35,16 @@ class TokenSource:
 
     @property
     def simulated_from(self) -> str | None:
-        """Precision that blocks are converted from; None if the precision itself is stored."""
+        """Stored precision that is converted in memory; None if no conversion is necessary."""
         return self.store.precision if self.simulated else None
 
     @property
     def bytes_per_image(self) -> int:
-        """Length of a record in bytes, with its scales."""
+        """Length of a record in bytes, including scales."""
         return self.codec.record_bytes
 
     def fetch(self, rows: NDArray[np.int64]) -> Blocks:
-        """Return the blocks [k, m, d] of `rows` [k]."""
+        """Return the blocks of `rows` [k], of shape [k, m, d]."""
         distinct, which = np.unique(rows, return_inverse=True)
         blocks = self.store.fetch(distinct)
         if self.simulated:
@@ -58,10 +58,11 @@ def token_sources(root: Path, names: Sequence[str], *, simulate: bool) -> list[T
     Args:
         root: directory of the index.
         names: precisions; empty for all precisions of the index.
-        simulate: allow precisions that the index does not hold, by converting tokens in memory.
+        simulate: allow precisions that are not stored in the index. Tokens are then converted in memory.
 
     Raises:
-        UsageError: a precision is not stored and `simulate` is False, or has a higher fidelity than every stored one.
+        UsageError: a precision is not stored and `simulate` is False, or a precision has a higher fidelity than all
+            stored precisions.
     """
     spec = Manifest.load(root).spec
     stored = {name: codec(name, spec.block_shape) for name in spec.precisions}
@@ -71,14 +72,14 @@ def token_sources(root: Path, names: Sequence[str], *, simulate: bool) -> list[T
         requested = codec(name, spec.block_shape)
         if name not in stored and not simulate:
             raise UsageError(
-                f"{root} does not hold the precision '{name}', only {', '.join(stored)}: add it with "
+                f"{root} does not contain the precision '{name}', only {', '.join(stored)}: add this precision with "
                 "'edje-index quantize', or allow simulated precisions",
                 parameter="simulate",
             )
         if name not in stored and requested.record_bytes > finest.record_bytes:
             raise UsageError(
-                f"the precision '{name}' cannot be simulated from {root}, because the most accurate precision "
-                f"there is {finest.name}"
+                f"the precision '{name}' cannot be simulated from {root}, because the most accurate stored precision "
+                f"is {finest.name}; choose a less accurate precision"
             )
         source = TokenStore.open(root, name if name in stored else finest.name)
         sources.append(TokenSource(source, requested, simulated=name not in stored))

@@ -1,1 +1,1 @@
-"""Networks and their weights: vision and text towers, adapters, the joint encoder, devices."""
+"""Neural networks: vision and text towers, adapters and the joint encoder. Also weights files and devices."""

@@ -1,8 +1,8 @@
-"""Workaround that makes torchvision importable where its compiled operators do not load.
+"""Makes torchvision importable if its compiled operators do not load.
 
-This happens with a CUDA build of torchvision and a CPU build of torch. open_clip and transformers import torchvision,
-so they fail too. The workaround declares the schemas of the missing operators ``nms`` and ``qnms``. Call
-:func:`prepare_torchvision` before importing torchvision, open_clip, timm or transformers.
+They do not load if torchvision is a CUDA build and torch is a CPU build. Then open_clip and transformers cannot be
+imported either, because both import torchvision. Call :func:`prepare_torchvision` before importing torchvision,
+open_clip, timm or transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _libraries: list[Any] = []  # a torch.library.Library removes its definitions wh
 
 @functools.cache
 def prepare_torchvision() -> bool:
-    """Declare the operators that a broken torchvision lacks. Return True if the workaround was needed."""
+    """Declare the operators ``nms`` and ``qnms`` if torchvision cannot load them. Return True if this was necessary."""
     if "torchvision" in sys.modules:
         return False
     spec = importlib.util.find_spec("torchvision")
@@ -33,7 +33,7 @@ def prepare_torchvision() -> bool:
 
 
 def operators_load(package: Path) -> bool:
-    """Load the compiled operators of torchvision in `package`. Return False if they do not load."""
+    """Load the compiled operators from torchvision's package directory. Return False if loading fails."""
     import torch
 
     finder = FileFinder(str(package), (ExtensionFileLoader, EXTENSION_SUFFIXES))

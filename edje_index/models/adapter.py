@@ -1,7 +1,7 @@
-"""Adapters, which map the n patch features of the vision tower to the m stored tokens of an image.
+"""Adapters map the n patch features of an image to m stored tokens.
 
-Shape letters: b images, n patches, m tokens, d_v width of the tower, d width of the language model. Parameters have the
-names of published checkpoints (``vision_projection.*``).
+Shape letters: b images, n patches, m tokens, d_v width of the vision tower, d width of the language model. Parameters
+have the same names as in published checkpoints (``vision_projection.*``).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ PUBLISHED_HIDDEN_DIM = 8192  # hidden width of the MLP of the adapters in the ED
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Everything that determines an adapter except its weights.
+    """Configuration of an adapter: everything except the weights.
 
     Attributes:
-        kind: ``compressed`` (learned queries attend to the patches), ``local`` (an MLP on every patch),
-            ``strided``, ``clustered`` or ``pruned`` (a reduction, then an MLP), or ``patches`` (features unchanged,
-            for training).
-        num_tokens: m, tokens per image. For ``local`` and ``patches``, m is n.
-        vision_dim: d_v.
-        language_dim: d.
-        hidden_dim: hidden width of the MLP. 0 omits the MLP; d is then d_v.
-        num_heads: attention heads of a ``compressed`` adapter, as many as the tower has.
-        activation: activation of the MLP, by its name in transformers.
-        layer_norm_eps: epsilon of the layer norm of a ``compressed`` adapter, as in the tower.
+        kind: kind of adapter. ``compressed``: learned queries attend to the patches. ``local``: an MLP on every patch.
+            ``strided``, ``clustered``, ``pruned``: reduction to m patches, then an MLP. ``patches``: patch features
+            without change, for training.
+        num_tokens: number of tokens per image, m. For ``local`` and ``patches``, m is n.
+        vision_dim: width of the vision tower, d_v.
+        language_dim: width of the language model, d.
+        hidden_dim: hidden width of the MLP. If it is 0, there is no MLP, and d must be d_v.
+        num_heads: number of attention heads of a ``compressed`` adapter, the same as in the vision tower.
+        activation: name of the activation of the MLP in transformers.
+        layer_norm_eps: epsilon of the layer norm of a ``compressed`` adapter, the same as in the vision tower.
     """
 
     kind: str
@@ -52,17 +52,20 @@ class AdapterConfig:
 
     @property
     def is_feature(self) -> bool:
-        """True if the adapter has no weights, so that its tokens are features for training."""
+        """True if the adapter has no weights. Its tokens are then features for training."""
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
-        """Return the configuration of a weightless adapter that stores the training input of this adapter."""
+        """Return the configuration of an adapter without weights. Its tokens are the features to train this adapter on.
+
+        `patches` is the number of patches per image.
+        """
         # This is the output of the training-free reduction if there is one, else the features of all patches.
         kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
         return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
+        """Return the fields as a JSON object."""
         return asdict(self)
 
 
@@ -71,7 +74,7 @@ class Adapter(nn.Module):
 
     Attributes:
         config: configuration of the adapter.
-        needs_attention: whether ``forward`` also takes the attention that each patch receives [b, n].
+        needs_attention: True if ``forward`` has a second argument, the attention that each patch receives [b, n].
     """
 
     needs_attention = False
@@ -82,7 +85,7 @@ class Adapter(nn.Module):
 
 
 class CompressionAdapter(Adapter):
-    """Attention of m learned queries to all patches, then a residual MLP and a projection to width d."""
+    """The ``compressed`` adapter: m learned queries attend to all patches. A residual MLP and a projection follow."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -104,7 +107,7 @@ class CompressionAdapter(Adapter):
 
 
 class LocalAdapter(Adapter):
-    """One MLP, applied to every patch."""
+    """The ``local`` adapter: one MLP, applied to every patch."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -121,7 +124,10 @@ class LocalAdapter(Adapter):
 
 
 class ReducedAdapter(Adapter):
-    """A training-free reduction to m tokens, followed by an MLP on every token unless ``hidden_dim`` is 0."""
+    """A ``strided``, ``clustered`` or ``pruned`` adapter: a reduction to m patches, then a ``local`` adapter.
+
+    If ``hidden_dim`` is 0, there is only the reduction.
+    """
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -131,7 +137,7 @@ class ReducedAdapter(Adapter):
     def forward(self, patches: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
         """Map patch features [b, n, d_v] to tokens [b, m, d].
 
-        `received` is the attention that each patch receives [b, n]; only ``pruned`` adapters need it.
+        `received` is the attention that each patch receives [b, n]. Only a ``pruned`` adapter needs this argument.
         """
         result: torch.Tensor = self.local(self._reduce(patches, received))
         return result
@@ -149,7 +155,7 @@ class ReducedAdapter(Adapter):
 
 
 class PatchesAdapter(Adapter):
-    """Adapter without weights: the tokens are the patch features [b, n, d_v]."""
+    """The ``patches`` adapter, without weights. The tokens are the patch features."""
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Return `patches` [b, n, d_v] unchanged."""
@@ -169,7 +175,7 @@ class _ResidualMlp(nn.Module):
 
 
 def build_adapter(config: AdapterConfig) -> Adapter:
-    """Build an adapter with random weights (torch's default initialisation), in evaluation mode.
+    """Build an adapter with random weights, in evaluation mode.
 
     Raises:
         ModelError: a size or name in the configuration is not valid.
@@ -180,7 +186,7 @@ def build_adapter(config: AdapterConfig) -> Adapter:
 
 
 def activation(name: str) -> nn.Module:
-    """Return the activation with this name in transformers (``gelu``, ``gelu_new``, ``relu``, ``silu``, ...).
+    """Return the activation that transformers calls ``name``, for example ``gelu`` or ``relu``.
 
     Raises:
         ModelError: the name is unknown.
@@ -203,7 +209,7 @@ def _check(config: AdapterConfig) -> None:
         raise ModelError(f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}")
     sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
     if min(sizes) < 1 or config.hidden_dim < 0:
-        raise ModelError(f"all sizes of an adapter must be positive, except that hidden_dim may be 0; got {config}")
+        raise ModelError(f"the sizes of an adapter must be positive (hidden_dim may be 0); got {config}")
     if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
         raise ModelError(
             f"the width {config.vision_dim} of the tower is not divisible by {config.num_heads} heads: "
@@ -211,8 +217,8 @@ def _check(config: AdapterConfig) -> None:
         )
     if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
         raise ModelError(
-            "hidden_dim 0 needs a training-free adapter (strided, clustered or pruned) with equal "
-            f"vision_dim and language_dim, got a {config.kind} adapter with vision_dim "
+            "hidden_dim may be 0 only for a training-free adapter (strided, clustered or pruned) with equal "
+            f"vision_dim and language_dim; got a {config.kind} adapter with vision_dim "
             f"{config.vision_dim} and language_dim {config.language_dim}"
         )
     if config.kind == PATCHES and config.hidden_dim:

@@ -1,7 +1,8 @@
-"""A BERT encoder for inference, without transformers, whose import takes two seconds.
+"""A BERT encoder for inference. It does not use transformers, because importing transformers takes two seconds.
 
-Names of weights and results equal those of `BertModel` of transformers, up to rounding. Shape letters: b rows, t tokens
-per row, d width of the model, h heads, c width of a head, v size of the vocabulary.
+The weights have the same names as in `BertModel` of transformers. Results are equal up to rounding.
+
+Shape letters: b rows, t tokens per row, d width of the model, h heads, c width of a head, v size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from edje_index.models.linear import Linear
 
 @dataclass(frozen=True)
 class BertShape:
-    """The settings of a BERT model that cannot be read from the shapes of its weights.
+    """The settings of a BERT model that the shapes of the weights do not show.
 
     Attributes:
         layers: number of layers.
         heads: number of attention heads.
-        activation: activation of the feed-forward layers, by its name in transformers.
+        activation: name of the activation of the feed-forward layers in transformers.
         eps: epsilon of the layer norms.
     """
 
@@ -76,7 +77,7 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The weights of one layer. Projections of the same tokens are joined, because one product is faster."""
+    """The weights of one layer. Queries, keys and values share one matrix product, because this is faster."""
 
     query: Linear | None  # None: the query projection is part of `key_value`, before the keys
     key_value: Linear
@@ -87,23 +88,23 @@ class _Layer:
 
 
 class BertWeights:
-    """Tensors by name. The shape of a tensor is checked when it is taken.
+    """The weights of a BERT model. Names and shapes are checked.
 
     Args:
         tensors: all tensors by name.
-        prefix: prefix of the names in `tensors`, before the names of `BertModel`.
+        prefix: prefix of the names in `tensors`. The rest of each name is a name in `BertModel`.
         source: file or model that the tensors come from, for error messages.
-        device: device on which the tensors are returned.
+        device: device of the returned tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str, *, source: str, device: torch.device) -> None:
         self._tensors, self._prefix, self._source, self._device = tensors, prefix, source, device
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Return the tensor `name` on the device, float32. A size of -1 in `shape` accepts any size.
+        """Return the tensor `name`, float32. A size of -1 in `shape` matches any size.
 
         Raises:
-            ModelError: the tensor is missing or has another shape.
+            ModelError: the tensor is missing or does not have the given shape.
         """
         tensor = self._tensors.get(self._prefix + name)
         if tensor is None:
@@ -121,7 +122,7 @@ class BertWeights:
         return tensor.detach().to(self._device, torch.float32)
 
     def linear(self, names: Sequence[str], rows: int, columns: int, *, dtype: torch.dtype = torch.float32) -> Linear:
-        """Join the linear layers `names`, each with weights [rows, columns], into one linear layer."""
+        """Stack the linear layers `names`, each with weights [rows, columns], into one linear layer."""
         weights = [self.take(f"{name}.weight", rows, columns) for name in names]
         biases = [self.take(f"{name}.bias", rows) for name in names]
         if len(names) == 1:
@@ -129,7 +130,7 @@ class BertWeights:
         return Linear(torch.cat(weights).to(dtype), torch.cat(biases).to(dtype))
 
     def norm(self, name: str, width: int, eps: float) -> _Norm:
-        """Return the layer norm `name` over vectors of length `width`."""
+        """Return the layer norm `name` for vectors of length `width`."""
         return _Norm(self.take(f"{name}.weight", width), self.take(f"{name}.bias", width), eps)
 
 
@@ -137,9 +138,9 @@ class Bert:
     """The embeddings and layers of a BERT model.
 
     Args:
-        shape: settings that cannot be read from the shapes of the weights.
-        weights: the weights.
-        dtype: data type of matrix products. Residual sums and layer norms are always float32.
+        shape: settings of the model.
+        weights: weights of the model.
+        dtype: data type of matrix products. Residual sums and layer norms always use float32.
 
     Attributes:
         words: word embeddings, float32 [v, d].
@@ -167,7 +168,7 @@ class Bert:
         """Return the input of the first layer, float32 [b, t, d].
 
         Args:
-            words: word embeddings, or image tokens at the positions of placeholders, float32 [b, t, d].
+            words: word embeddings, with image tokens at the positions of ``<image>``, float32 [b, t, d].
             token_types: token type of each token, int64 [b, t].
         """
         last = len(self._positions) - 1  # positions beyond the table repeat its last one, as in published models
@@ -179,14 +180,14 @@ class Bert:
 
         Args:
             embedded: input of the first layer, from `embed`.
-            mask: bool [b, t], False for padding. None means that no row is padded, which is faster.
+            mask: False for padding, bool [b, t]. None if there is no padding, which is faster.
         """
         for layer in self._layers:
             embedded = self._run(layer, embedded, mask)
         return embedded
 
     def first_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the last hidden state of the first token, float32 [b, d]. Faster than `hidden_states`."""
+        """Return ``hidden_states(embedded, mask)[:, 0]``, float32 [b, d], in less time."""
         for layer in self._layers[:-1]:
             embedded = self._run(layer, embedded, mask)
         return self._run(self._layers[-1], embedded, mask, outputs=1)[:, 0]
@@ -194,7 +195,7 @@ class Bert:
     def _run(
         self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None = None
     ) -> torch.Tensor:
-        """Return the output of a layer for the first `outputs` tokens; for all tokens if None."""
+        """Return the output of `layer` for the first `outputs` tokens. None means all tokens."""
         low = x.to(self._dtype)
         attended = self._attend(layer, low, mask, outputs)
         x = layer.output_norm(x[:, :outputs] + layer.output(attended))
@@ -202,7 +203,7 @@ class Bert:
         return layer.feed_forward_norm(x + second(self._activation(first(x.to(self._dtype)))))
 
     def _attend(self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None) -> torch.Tensor:
-        """Return the attention of the first `outputs` tokens to all tokens, [b, outputs, d]."""
+        """Compute the attention of the first `outputs` tokens to all tokens, [b, outputs, d]."""
         if layer.query is None:
             query, key, value = layer.key_value(x).chunk(3, dim=2)
             query = query[:, :outputs]
@@ -215,7 +216,7 @@ class Bert:
         return attended.transpose(1, 2).flatten(2)
 
     def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Split the heads: [b, t, d] to [b, h, t, c]."""
+        """Reshape [b, t, d] to [b, h, t, c]."""
         return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
 
     def _layer(self, weights: BertWeights, index: int, *, last: bool, shape: BertShape) -> _Layer:

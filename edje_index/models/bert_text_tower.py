@@ -1,6 +1,7 @@
-"""Text towers that are BERT models, computed without open_clip and transformers.
+"""Text towers that are BERT models, without open_clip and transformers.
 
-Importing these libraries takes longer than a search. The embeddings equal those of open_clip up to rounding.
+Importing these two libraries takes longer than a search. Up to rounding, the embeddings equal the embeddings from
+open_clip.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _TOKENIZER_CLASSES = frozenset({"BertTokenizer", "BertTokenizerFast"})
 
 @dataclass(frozen=True)
 class _TextInputs:
-    """Converts texts to token ids as open_clip does: clean the texts, add special tokens, truncate."""
+    """Converts texts to token ids, with the same cleaning, special tokens and truncation as open_clip."""
 
     tokenizer: Tokenizer
     clean: Callable[[str], str]
@@ -47,10 +48,10 @@ class _TextInputs:
 
 
 class BertTextTower(TextEncoder):
-    """A BERT text tower: the embedding of a text is the projected mean of its last hidden states."""
+    """A BERT text tower. The embedding of a text is the mean of the last hidden states, projected to the width e."""
 
     def __init__(self, bert: Bert, inputs: _TextInputs, projection: list[torch.Tensor]) -> None:
-        """Internal: call `load_bert_text_tower` instead."""
+        """Private. Call `load_bert_text_tower` instead."""
         self._bert, self._inputs, self._projection = bert, inputs, projection
 
     def embed(self, texts: list[str]) -> torch.Tensor:
@@ -66,10 +67,11 @@ class BertTextTower(TextEncoder):
 
 
 def load_bert_text_tower(folder: Path, config: ClipConfig, device: torch.device) -> BertTextTower | None:
-    """Load the text tower from the `vision/` folder of a bundle. Return None if it is not supported.
+    """Load the text tower from the folder ``vision/`` of a bundle. Return None if the text tower is not supported.
 
     Raises:
-        ModelError: a file cannot be read or names code to run, or the weights do not fit the configuration.
+        ModelError: a file cannot be read, a configuration names code to run, or the weights do not fit the
+            configuration.
     """
     text = config.text
     if not _is_supported(text) or not (folder / HF_TEXT_FOLDER / HF_CONFIG_FILE).is_file():
@@ -104,7 +106,7 @@ def _is_supported(text: Mapping[str, Any]) -> bool:
 
 
 def _text_inputs(folder: Path, text: Mapping[str, Any], bert_config: Mapping[str, Any]) -> _TextInputs | None:
-    """Load the tokenizer from `folder`. Return None unless it is a supported BERT tokenizer."""
+    """Load the tokenizer from `folder`. Return None if the tokenizer is not supported."""
     settings_file, file = folder / TOKENIZER_SETTINGS, folder / TOKENIZER_FILE
     if not settings_file.is_file() or not file.is_file():
         return None
@@ -121,5 +123,5 @@ def _text_inputs(folder: Path, text: Mapping[str, Any], bert_config: Mapping[str
         return _TextInputs(tokenizer, clean, int(bert_config.get("pad_token_id", 0)))
     except Exception as error:  # the tokenizers library raises plain exceptions
         raise ModelError(
-            f"cannot read the tokenizer of the text tower in {folder}: {error}; copy these files again"
+            f"cannot read the tokenizer of the text tower in {folder}: {error}; copy the tokenizer files again"
         ) from error

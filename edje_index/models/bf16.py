@@ -1,7 +1,4 @@
-"""Conversions between torch tensors and NumPy arrays of ``ml_dtypes.bfloat16``.
-
-NumPy has no bfloat16 of its own and torch does not know ml_dtypes, so the conversions reinterpret the bits as int16.
-"""
+"""Converts torch tensors to NumPy arrays of ``ml_dtypes.bfloat16``, and back."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ import torch
 
 
 def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the tensor as an ``ml_dtypes.bfloat16`` array, rounded to nearest, ties to even."""
+    """Return ``tensor`` as an ``ml_dtypes.bfloat16`` array, rounded to nearest, ties to even."""
     bits = tensor.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16)
     return bits.numpy().view(ml_dtypes.bfloat16)
 
 
 def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
-    """Return the array as a torch tensor of the same dtype, also if it is ``ml_dtypes.bfloat16``."""
+    """Return ``array`` as a torch tensor of the same data type. ``ml_dtypes.bfloat16`` is supported."""
     if isinstance(array, torch.Tensor):
         return array
     if array.dtype == ml_dtypes.bfloat16:
@@ -28,5 +25,5 @@ def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Ten
 
 
 def _writable(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return `array` if it is writable, else a copy, because torch warns about read-only memory."""
+    """Return `array`, or a copy if `array` is read-only, because torch warns about read-only arrays."""
     return np.require(array, requirements=["C", "W"])

@@ -1,4 +1,4 @@
-"""Configuration of open_clip's image-text models, readable without open_clip."""
+"""Reads and writes configurations of open_clip models, without open_clip."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HF_TEXT_FOLDER = "hf_text"  # configuration of a Hugging Face text tower, beside
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """Everything that determines an open_clip model except its weights.
+    """Configuration of an open_clip model: everything except the weights.
 
     Attributes:
-        name: open_clip's name of the model, for display only.
-        model: open_clip's ``model_cfg``.
-        preprocess: open_clip's ``preprocess_cfg`` (size, mean, std, interpolation, resize mode).
+        name: name of the model in open_clip, for display only.
+        model: ``model_cfg`` of open_clip.
+        preprocess: ``preprocess_cfg`` of open_clip: size, mean, standard deviation, interpolation and resize mode.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ClipConfig:
 
     @property
     def hf_text_name(self) -> str | None:
-        """Hugging Face name of the text tower; None if the text tower is one of open_clip's own."""
+        """Hugging Face name of the text tower; None if open_clip implements the text tower."""
         return self.text.get("hf_model_name")
 
     def write(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ def read_clip_config(folder: Path, name: str) -> ClipConfig:
     """Read ``open_clip_config.json`` from `folder`; `name` is the display name of the model.
 
     Raises:
-        ModelError: the file is missing or not an open_clip configuration, or it names a vision tower on a hub.
+        ModelError: the file is missing, is not an open_clip configuration, or names a vision tower on a model hub.
     """
     try:
         content = json.loads((folder / CONFIG_FILE).read_text())

@@ -1,4 +1,4 @@
-"""Builds open_clip's image-text models with random weights."""
+"""Builds open_clip models with random weights."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from open_clip.transform import PreprocessCfg, image_transform_v2  # noqa: E402
 
 
 def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Module:
-    """Build the whole model (image and text tower) with random weights, on the CPU, in evaluation mode.
+    """Build the whole model with random weights, on the CPU, in evaluation mode.
 
     Args:
-        config: the configuration.
+        config: configuration of the model.
         hf_text: folder with the ``config.json`` of the text tower, if the text tower is a Hugging Face model.
 
     Raises:
-        ModelError: open_clip refuses the configuration, or the ``config.json`` in ``hf_text`` is missing or describes
-            a model that open_clip does not support.
+        ModelError: open_clip does not accept the configuration, ``config.json`` is missing, or open_clip does not
+            support the text tower.
     """
     arguments = _without_downloads(config)
     if config.hf_text_name:
@@ -49,7 +49,7 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
 
 
 def build_visual(config: ClipConfig) -> torch.nn.Module:
-    """Build only the image tower with random weights, which saves the memory of the text tower."""
+    """Build only the image tower, with random weights."""
     arguments = _without_downloads(config)
     quick_gelu = bool(arguments.get("quick_gelu", False))
     visual = _build(
@@ -60,12 +60,12 @@ def build_visual(config: ClipConfig) -> torch.nn.Module:
 
 
 def eval_transform(config: ClipConfig) -> Any:
-    """Return open_clip's evaluation transform, which maps a PIL image to a tensor float32 [3, height, width]."""
+    """Return the evaluation transform of open_clip. It maps a PIL image to pixels, float32 [3, height, width]."""
     return image_transform_v2(PreprocessCfg(**config.preprocess), is_train=False)
 
 
 def _without_downloads(config: ClipConfig) -> dict[str, Any]:
-    """Return a copy of the configuration that downloads no pretrained weights."""
+    """Return a copy of the configuration without pretrained weights, so that open_clip downloads nothing."""
     arguments = copy.deepcopy(config.model)
     arguments["vision_cfg"]["timm_model_pretrained"] = False
     if config.hf_text_name:
@@ -74,7 +74,7 @@ def _without_downloads(config: ClipConfig) -> dict[str, Any]:
 
 
 def _resize_trunk(visual: Any) -> None:
-    """Resize a timm ViT to the configured image size, because open_clip uses the default size."""
+    """Resize a timm ViT to the image size in the configuration, because open_clip uses timm's default size."""
     if not isinstance(visual, TimmModel):
         return
     patches = getattr(visual.trunk, "patch_embed", None)
@@ -84,7 +84,7 @@ def _resize_trunk(visual: Any) -> None:
 
 
 def _check_hf_text(name: str, folder: Path | None) -> None:
-    """Check that open_clip supports the Hugging Face text tower in `folder`."""
+    """Raise ModelError unless open_clip supports the Hugging Face text tower in `folder`."""
     if folder is None or not (folder / HF_CONFIG_FILE).is_file():
         raise ModelError(f"the text tower of {name} needs the file {HF_CONFIG_FILE}, which is not in {folder}")
     model_type = read_configuration(folder / HF_CONFIG_FILE).get("model_type")

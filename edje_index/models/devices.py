@@ -1,4 +1,4 @@
-"""Conversion of device and data type names to torch objects, and control of torch's CPU threads."""
+"""Converts names of devices and data types to torch objects, and keeps torch's number of CPU threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device named `device`; ``auto`` is CUDA if torch sees a CUDA device, else the CPU.
+    """Return the device named `device`. ``auto`` is CUDA if torch finds a CUDA device, else the CPU.
 
     Raises:
         ModelError: the name is unknown, or this machine has no such device.
@@ -28,13 +28,13 @@ def resolve_device(device: str) -> torch.device:
         raise ModelError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:N") from error
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise ModelError(
-            f"there is no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use device cpu"
+            f"there is no device {device}: torch finds {torch.cuda.device_count()} CUDA devices; use device cpu"
         )
     return target
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the data type named `dtype`; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
+    """Return the data type named `dtype`. ``auto`` is bfloat16 on CUDA and float32 elsewhere.
 
     Raises:
         ModelError: the name is not one of `DTYPES`.
@@ -47,7 +47,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which matrix products are computed in `dtype`."""
+    """Return a context manager that computes matrix products in `dtype`."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
@@ -55,7 +55,7 @@ def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def threads_kept() -> Iterator[None]:
-    """Context that restores torch's number of CPU threads when it ends."""
+    """Context manager that restores torch's number of CPU threads on exit."""
     # An image encoder changes this number, and sums of floats depend on it.
     threads = torch.get_num_threads()
     try:

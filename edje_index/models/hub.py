@@ -1,7 +1,7 @@
-"""Access to the Hugging Face hub that fails quickly if the hub cannot be reached.
+"""Access to the Hugging Face hub, without long retries if the hub cannot be reached.
 
-The hub's own client retries for most of a minute. This module tries one connection first, and otherwise lets the client
-use its local cache only.
+The client of the hub retries for most of a minute. This module first tries one connection. If the connection fails, the
+client uses only the local cache.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MESSAGE_LENGTH = 200
 
 @contextmanager
 def hub_access(*, local_only: bool = False) -> Iterator[None]:
-    """Context for calls that may download from the hub. Not thread-safe.
+    """Context manager for calls that may download from the hub. Not thread-safe.
 
     Args:
-        local_only: forbid downloads, for calls that need local files only.
+        local_only: if True, nothing is downloaded.
     """
     from huggingface_hub import constants
 
@@ -51,7 +51,7 @@ def hub_access(*, local_only: bool = False) -> Iterator[None]:
 
 
 def loading_error(name: str, error: Exception) -> ModelError:
-    """Return the error to raise after loading the model `name` failed with `error`."""
+    """Convert `error`, raised while the model `name` was loaded, to the error that a user sees."""
     message = " ".join(str(error).split())
     excerpt = message[:_MESSAGE_LENGTH]
     if any(sign in message for sign in _OFFLINE_SIGNS) and not any(sign in message for sign in _REFUSED_SIGNS):

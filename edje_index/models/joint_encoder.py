@@ -1,7 +1,7 @@
-"""The joint encoder: a BERT model that scores how well a caption matches the stored tokens of an image.
+"""The joint encoder, a BERT model that scores how well a caption matches the stored tokens of an image.
 
-Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model. Parameters have the names of
-published checkpoints.
+Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model. Parameters have the same names
+as in published checkpoints.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from transformers.models.bert.modeling_bert import BertPooler  # noqa: E402
 
 
 class JointEncoder(nn.Module):
-    """A BERT model with a scoring head on ``[CLS]``; stored tokens replace the embeddings of ``<image>`` placeholders.
+    """A BERT model with a scoring head on ``[CLS]``.
+
+    The input contains ``<image>`` placeholders. The stored tokens of an image replace the embeddings of the
+    placeholders.
 
     Attributes:
-        tokenizer: tokenizer of captions.
-        compute_dtype: data type of the language model's matrix products in :meth:`forward` and :meth:`score`, see
-            `models.devices.autocast` and `JointScorer`.
+        tokenizer: tokenizer of the captions.
+        compute_dtype: data type of matrix products in :meth:`forward` and :meth:`score`.
 
     Example:
         >>> from edje_index import ModelBundle, TokenStore
@@ -60,21 +62,21 @@ class JointEncoder(nn.Module):
 
     @property
     def config(self) -> BertConfig:
-        """The language model's configuration."""
+        """Configuration of the language model."""
         return self.language_model.config
 
     @property
     def width(self) -> int:
-        """d, the required width of stored tokens."""
+        """Width of the language model and of the stored tokens, d."""
         return int(self.config.hidden_size)
 
     @property
     def device(self) -> torch.device:
-        """Device that holds the weights."""
+        """Device of the weights."""
         return self.text_projection.weight.device
 
     def scorer(self) -> JointScorer:
-        """Return a scorer with the current weights, which is faster than :meth:`forward`."""
+        """Return a scorer with the current weights. A scorer is faster than :meth:`forward`, but cannot be trained."""
         shape = BertShape.parse(self.config.to_dict(), "the joint encoder")
         return JointScorer(
             self.tokenizer,
@@ -86,30 +88,30 @@ class JointEncoder(nn.Module):
         )
 
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
-        """Return matching logits, float32 [b] on the CPU; a higher logit means a better match.
+        """Return matching logits, float32 [b] on the CPU. A higher logit means a better match.
 
         Args:
             captions: b captions, or one caption for all b blocks.
             tokens: stored tokens [b, m, d], a tensor or NumPy array of any floating type.
 
         Raises:
-            ModelError: there are neither 1 nor b captions, or the blocks have another width than d.
+            ModelError: the number of captions is neither 1 nor b, or the width of `tokens` is not d.
         """
         return self.scorer().score(captions, tokens)
 
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
-        """Return the mean of the last hidden states of each row, float32 [b, d]. The rows have no image tokens."""
+        """Return the mean of the last hidden states of each row, float32 [b, d]. Rows must not contain image tokens."""
         return self.scorer().sentence_vectors(inputs)
 
     def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Return matching logits, float32 [b], of tokenised rows and their image tokens [b, m, d]."""
+        """Return one matching logit per row, float32 [b]. `tokens` are the image tokens of the rows [b, m, d]."""
         with autocast(self.compute_dtype, self.device):
             hidden = self.hidden_states(inputs, tokens)
         logits: torch.Tensor = self.classification_head(hidden.float())
         return logits[:, 0].float()  # the logits are not float32 under the autocast of a training run
 
     def hidden_states(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states [b, t, d] of the language model, given image tokens [b, m, d]."""
+        """Return the last hidden states [b, t, d]. `tokens` are the image tokens of the rows [b, m, d]."""
         device = self.device
         ids = inputs.input_ids.to(device)
         words = self.text_embeddings(ids)
@@ -125,7 +127,7 @@ class JointEncoder(nn.Module):
         return hidden
 
     def _positions(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the positions 0, 1, 2, ... of `ids`, limited to the last entry of the position table."""
+        """Return the positions 0, 1, 2, ... of `ids`. Positions beyond the position table become the last position."""
         table = self.language_model.bert.embeddings.position_embeddings.num_embeddings
         return torch.arange(ids.shape[1], device=ids.device).clamp(max=table - 1)[None]
 
@@ -136,7 +138,7 @@ def _pooler(config: BertConfig) -> nn.Module:
 
 
 def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
-    """Read a BERT configuration from ``config.json`` or its content; `overrides` replace values.
+    """Read a BERT configuration from the file ``config.json`` or from its content. `overrides` replace values.
 
     Raises:
         ModelError: the file cannot be read, or the configuration does not describe a BERT model.

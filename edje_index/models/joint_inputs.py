@@ -1,6 +1,6 @@
-"""The joint encoder's input: ``[CLS] caption [SEP] <image> x m [SEP]``, as in the published EDJE code.
+"""Makes the input of the joint encoder, ``[CLS] caption [SEP] <image> x m [SEP]``, as in the published EDJE code.
 
-Tokens up to the first ``[SEP]`` have token type 0, later tokens have type 1. Long captions are truncated, so that a row
+Tokens up to the first ``[SEP]`` have token type 0. Later tokens have token type 1. Captions are truncated so that a row
 has at most 64 + m tokens.
 """
 
@@ -30,7 +30,7 @@ SPECIAL_TOKEN_NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask
 
 @dataclass(frozen=True)
 class JointInputs:
-    """Tokenised rows as int64 tensors [b, t]. Rows shorter than t are padded."""
+    """Input rows of the joint encoder, int64 [b, t] each. Shorter rows are padded to t tokens."""
 
     input_ids: torch.Tensor
     token_type_ids: torch.Tensor
@@ -42,9 +42,9 @@ class JointTokenizer:
 
     Attributes:
         tokenizer: the tokenizer.
-        special_tokens: text of each special token, by its name in `SPECIAL_TOKEN_NAMES`.
-        truncation_side: end at which long captions are cut, "right" or "left".
-        canonical: whether captions are canonicalised before they are tokenised, see
+        special_tokens: text of each special token, such as ``[SEP]``, by the names in `SPECIAL_TOKEN_NAMES`.
+        truncation_side: end where long captions are truncated, "right" or "left".
+        canonical: whether captions are converted to lower case without punctuation before they are tokenised, see
             `text_cleaning.clean_canonicalize`.
         image_token_id: token id of the placeholder.
     """
@@ -94,22 +94,22 @@ class JointTokenizer:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def special_id(self, name: str) -> int:
-        """Return the token id of the special token called `name`, which is one of `SPECIAL_TOKEN_NAMES`."""
+        """Return the token id of a special token. `name` is one of `SPECIAL_TOKEN_NAMES`."""
         return self._special_ids[name]
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files into ``folder``. Equal tokenizers give equal bytes."""
+        """Write the tokenizer files into ``folder``. Equal tokenizers give equal files."""
         # The fingerprint of a bundle covers these files.
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
         settings = {"tokenizer_class": OWN_CLASS, "truncation_side": self.truncation_side}
         write_json(folder / TOKENIZER_SETTINGS, {**self.special_tokens, **settings})
 
     def inputs(self, captions: Sequence[str], image_tokens: int) -> JointInputs:
-        """Tokenise captions into one row per caption, each with ``image_tokens`` placeholders."""
+        """Return one input row per caption. Each row has ``image_tokens`` placeholders."""
         return self.inputs_of_ids(self.caption_ids(captions), image_tokens)
 
     def inputs_of_ids(self, texts: Sequence[Sequence[int]], image_tokens: int) -> JointInputs:
-        """Return the same rows as `inputs`, given the token ids of each caption."""
+        """Return one input row per caption, like `inputs`. ``texts`` are the token ids of each caption."""
         pad, start, separator = map(self.special_id, ("pad_token", "cls_token", "sep_token"))
         image = [self.image_token_id] * image_tokens
         length = max(map(len, texts)) + NUM_SPECIAL_TOKENS + image_tokens
@@ -124,7 +124,7 @@ class JointTokenizer:
         return JointInputs(ids, types, mask)
 
     def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each caption, truncated and without special tokens."""
+        """Return the token ids of each caption, without special tokens. Long captions are truncated."""
         texts = [clean_canonicalize(caption) for caption in captions] if self.canonical else list(captions)
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         unknown = self.special_id("unk_token")
@@ -134,14 +134,14 @@ class JointTokenizer:
 
 
 def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointTokenizer:
-    """Read a BERT tokenizer, and add the ``<image>`` placeholder if the vocabulary lacks it.
+    """Read a BERT tokenizer. If the vocabulary lacks the ``<image>`` placeholder, it is added.
 
     Args:
-        folder: directory of the tokenizer's files.
+        folder: directory of the tokenizer files.
         canonical: see `JointTokenizer`.
 
     Raises:
-        ModelError: the folder holds no BERT tokenizer, or a configuration that names code to run.
+        ModelError: the folder does not contain a BERT tokenizer, or a configuration names code to run.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -152,12 +152,12 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
         return _own_tokenizer(folder, canonical) or _stock_tokenizer(folder, canonical)
     except Exception as error:
         raise ModelError(
-            f"cannot read the tokenizer in {folder}: {' '.join(str(error).split())[:300]}; copy these files again"
+            f"cannot read the tokenizer in {folder}: {' '.join(str(error).split())[:300]}; copy the directory again"
         ) from error
 
 
 def _own_tokenizer(folder: Path, canonical: bool) -> JointTokenizer | None:
-    """Read a tokenizer without transformers. Return None unless `JointTokenizer.save` wrote it."""
+    """Read a tokenizer that `JointTokenizer.save` wrote. Return None if the files are in another format."""
     if not (folder / TOKENIZER_FILE).is_file() or not (folder / TOKENIZER_SETTINGS).is_file():
         return None
     settings = read_configuration(folder / TOKENIZER_SETTINGS)

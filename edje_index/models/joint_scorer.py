@@ -26,12 +26,13 @@ _BERT = "language_model.bert."
 
 
 class JointScorer:
-    """A joint encoder that can only score pairs, not be trained. Thread-safe.
+    """A joint encoder that scores pairs but cannot be trained. Thread-safe.
 
     Attributes:
-        tokenizer: tokenizer of captions.
-        compute_dtype: data type of matrix products. The head is always float32, because bfloat16 logits often tie.
-        device: device that holds the weights.
+        tokenizer: tokenizer of the captions.
+        compute_dtype: data type of matrix products. The scoring head always uses float32, because bfloat16 logits are
+            often equal.
+        device: device of the weights.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class JointScorer:
         """Build a scorer from the weights in `tensors`.
 
         Args:
-            tokenizer: tokenizer of captions.
+            tokenizer: tokenizer of the captions.
             shape: settings of the language model.
-            tensors: weights, with the names of published checkpoints. Do not change them afterwards: the scorer may
-                share their memory.
+            tensors: weights by name, as in published checkpoints. The scorer may share the memory of these tensors, so
+                do not change them.
             source: file or model that the weights come from, for error messages.
-            dtype: see `compute_dtype`.
-            device: device to compute on. The default is the CPU.
+            dtype: data type of matrix products, see `compute_dtype`.
+            device: device of the weights. None means the CPU.
 
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
@@ -75,12 +76,12 @@ class JointScorer:
 
     @property
     def width(self) -> int:
-        """d, the required width of stored tokens."""
+        """Width of the language model and of the stored tokens, d."""
         return self._bert.width
 
     @property
     def word_vectors(self) -> torch.Tensor:
-        """The word embeddings of the language model, float32 [v, d]."""
+        """Word embeddings of the language model, float32 [v, d]."""
         return self._bert.words
 
     @torch.inference_mode()
@@ -99,7 +100,7 @@ class JointScorer:
 
     @torch.inference_mode()
     def logits(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Return matching logits, float32 [b] on the device, of tokenised rows and their image tokens [b, m, d]."""
+        """Return one matching logit per row, float32 [b]. `tokens` are the image tokens of the rows [b, m, d]."""
         ids = inputs.input_ids.to(self.device)
         words = functional.embedding(ids, self.word_vectors)
         is_image = (ids == self.tokenizer.image_token_id)[:, :, None].expand_as(words)
@@ -111,7 +112,7 @@ class JointScorer:
 
     @torch.inference_mode()
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
-        """Return the mean of the last hidden states of each row, float32 [b, d]."""
+        """Return the mean of the last hidden states of each row, float32 [b, d]. Rows must not contain image tokens."""
         words = functional.embedding(inputs.input_ids.to(self.device), self.word_vectors)
         embedded = self._exact_bert.embed(words, inputs.token_type_ids.to(self.device))
         hidden = self._exact_bert.hidden_states(embedded, self._mask(inputs))
@@ -126,7 +127,7 @@ class JointScorer:
         return None if bool(inputs.attention_mask.all()) else inputs.attention_mask.to(self.device, torch.bool)
 
     def _score_by_length(self, captions: list[list[int]], tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of pairs. Pairs of similar length share a batch."""
+        """Return the logits of pairs. Batches contain captions of similar length."""
         lengths = torch.tensor([len(ids) for ids in captions])
         logits = torch.zeros(len(captions))
         size = _CPU_BATCH if self.device.type == "cpu" else SCORE_BATCH
@@ -140,5 +141,5 @@ class JointScorer:
             raise ModelError(f"blocks must have the shape [b, m, {self.width}], got {list(tokens.shape)}")
         if len(captions) not in (1, tokens.shape[0]):
             raise ModelError(
-                f"got {len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one per block"
+                f"got {len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one caption per block"
             )

@@ -1,7 +1,7 @@
-"""Linear layers for inference on a CPU, with the fastest float32 kernel that torch contains.
+"""Linear layers for inference, with the fastest float32 kernel in torch for CPUs.
 
-That kernel is in oneDNN. For float32, torch offers oneDNN only through private operators, which are tested with torch
-2.8 to 2.13. Without them, this module uses the default product.
+This kernel is in oneDNN. For float32, torch reaches oneDNN only through private operators. These operators are
+tested with torch 2.8 to 2.13. If torch lacks these operators, this module uses the default matrix product.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch.nn import functional
 
 
 class Linear:
-    """A linear map of the last dimension with fixed weights.
+    """A linear layer with fixed weights.
 
     Args:
-        weight: [outputs, inputs].
-        bias: [outputs].
+        weight: weight matrix [outputs, inputs].
+        bias: bias [outputs].
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
@@ -29,7 +29,7 @@ class Linear:
         self._weight = weight if self._product is None else operators._reorder_linear_weight(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `x` [..., inputs] to [..., outputs]. Both have the data type of the weight."""
+        """Map `x` [..., inputs] to [..., outputs]. `x` must have the data type of the weight matrix."""
         if self._product is None:
             return functional.linear(x, self._weight, self._bias)
         result: torch.Tensor = self._product(x, self._weight, self._bias, "none", [], "")

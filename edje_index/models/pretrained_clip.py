@@ -1,4 +1,4 @@
-"""Loads open_clip models with weights from open_clip's list, a file, a folder or the Hugging Face hub."""
+"""Loads open_clip models. The weights are pretrained weights of open_clip, a file, a folder or a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ _MAX_LISTED_TAGS = 8
 
 
 def load_clip(vision: str, pretrained: str | None, *, untrained: bool = False) -> tuple[torch.nn.Module, ClipConfig]:
-    """Load an open_clip model with its weights, and return the model and its configuration.
+    """Load an open_clip model. Return the model and its configuration.
 
     Args:
-        vision: a name that open_clip knows (``ViT-B-16-SigLIP2``), optionally followed by ``:TAG`` or
-            ``:WEIGHTS_FILE``; or ``hf-hub:ORG/REPO``; or ``local-dir:FOLDER``.
-        pretrained: tag or weights file, if ``vision`` names neither. If ``pretrained`` is None too and the model has
-            only one tag, that tag is used.
-        untrained: draw random weights instead of loading weights. `vision` must then be a name without tag or file.
+        vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:WEIGHTS_FILE``, ``hf-hub:ORG/REPO`` or ``local-dir:FOLDER``.
+            ``NAME`` is a model name of open_clip, such as ``ViT-B-16-SigLIP2``.
+        pretrained: tag or weights file of a model given as ``NAME``. None is possible if the model has only one tag.
+        untrained: draw random weights instead of loading weights; `vision` must then be a ``NAME``.
 
     Raises:
         HubUnreachableError: the weights are not in the local cache and cannot be downloaded.
-        ModelError: the name or tag is unknown, or the weights do not fit the model.
+        ModelError: the model or tag is unknown, or the weights do not fit the model.
     """
     name, tag = _split_name(vision, pretrained)
     folder = Path(name.removeprefix(LOCAL_DIR))
@@ -63,7 +62,7 @@ def load_clip(vision: str, pretrained: str | None, *, untrained: bool = False) -
 
 
 def _load_folder(folder: Path) -> tuple[torch.nn.Module, ClipConfig]:
-    """Load a model whose folder holds the configuration of its Hugging Face text tower."""
+    """Load a model from a folder that contains the configuration of a Hugging Face text tower."""
     # open_clip cannot load such a folder offline, because it requests that configuration from the hub.
     config = read_clip_config(folder, folder.name)
     model = build_clip(config, folder / HF_TEXT_FOLDER)
@@ -72,7 +71,7 @@ def _load_folder(folder: Path) -> tuple[torch.nn.Module, ClipConfig]:
 
 
 def _split_name(vision: str, pretrained: str | None) -> tuple[str, str | None]:
-    """Return the model name, and the tag or weights file (None if no argument names one)."""
+    """Return the model name, and the tag or weights file. Return None instead of a tag if no argument names one."""
     if vision.startswith(SCHEMAS):
         if pretrained:
             raise ModelError(f"{vision} already names its weights: leave out {pretrained!r}")
@@ -107,12 +106,12 @@ def _resolve_tag(name: str, tag: str | None) -> str:
             f"{name} has several sets of weights: give {name}:TAG or {name}:FILE, where TAG is one of {_listed(tags)}"
         )
     if tag not in tags and not Path(tag).is_file():
-        raise ModelError(f"{name} has no weights {tag!r}: give a file of weights, or one of the tags {_listed(tags)}")
+        raise ModelError(f"{name} has no weights {tag!r}: give a weights file, or one of the tags {_listed(tags)}")
     return tag
 
 
 def _preprocess_for_file(name: str, tag: str | None) -> dict[str, Any] | None:
-    """Return the preprocessing for weights from a file. None if `tag` is not a file."""
+    """Return the preprocessing for weights from a file. Return None if `tag` is not a file."""
     # For every file open_clip would use OpenAI's preprocessing, which is wrong for SigLIP.
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag is None or tag in tags or not tags:
@@ -126,5 +125,5 @@ def _listed(tags: list[str]) -> str:
 
 
 def _plain_json(value: Any) -> Any:
-    """Return `value` after a round trip through JSON, which converts tuples to lists."""
+    """Convert `value` to JSON and back. Tuples become lists."""
     return json.loads(json.dumps(value))

@@ -1,7 +1,7 @@
-"""Training-free reductions of n patch features to m tokens, from the appendix of the EDJE paper.
+"""Reduces n patch features to m tokens without trained weights, see the appendix of the EDJE paper.
 
-The result for an image does not depend on the other images of the batch. Shape letters: b images, n patches, m kept
-tokens, d width.
+The tokens of an image do not depend on the other images of the batch. Shape letters: b images, n patches, m tokens, d
+width.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ CLUSTER_ITERATIONS = 25
 
 
 def stride_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep `count` = m tokens at equal distances: [b, n, d] to [b, m, d]. Token i is patch floor(i n / m)."""
+    """Keep `count` patches at equal distances. Return [b, m, d], where token i is patch floor(i n / m).
+
+    Args:
+        tokens: patch features [b, n, d].
+        count: number of tokens, m.
+    """
     _check(tokens, count)
     n = tokens.shape[1]
     kept = torch.arange(count, device=tokens.device) * n // count
@@ -21,12 +26,12 @@ def stride_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def prune_tokens(tokens: torch.Tensor, received: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep the m patches that receive the most attention, in image order: [b, n, d] to [b, m, d].
+    """Keep the `count` patches that receive the most attention. Return [b, m, d], in the order of the patches.
 
     Args:
         tokens: patch features [b, n, d].
-        received: attention that each patch receives in the last layer [b, n].
-        count: m.
+        received: attention that each patch receives in the last layer of the vision tower [b, n].
+        count: number of tokens, m.
     """
     _check(tokens, count)
     ranked = received.argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -35,13 +40,13 @@ def prune_tokens(tokens: torch.Tensor, received: torch.Tensor, count: int) -> to
 
 
 def cluster_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Group the n tokens of each image into m clusters, and return the centroids, float32 [b, m, d].
+    """Group the patches of each image into `count` clusters. Return the cluster centres, float32 [b, m, d].
 
     The method is k-means with k-means++ seeding (Arthur and Vassilvitskii, 2007) and at most 25 Lloyd iterations.
 
     Args:
         tokens: patch features [b, n, d].
-        count: m.
+        count: number of tokens, m.
     """
     # Every image uses the same fixed random numbers. A cluster that loses all its tokens keeps its last centroid.
     _check(tokens, count)
@@ -58,7 +63,7 @@ def cluster_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _seed_centroids(points: torch.Tensor, count: int) -> torch.Tensor:
-    """Draw the initial centroids [b, count, d] with k-means++ seeding."""
+    """Draw the initial cluster centres [b, count, d] with k-means++ seeding."""
     b, n, _ = points.shape
     generator = torch.Generator().manual_seed(CLUSTER_SEED)
     draws = torch.rand(count, generator=generator).to(points.device)
@@ -80,7 +85,7 @@ def _squared_distance(points: torch.Tensor, centre: torch.Tensor) -> torch.Tenso
 
 
 def _nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the index of the nearest centroid of each point, int64 [b, n]."""
+    """Return the index of the centre nearest to each point, int64 [b, n]."""
     scores = centroids.square().sum(dim=2)[:, None] - 2 * points @ centroids.transpose(1, 2)
     return scores.argmin(dim=2)
 

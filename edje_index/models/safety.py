@@ -1,7 +1,8 @@
-"""Checks that the files of a model hold only data, so that loading them runs no foreign code.
+"""Checks that the files of a model contain only data, so that loading a model runs no code from these files.
 
-transformers runs Python files named under ``auto_map`` and downloads kernels named under ``attn_implementation``. timm
-downloads models with names like ``hf-hub:ORG/REPO``. This module refuses all of these.
+The checks refuse three kinds of entries in configuration files. transformers runs the Python files under ``auto_map``.
+transformers downloads the kernels under ``attn_implementation``. timm downloads models with names like
+``hf-hub:ORG/REPO``.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ TOKENIZER_CLASSES = frozenset({
 
 
 def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
-    """Raise ModelError if a bundle holds or names code, or lists files outside the bundle.
+    """Check that a bundle contains only data.
 
-    `files` are the names of the files listed in ``bundle.json``. FIFOs, devices and very large files that hold no
-    weights are refused too.
+    Args:
+        folder: directory of the bundle.
+        files: names of the files listed in ``bundle.json``.
+
+    Raises:
+        ModelError: the bundle contains or names code, lists a file outside the bundle, contains a FIFO or a device, or
+            contains a very large file other than weights.
     """
     for name in files:
         path = PurePosixPath(name)
@@ -42,14 +48,14 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
         _check_kind(file)
         if file.suffix in CODE_SUFFIXES:
             raise ModelError(
-                f"{file} is code, but a bundle may hold only data: remove this file, or do not use the bundle"
+                f"{file} is code, but a bundle may contain only data: remove this file, or do not use the bundle"
             )
         if file.name.endswith("config.json") and file.is_file():
             read_configuration(file)
 
 
 def _check_kind(file: Path) -> None:
-    """Refuse FIFOs and devices, because reading them may never end, and large files without weights."""
+    """Raise ModelError if `file` is a FIFO, a device, or a very large file other than weights."""
     try:
         status = file.stat()
     except OSError as error:
@@ -60,31 +66,35 @@ def _check_kind(file: Path) -> None:
         raise ModelError(f"{file} is not a regular file: remove {file.name}, or do not use the bundle")
     if file.suffix not in WEIGHT_SUFFIXES and status.st_size > MAX_TEXT_BYTES:
         raise ModelError(
-            f"{file} has {status.st_size} bytes, too many for a configuration or tokenizer: do not use the bundle"
+            f"{file} has {status.st_size} bytes, too many for a file without weights: do not use the bundle"
         )
 
 
 def read_configuration(file: Path) -> dict[str, Any]:
-    """Read a JSON configuration file, which must not name code to run or to download.
+    """Read a JSON configuration file.
 
     Raises:
-        ModelError: the file cannot be read, is not a JSON object, or names code.
+        ModelError: the file cannot be read, is not a JSON object, or names code to run or to download.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}: {error}; restore this file") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} must hold a JSON object, but holds a {type(content).__name__}: restore this file")
+        raise ModelError(f"{file} contains a {type(content).__name__} instead of a JSON object: restore this file")
     for key, value in _items(content):
         names_hub_code = key in IMPLEMENTATION_KEYS and "/" in str(value)
         if (key in CODE_KEYS and value) or names_hub_code:
-            raise ModelError(f"{file} asks to run code ({key!r}: {value!r}): remove this key, or do not use the model")
+            raise ModelError(f"{file} names code ({key!r}: {value!r}): remove this entry, or do not use the model")
     return content
 
 
 def check_tokenizer_folder(folder: Path) -> None:
-    """Raise ModelError if a tokenizer configuration names code or an unknown tokenizer class."""
+    """Check the tokenizer configuration in `folder`.
+
+    Raises:
+        ModelError: the configuration names code to run, or an unknown tokenizer class.
+    """
     for name in ("tokenizer_config.json", "config.json"):
         file = folder / name
         if not file.is_file():
@@ -98,7 +108,7 @@ def check_tokenizer_folder(folder: Path) -> None:
 
 
 def check_options(options: Mapping[str, Any], accepted: Collection[str], source: str) -> None:
-    """Raise ModelError if a tokenizer option is not in `accepted`. `source` names the file."""
+    """Raise ModelError if `options` contains an option that is not in `accepted`. `source` names the file."""
     refused = sorted(set(options) - set(accepted))
     if refused:
         raise ModelError(
@@ -108,7 +118,7 @@ def check_options(options: Mapping[str, Any], accepted: Collection[str], source:
 
 
 def check_local_name(name: str | None, source: str) -> None:
-    """Raise ModelError if a timm model name refers to a hub or a folder. `source` names the file."""
+    """Raise ModelError if `name`, a model name for timm, refers to a hub or a folder. `source` names the file."""
     if name is not None and (":" in name or "/" in name):
         raise ModelError(
             f"{source} names the timm model {name!r}, which is not an architecture of timm: use a name from "
@@ -117,7 +127,7 @@ def check_local_name(name: str | None, source: str) -> None:
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of all objects in the JSON value `value`, at any depth."""
+    """Yield the keys and values of all objects in a JSON value, at any depth."""
     if isinstance(value, dict):
         yield from value.items()
     for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

@@ -1,4 +1,7 @@
-"""A limit on the memory that a model configuration can request: the size of the weights file."""
+"""Limits the size of a model to the size of its weights file.
+
+Without this limit, a configuration of a few bytes could allocate any amount of memory.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,15 @@ _SPARE_TENSORS = 10_000
 
 
 class ModelTooLargeError(ModelError):
-    """The model that a configuration describes is larger than its weights file."""
+    """A configuration describes a larger model than the weights file can contain."""
 
 
 @contextmanager
 def limited_by(weights: Path) -> Iterator[None]:
-    """Context in which a module cannot become larger than the weights file allows.
-
-    Without this limit, a configuration of a few bytes could request any amount of memory.
+    """Context manager that limits the tensors created in the context to the size of the file `weights`.
 
     Raises:
-        ModelTooLargeError: the module needs more elements or tensors than the file can hold.
+        ModelTooLargeError: more elements or tensors are created than the file can contain.
         ModelError: the file is missing, a value of the configuration is not valid, or there is too little memory.
     """
     try:
@@ -70,13 +71,13 @@ class _Budget(TorchFunctionMode):
             if min(self._tensors, self._elements) < 0:
                 raise ModelTooLargeError(
                     f"the configuration describes a larger model than the {self._length} bytes of {self._weights} "
-                    "can hold: if this file is truncated, restore it, else do not use this model"
+                    "can contain: restore this file if it is truncated, else do not use this model"
                 )
         return func(*args, **options)
 
 
 def _elements(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> int:
-    """Return the number of elements that a call would allocate, without allocating them."""
+    """Return the number of elements that the call ``func(*args, **options)`` would allocate."""
     if any(isinstance(value, torch.Tensor) for value in args):
         return max(value.numel() for value in args if isinstance(value, torch.Tensor))
     shape = options.get("size", args[0] if args and isinstance(args[0], Sequence) else None)

@@ -1,4 +1,4 @@
-"""The text cleaning that open_clip does before tokenising, without importing open_clip."""
+"""Cleans texts before tokenisation as open_clip does, without importing open_clip."""
 
 from __future__ import annotations
 

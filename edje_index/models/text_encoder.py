@@ -1,4 +1,4 @@
-"""The common interface of text towers, which map texts to embeddings."""
+"""The common interface of text towers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TextEncoder(ABC):
 
     @abstractmethod
     def embed(self, texts: list[str]) -> torch.Tensor:
-        """Return the L2-normalised embeddings of one batch of texts, [len(texts), embed_dim]."""
+        """Return the L2-normalised embeddings of one batch of texts, float32 [len(texts), embed_dim]."""
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], batch_size: int = 256) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -43,13 +43,13 @@ def embed_texts(
     *,
     texts_per_report: int = TEXTS_PER_REPORT,
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the embeddings of many texts, float32 [len(texts), embed_dim]. Equal texts are embedded once.
+    """Return the embedding of each text, float32 [len(texts), embed_dim]. Equal texts are embedded once.
 
     Args:
-        tower: the text tower.
+        tower: text tower.
         texts: at least one text.
-        on_progress: called before each group of `texts_per_report` texts and at the end. An exception that it raises
-            stops the embedding.
+        on_progress: called before each group of `texts_per_report` texts and at the end. An exception raised by
+            `on_progress` stops this function.
         texts_per_report: number of texts between two calls of `on_progress`.
     """
     distinct = sorted(dict.fromkeys(texts), key=len)

@@ -1,4 +1,4 @@
-"""The frozen text tower: L2-normalised text embeddings in the space of the image embeddings."""
+"""Text towers of open_clip models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULT_CONTEXT_LENGTH = 77  # open_clip's default
 
 
 class TextTower(TextEncoder):
-    """The text tower of an open_clip model, with its tokenizer.
+    """The frozen text tower of an open_clip model, with a tokenizer.
 
     Example:
         >>> from edje_index import ModelBundle
@@ -48,7 +48,7 @@ class TextTower(TextEncoder):
         return embeddings
 
     def _without_padding(self, ids: torch.Tensor) -> torch.Tensor:
-        """Cut token ids to the length of the longest row, if the tower masks padding."""
+        """Remove padding after the longest row, if the tower masks padding."""
         text = getattr(self.clip, "text", None)
         if not isinstance(text, HFTextEncoder):
             return ids
@@ -57,15 +57,15 @@ class TextTower(TextEncoder):
 
 
 def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
-    """Load the tokenizer of a text tower: open_clip's own tokenizer, or a Hugging Face tokenizer.
+    """Load the tokenizer of a text tower.
 
     Args:
-        config: configuration of the whole model, which names the tokenizer.
-        folder: folder with the files of a Hugging Face tokenizer. By default the files come from the hub.
+        config: configuration of the open_clip model. It names the tokenizer.
+        folder: folder with the files of a Hugging Face tokenizer. None downloads these files from the hub.
 
     Raises:
         HubUnreachableError: the files are not in the local cache and cannot be downloaded.
-        ModelError: the folder holds no tokenizer, or the configuration names a tokenizer that is not accepted.
+        ModelError: the folder contains no tokenizer, or the configuration names a tokenizer that is not accepted.
     """
     name = config.text.get("hf_tokenizer_name")
     options = dict(config.text.get("tokenizer_kwargs") or {})
@@ -84,8 +84,8 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
         if folder or Path(name).exists():
             raise ModelError(f"cannot read the tokenizer of the text tower in {folder or name}: {detail}") from error
         raise HubUnreachableError(
-            f"cannot download the text tokenizer {name} ({detail}): give a directory with its files, or "
-            "copy the directory HF_HOME from a machine that has downloaded them"
+            f"cannot download the text tokenizer {name} ({detail}): give a directory with the tokenizer files, or "
+            "copy the directory HF_HOME from a machine that has downloaded this tokenizer"
         ) from error
 
 

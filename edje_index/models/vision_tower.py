@@ -1,10 +1,10 @@
-"""The frozen vision tower: patch features and the pooled embedding of an image in one pass.
+"""The frozen vision tower computes the patch features and the pooled embedding of an image in one pass.
 
-The patch features are those of the published EDJE code. For timm trunks they are the last hidden state. For open_clip's
-own transformer they are the output of the last but one layer.
+The patch features are the same as in the published EDJE code. For timm models, they are the last hidden state. For
+vision transformers of open_clip, they are the output of the last but one layer.
 
 Shape letters: b images, n patches, t positions, h heads, c width of a head, d width of the tower, e width of the
-embedding. The positions are class and register tokens, then patches.
+embedding. The first positions are class and register tokens. The n patches follow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FeaturesAndAttention = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class VisionTower(torch.nn.Module):
-    """A frozen ViT. :func:`vision_tower` wraps an open_clip image tower.
+    """A frozen vision transformer. :func:`vision_tower` makes one from the image tower of an open_clip model.
 
     Attributes:
         patch_dim: width d of the patch features.
@@ -60,9 +60,9 @@ class VisionTower(torch.nn.Module):
         self.eval()
 
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the patch features [b, n, d] and L2-normalised embeddings [b, e] of ``pixels``.
+        """Return the patch features [b, n, d] and the L2-normalised embeddings [b, e] of images.
 
-        ``pixels`` are [b, 3, height, width].
+        ``pixels`` has the shape [b, 3, height, width].
         """
         raise NotImplementedError
 
@@ -73,7 +73,7 @@ class VisionTower(torch.nn.Module):
 
 
 class TimmTower(VisionTower):
-    """A timm vision transformer inside open_clip: SigLIP, SigLIP2, EVA, DINOv2."""
+    """A vision transformer from timm: SigLIP, SigLIP2, EVA, DINOv2."""
 
     def __init__(self, visual: Any) -> None:
         super().__init__(visual)
@@ -108,7 +108,7 @@ class TimmTower(VisionTower):
         return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
 
     def _features_and_last_input(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the final hidden state and the input of the last layer, [b, t, d] each."""
+        """Return the last hidden state and the input of the last layer, [b, t, d] each."""
         captured: list[torch.Tensor] = []
         handle = self.visual.trunk.blocks[-1].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
         try:
@@ -121,7 +121,7 @@ class TimmTower(VisionTower):
 
 
 class ClipTower(VisionTower):
-    """open_clip's own vision transformer: CLIP, OpenAI, DFN and MetaCLIP weights."""
+    """A vision transformer from open_clip: CLIP, OpenAI, DFN and MetaCLIP weights."""
 
     def __init__(self, visual: Any) -> None:
         super().__init__(visual)
@@ -166,10 +166,10 @@ class ClipTower(VisionTower):
 
 
 def vision_tower(visual: torch.nn.Module) -> VisionTower:
-    """Wrap an open_clip image tower (``model.visual``).
+    """Make a `VisionTower` from the image tower of an open_clip model, ``model.visual``.
 
     Raises:
-        ModelError: the tower has no patch features, for example because it is a ResNet.
+        ModelError: the image tower has no patch features, for example because it is a ResNet.
     """
     if isinstance(visual, TimmModel):
         return TimmTower(visual)
@@ -181,12 +181,12 @@ def vision_tower(visual: torch.nn.Module) -> VisionTower:
 
 
 def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the attention that each position receives, averaged over heads and queries, float32 [b, t].
+    """Return the attention that each key receives, averaged over heads and queries, float32 [b, t].
 
     Args:
         q: queries [b, h, t, c].
         k: keys [b, h, t, c].
-        scale: factor by which the queries are multiplied.
+        scale: factor of the queries.
     """
     # The heads are computed one by one, which limits the memory to b x t x t values.
     heads = q.shape[1]
@@ -198,7 +198,7 @@ def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.
 
 
 def _queries_and_keys(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys, [b, h, t, c] each, from the joint projection [b, t, 3 h c]."""
+    """Split the joint projection `qkv` [b, t, 3 h c]. Return queries and keys, [b, h, t, c] each."""
     q, k, _ = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
     return q, k
 

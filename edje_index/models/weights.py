@@ -1,4 +1,4 @@
-"""Weights on disk: safetensors for this package's own files, ``weights_only`` loading for other checkpoints."""
+"""Reads and writes weights files. New files are safetensors files. Loading never runs code from a file."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ State = dict[str, torch.Tensor]
 
 
 def save_weights(module: torch.nn.Module, path: Path) -> None:
-    """Write the distinct tensors of ``module`` to ``path`` in safetensors format."""
+    """Write the tensors of ``module`` to the safetensors file ``path``. A shared tensor is written once."""
     save_tensors(distinct_tensors(module), path)
 
 
 def distinct_tensors(module: torch.nn.Module) -> State:
-    """Return the tensors of ``module`` by name. A shared tensor has only its first name."""
+    """Return the tensors of ``module`` by name. A tensor with several names gets only the first name."""
     aliases = tied_names(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name not in aliases}
 
 
 def save_tensors(state: State, path: Path) -> None:
-    """Write tensors to ``path`` in safetensors format."""
+    """Write tensors to the safetensors file ``path``."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path)
 
 
 def read_weights(path: Path, prefix: str = "") -> State:
-    """Return the tensors of a safetensors file whose names begin with ``prefix``, by name without the prefix.
+    """Read the tensors of a safetensors file with names that begin with ``prefix``. The prefix is removed.
 
     Raises:
-        ModelError: the file cannot be read, or is not a safetensors file.
+        ModelError: the file cannot be read or is not a safetensors file.
     """
     try:
         if not prefix:
@@ -51,19 +51,19 @@ def read_weights(path: Path, prefix: str = "") -> State:
         RuntimeError,
         SafetensorError,
     ) as error:  # torch maps the file into memory and raises RuntimeError if this fails
-        raise ModelError(f"cannot read the weights {path}: {error}; restore or rewrite this file") from error
+        raise ModelError(f"cannot read the weights {path}: {error}; restore this file") from error
 
 
 def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy the tensors in ``state`` into ``module``, which must have the same names.
+    """Copy the tensors in ``state`` into ``module``.
 
     Args:
-        module: the module to fill.
+        module: module to change.
         state: tensors by name.
         source: file or model that the tensors come from, for error messages.
 
     Raises:
-        ModelError: the names or shapes in ``state`` differ from those of the module.
+        ModelError: ``state`` and ``module`` have different names or shapes.
     """
     # Only names that share the tensor of an earlier name may be missing.
     try:
@@ -80,7 +80,7 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:
-    """Return the names that share the tensor of an earlier name."""
+    """Return the names of tensors in ``module`` that are also stored under an earlier name."""
     seen: set[int] = set()
     tied = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -91,11 +91,10 @@ def tied_names(module: torch.nn.Module) -> set[str]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a ``torch.save`` file that holds a dict of tensors and plain values. Runs no code of the file.
+    """Read a file that ``torch.save`` wrote, with a dict of tensors and plain values. No code in the file runs.
 
     Raises:
-        ModelError: the file is missing or damaged, is not a ``torch.save`` file of a dict, or holds other Python
-            objects.
+        ModelError: the file is missing or damaged, does not contain a dict, or contains other Python objects.
     """
     if not path.is_file():
         raise ModelError(f"there is no checkpoint file at {path}; give the path of the .pth file")
@@ -105,14 +104,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"refused to read {path}, which is damaged or holds Python objects that could run code: save "
-            "it again with only tensors, numbers, strings, lists and dicts"
+            f"refused to read {path}, because the file is damaged or contains Python objects that could run code: save "
+            "the checkpoint again with only tensors, numbers, strings, lists and dicts"
         ) from error
     except Exception as error:  # a damaged file can raise any exception
         raise ModelError(f"cannot read the checkpoint {path}: {_one_line(error)}; copy this file again") from error
     if not isinstance(checkpoint, dict):
         raise ModelError(
-            f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__} instead of a dict; give another file"
+            f"{path} is not a checkpoint, because the file contains a {type(checkpoint).__name__} instead of a dict; "
+            "give another file"
         )
     return checkpoint
 

@@ -1,6 +1,6 @@
-"""The trained model that the package contains, and the function that makes a bundle of it.
+"""Makes the bundle of the shipped model.
 
-The package holds the packed model. The weights of its base towers come from the package index.
+The Python package contains the shipped model in packed form. The weights of the base towers are downloaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHIPPED_MODEL = Path(__file__).parent / "shipped" / "flickr8k-dinov2-small"
 
 
 def write_shipped_model(out: str | Path, wheels: str | Path | None = None) -> BundleInfo:
-    """Write the bundle of the shipped model to the new folder ``out`` and return its description.
+    """Write the bundle of the shipped model to the new folder ``out``. Return the content of its ``bundle.json``.
 
     Args:
         out: new folder for the bundle.
@@ -26,7 +26,7 @@ def write_shipped_model(out: str | Path, wheels: str | Path | None = None) -> Bu
             folder.
 
     Raises:
-        ModelError: ``out`` exists, or a wheel cannot be downloaded or does not hold the expected files.
+        ModelError: ``out`` exists, a wheel cannot be downloaded, or a wheel lacks an expected file.
     """
     if Path(out).exists():  # before the download
         raise ModelError(f"{out} exists already: give another path, or remove {out}")

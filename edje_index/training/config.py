@@ -1,4 +1,6 @@
-"""Training settings: a tree of frozen pydantic models whose defaults are the hyperparameters of the EDJE paper.
+"""Training settings: one frozen pydantic model per group of settings.
+
+The defaults are the hyperparameters of the EDJE paper.
 
 A setting is named ``group.key`` everywhere: in Python, in settings files, on the command line and in error messages.
 The module does not import torch.
@@ -19,7 +21,7 @@ Model = TypeVar("Model", bound="Settings")
 
 
 class Settings(BaseModel):
-    """Base class of a frozen group of settings. Unknown setting names and values of the wrong type are errors."""
+    """Base class of a group of settings. Unknown names and values of the wrong type are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -33,7 +35,7 @@ class ArchitectureConfig(Settings):
     tokens: int = Field(
         default=64,
         ge=1,
-        description="Stored tokens per image. A local adapter ignores this and stores one token per patch.",
+        description="Stored tokens per image. A local adapter ignores this setting and stores one token per patch.",
     )
     adapter_hidden: int = Field(default=8192, ge=1, description="Width of the adapter's MLP.")
     language_layers: int | None = Field(
@@ -43,11 +45,11 @@ class ArchitectureConfig(Settings):
     )
     canonical_captions: bool = Field(
         default=True,
-        description="Whether the joint encoder reads captions in lower case and without punctuation, also in search.",
+        description="Convert captions to lower case without punctuation, in training and in search.",
     )
     word_embeddings: Literal["trained", "frozen"] = Field(
         default="trained",
-        description="Whether word embeddings are trained. Frozen word embeddings are not stored in a packed model.",
+        description="Train or freeze the word embeddings. A packed model does not store frozen word embeddings.",
     )
     dropout: float | None = Field(
         default=None, ge=0, lt=1, description="Dropout of hidden states. None keeps the value of the language model."
@@ -56,12 +58,12 @@ class ArchitectureConfig(Settings):
         default=None,
         ge=0,
         lt=1,
-        description="Dropout of attention weights, which is slow on a CPU. None keeps the value of the language model.",
+        description="Dropout of attention weights; slow on a CPU. None keeps the value of the language model.",
     )
 
 
 class AugmentationConfig(Settings):
-    """Random augmentation, drawn anew at every step."""
+    """Settings of random augmentation, which is drawn anew at every step."""
 
     views: int = Field(
         default=0,
@@ -82,11 +84,14 @@ class AugmentationConfig(Settings):
 
 
 class ObjectiveConfig(Settings):
-    """The training loss, a weighted sum of losses. A loss with weight 0 is not computed, except the matching loss."""
+    """Settings of the training loss, a weighted sum of losses.
+
+    The matching loss is always computed. Other losses are computed only if their weight is not 0.
+    """
 
     itm: Literal["softmax", "binary"] = Field(
         default="softmax",
-        description="Matching loss: cross-entropy of a positive against its negatives, or binary cross-entropy.",
+        description="Matching loss: cross-entropy of each positive against its negatives, or binary cross-entropy.",
     )
     itm_weight: float = Field(default=1.0, ge=0, description="Weight of the matching loss.")
     mlm_weight: float = Field(default=1.0, ge=0, description="Weight of the masked language modelling loss.")
@@ -109,7 +114,7 @@ class NegativesConfig(Settings):
     count: int = Field(default=3, ge=1, description="Negative images per caption, and negative captions per image.")
     selection: Literal["top", "softmax"] = Field(
         default="top",
-        description="Choice of negatives: the most similar of the batch, or draws from a softmax over similarities.",
+        description="Choice of negatives: the most similar candidates, or random draws with softmax probabilities.",
     )
     temperature: float | None = Field(
         default=None,
@@ -124,20 +129,23 @@ class NegativesConfig(Settings):
 
 
 class AlignmentConfig(Settings):
-    """Alignment phase, before the joint phase: aligns adapter tokens with caption words, without the language model."""
+    """Settings of the alignment phase, which runs before the joint phase.
+
+    The alignment phase trains the adapter, without the language model, to make tokens that match caption words.
+    """
 
     steps: int = Field(default=0, ge=0, description="Number of alignment steps; 0 skips the alignment phase.")
     batch_size: int = Field(default=256, ge=2, description="Images per alignment step.")
     captions: int = Field(default=5, ge=1, description="Captions per image in an alignment step.")
     adapter_init: Literal["clusters", "kept"] = Field(
         default="clusters",
-        description="Initialise a new compressed adapter from clusters of patch features, or keep its random weights.",
+        description="Initial weights of a new compressed adapter: clusters of patch features, or random weights.",
     )
     lr: float = Field(default=1e-3, ge=0, description="Learning rate after warm-up.")
 
 
 class OptimizerConfig(Settings):
-    """Settings of the AdamW optimiser and of its learning-rate schedule."""
+    """Settings of the AdamW optimiser and of the learning-rate schedule."""
 
     lr: float = Field(default=3e-4, ge=0, description="Learning rate after warm-up.")
     adapter_lr_factor: float = Field(
@@ -157,7 +165,7 @@ class OptimizerConfig(Settings):
     min_lr: float = Field(default=1e-6, ge=0, description="Lowest learning rate of the decay.")
     decay: Literal["epoch", "cosine"] = Field(
         default="epoch",
-        description="Decay of the learning rate: by decay_rate after every epoch, or along a cosine to the last step.",
+        description="Decay of the learning rate: a factor after every epoch, or a cosine down to min_lr.",
     )
     decay_rate: float = Field(
         default=0.9, ge=0, description="Factor that multiplies the learning rate after every epoch, with decay=epoch."
@@ -170,7 +178,7 @@ class OptimizerConfig(Settings):
 
 
 class LoopConfig(Settings):
-    """Length of the joint phase, batches, random seed and data type."""
+    """Settings of the training loop: length of the joint phase, batches, random seed and data type."""
 
     steps: int | None = Field(default=None, ge=1, description="Number of optimiser steps. Set either steps or epochs.")
     epochs: float | None = Field(default=None, gt=0, description="Number of epochs. Set either steps or epochs.")
@@ -192,7 +200,7 @@ class LoopConfig(Settings):
 
 
 class FittingConfig(Settings):
-    """Parts that the final score adds to the logit. Weights that are None are fitted to the dev captions."""
+    """Settings of the final score. Weights that are None are fitted to the dev captions."""
 
     pooled_dim: int = Field(
         default=0, ge=0, description="Dimensions of the pooled similarity; 0 leaves out the pooled similarity."
@@ -216,7 +224,7 @@ class FittingConfig(Settings):
 
 
 class TrainConfig(Settings):
-    """All settings that determine the trained weights. The data and the initial weights are given separately."""
+    """All settings of a training run that affect the trained weights."""
 
     architecture: ArchitectureConfig = ArchitectureConfig()
     augmentation: AugmentationConfig = AugmentationConfig()
@@ -235,12 +243,13 @@ class TrainConfig(Settings):
 
 
 def make_config(values: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration with the settings in `values`, a nested dictionary ``{group: {key: value}}``.
+    """Return the training settings in `values`, a nested dictionary ``{group: {key: value}}``.
 
-    Settings that are not in `values` have their defaults.
+    Missing settings get their default values.
 
     Raises:
-        UsageError: a setting is unknown, has a wrong value or contradicts another; the message has a line per problem.
+        UsageError: a setting is unknown or has a wrong value, or two settings contradict each other. The message has
+            one line per problem.
 
     Example:
         >>> make_config({"loop": {"steps": 1000}}).loop.steps
@@ -250,10 +259,11 @@ def make_config(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def validated(model: type[Model], values: Mapping[str, Any]) -> Model:
-    """Return an instance of the pydantic class `model`, validated from the nested dictionaries `values`.
+    """Validate `values`, a nested dictionary ``{group: {key: value}}``, and return them as an instance of `model`.
 
     Raises:
-        UsageError: a setting is unknown, has a wrong value or contradicts another; the message has a line per problem.
+        UsageError: a setting is unknown or has a wrong value, or two settings contradict each other. The message has
+            one line per problem.
     """
     try:
         return model.model_validate(values)
@@ -273,7 +283,7 @@ def _describe(model: type[Settings], problem: Any) -> str:
 
 
 def _suggestion(model: type[Settings], name: str) -> str:
-    """Return "; did you mean ...?" with similar settings, or an empty string."""
+    """Return "; did you mean ...?" with the names of similar settings. Return "" if there are none."""
     names = setting_names(model)
     same_key = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
     alike = difflib.get_close_matches(name, [*names, *model.model_fields], n=1)
@@ -281,12 +291,12 @@ def _suggestion(model: type[Settings], name: str) -> str:
 
 
 def setting_names(model: type[Settings]) -> list[str]:
-    """Return the name ``group.key`` of every setting in `model`, a class whose fields are groups."""
+    """Return the name ``group.key`` of every setting of every group in `model`."""
     return [f"{group}.{key}" for group, kind in groups(model).items() for key in kind.model_fields]
 
 
 def groups(model: type[Settings]) -> dict[str, type[Settings]]:
-    """Return the fields of `model` that are groups of settings, by name."""
+    """Return the class of each group of settings in `model`, by field name."""
     annotations = {name: field.annotation for name, field in model.model_fields.items()}
     return {name: kind for name, kind in annotations.items() if isinstance(kind, type) and issubclass(kind, Settings)}
 
@@ -308,7 +318,7 @@ def _contradictions(config: TrainConfig) -> list[str]:
         lines.append("fitting.pooled_weight is set, but fitting.pooled_dim is 0; set both or neither")
     if config.augmentation.patch_dropout and config.architecture.adapter != "compressed":
         lines.append(
-            f"augmentation.patch_dropout needs a compressed adapter; architecture.adapter is "
-            f"{config.architecture.adapter!r}"
+            "augmentation.patch_dropout needs a compressed adapter, but architecture.adapter is "
+            f"{config.architecture.adapter!r}; set augmentation.patch_dropout to 0"
         )
     return lines

@@ -1,4 +1,4 @@
-"""Named sets of settings, in the groups of `edje_index.training.config`. Settings not listed have their defaults."""
+"""Named sets of settings, as values for `edje_index.training.config.make_config`."""
 
 from __future__ import annotations
 

@@ -96,12 +96,12 @@ def text_tower_that_wraps_a_hub_model(bundle: Path) -> None:
 
 
 CODE = {
-    remote_tokenizer: "asks to run code ('auto_map'",
-    trusting_options: "asks to run code ('trust_remote_code'",
+    remote_tokenizer: "names code ('auto_map'",
+    trusting_options: "names code ('trust_remote_code'",
     other_options: "'bpe_path', which is not accepted",
-    auto_map_of_the_joint_encoder: "asks to run code ('auto_map'",
+    auto_map_of_the_joint_encoder: "names code ('auto_map'",
     python_file: "evil.py is code",
-    kernel_from_the_hub: "asks to run code ('attn_implementation'",
+    kernel_from_the_hub: "names code ('attn_implementation'",
     other_tokenizer_class: "'RagTokenizer', which is not accepted",
     tower_from_the_hub: "names the timm model 'hf-hub:evil/tower'",
     text_tower_from_the_hub: "hf_text",
@@ -239,7 +239,7 @@ FILES = {
     fifo_for_weights: (ALL, "not a regular file"),
     device_for_a_tokenizer: (ALL, "not a regular file"),
     enormous_description: (ALL, "is too large to describe"),
-    enormous_tokenizer: (ALL, "too many for a configuration or tokenizer"),
+    enormous_tokenizer: (ALL, "too many for a file without weights"),
     deep_description: (ALL, "cannot read"),
     deep_tokenizer: (("bundle", "search"), ""),
     weights_with_a_long_header: (("bundle", "encoder"), "cannot read the weights"),
@@ -329,5 +329,5 @@ def test_a_bundle_lists_files_of_its_own_folder(tmp_path):
 def test_tokenizers_with_code_are_refused_outside_of_bundles(tmp_path):
     """Without a bundle's check of its whole folder: a folder of a Hugging Face model."""
     change(tmp_path / "tokenizer_config.json", lambda content: content.update(auto_map={"AutoTokenizer": "evil.Evil"}))
-    with pytest.raises(ModelError, match="asks to run code"):
+    with pytest.raises(ModelError, match="names code"):
         load_joint_tokenizer(tmp_path)

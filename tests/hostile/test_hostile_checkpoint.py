@@ -110,7 +110,7 @@ REFUSED = "refused to read"
 CASES = {
     code: REFUSED,
     code_in_a_plain_pickle: REFUSED,
-    code_of_the_tokenizer: "asks to run code ('auto_map'",
+    code_of_the_tokenizer: "names code ('auto_map'",
     many_words: "larger model than",
     many_positions: "larger model than",
     wide_head: "larger model than",

@@ -1,1 +1,1 @@
-"""Interprets stored tokens by nearest words and by alignment with captions, as in the appendix of the EDJE paper."""
+"""Interprets stored tokens as in the appendix of the EDJE paper: by nearest words and by alignment with captions."""

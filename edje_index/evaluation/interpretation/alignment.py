@@ -1,7 +1,7 @@
-"""The alignment score S of a caption and an image, and a test that compares two representations of images.
+"""Computes the alignment score S of a caption and an image, and compares the scores of two indexes.
 
-S is the "Image-Caption Token Alignment" of the EDJE paper: the mean, over the caption's content words, of the largest
-cosine similarity of a word with a stored token of the image.
+S is the "Image-Caption Token Alignment" of the EDJE paper. For each content word of the caption, take the highest
+cosine similarity with a stored token of the image. S is the mean of these similarities.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BINS = 30
 
 @torch.inference_mode()
 def alignment_scores(joint: JointScorer, captions: Sequence[str], block: Blocks | torch.Tensor) -> NDArray[np.float64]:
-    """Return S of each of `captions` with one image, float64 [c]; NaN without content words.
+    """Return the score S of each caption with one image, float64 [c]. S is NaN for a caption without content words.
 
     Args:
-        joint: joint encoder, whose word embeddings represent the captions.
-        captions: captions [c].
+        joint: joint encoder, for the word embeddings.
+        captions: c captions.
         block: stored tokens of the image [m, d].
     """
     # The late interaction of the final score differs: it subtracts the mean word vector and has other stop words.
@@ -46,7 +46,7 @@ def alignment_scores(joint: JointScorer, captions: Sequence[str], block: Blocks 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Alignment scores of many pairs.
+    """Statistics of the alignment scores of many pairs.
 
     Attributes:
         pairs: number of pairs.
@@ -63,13 +63,13 @@ class Distribution:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Result of a two-sided paired t-test that compares two representations of the same images.
+    """Result of a two-sided paired t-test between the scores of two indexes.
 
     Attributes:
-        difference: mean of (score with the second representation - score with the first representation).
+        difference: mean of (score with the second index - score with the first index).
         t: t statistic.
         p: p-value. It may underflow to 0.0.
-        effect_size: Cohen's d of paired samples: mean difference / standard deviation of the differences.
+        effect_size: Cohen's d for paired samples: `difference` / standard deviation of the differences.
     """
 
     difference: float
@@ -79,14 +79,14 @@ class PairedTest:
 
 
 def distributions(*scores: NDArray[np.float64]) -> tuple[tuple[float, ...], list[Distribution]]:
-    """Return the bin edges of a common histogram, and the distribution of each array in `scores`.
+    """Return the common bin edges of all histograms, and the distribution of each array in `scores`.
 
     Raises:
-        UsageError: an array holds fewer than two scores.
+        UsageError: an array contains fewer than two scores.
     """
     if min(map(len, scores)) < 2:
         raise UsageError(
-            "alignment needs at least two captions with content words; give more captions of indexed images"
+            "alignment needs at least two captions with content words; give more captions of images in the index"
         )
     edges = np.histogram_bin_edges(np.concatenate(scores), BINS)
     made = [
@@ -102,10 +102,10 @@ def distributions(*scores: NDArray[np.float64]) -> tuple[tuple[float, ...], list
 
 
 def paired_test(first: NDArray[np.float64], second: NDArray[np.float64]) -> PairedTest:
-    """Compare the scores of the same pairs with two representations.
+    """Compare the scores of the same pairs in two indexes with a t-test.
 
     Raises:
-        UsageError: all differences are equal, so that the t-test is undefined.
+        UsageError: the differences of the scores are all equal, so that the t-test is undefined.
     """
     from scipy.stats import ttest_rel
 

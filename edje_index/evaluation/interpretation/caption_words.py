@@ -1,4 +1,4 @@
-"""Content words of a caption, for the alignment score."""
+"""Finds the content words of a caption, for the alignment score."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ExplainedIndex:
 
 @dataclass(frozen=True)
 class ExplainedRow:
-    """One row with the nearest words of its tokens."""
+    """A row of the index, with the nearest words of the tokens of this row."""
 
     row_id: int
     uri: str
@@ -62,14 +62,14 @@ class ExplainedRow:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Alignment scores of captioned images in one index, or in two indexes that are compared.
+    """Alignment scores of the explained index, and of another index if two indexes are compared.
 
     Attributes:
         edges: bin edges of the histograms.
-        first: scores with the tokens of the explained index.
-        second: scores with the tokens of the other index; None without a comparison.
-        test: paired test of `second` against `first`; None without a comparison.
-        left_out: number of captions that were skipped because they have no content words.
+        first: scores of the explained index.
+        second: scores of the other index; None without a comparison.
+        test: t-test that compares `second` with `first`; None without a comparison.
+        left_out: number of captions without content words. These captions have no score.
     """
 
     edges: tuple[float, ...]
@@ -81,17 +81,17 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Nearest words of the tokens of an index, and alignment of the tokens with captions.
+    """The result of `explain_index`.
 
     Attributes:
         root: directory of the index.
         precision: precision of the tokens.
-        trained: False if the model has random weights.
-        rows: rows that are explained one by one.
-        sample: number of sampled rows that `words` counts.
-        words: how often each word is the nearest word of a token, over a random sample of rows.
+        trained: False if the weights of the model are random.
+        rows: nearest words of single rows.
+        sample: number of rows in the random sample.
+        words: nearest words of all tokens in the random sample.
         alignment: alignment with captions; None if no captions were given.
-        against: directory of the index that `alignment.second` describes; None without a comparison.
+        against: directory of the other index; None without a comparison.
     """
 
     root: Path
@@ -112,19 +112,19 @@ def explain_index(
     captions: Captions | None = None,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> Explanation:
-    """Explain single rows of an index, and a random sample of all its rows.
+    """Find the nearest words of the tokens in an index, and measure the alignment of the tokens with captions.
 
     Args:
         index: index to explain.
-        row_ids: rows to explain one by one; by default the first `DEFAULT_ROWS` rows of the sample.
+        row_ids: row ids of single rows to explain. If empty, the first `DEFAULT_ROWS` rows of the random sample.
         sample: number of rows in the random sample.
         captions: captions to measure the alignment with; None for no alignment.
-        on_progress: called with the progress. If it raises an exception, the work stops.
+        on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
     Raises:
         UsageError: a row has no tokens, or no caption matches an image of the index.
-        ModelError: the bundle is missing or did not build the index, or the tokens are not in the space of the joint
-            encoder's word embeddings.
+        ModelError: the bundle is missing, did not build the index, or has word embeddings of another width than the
+            tokens.
     """
     opened = _Opened.of(index)
     table = read_all_rows(opened.index, ("row_id", "uri", "status"))
@@ -132,7 +132,7 @@ def explain_index(
     if unknown := sorted(set(row_ids) - set(indexed.tolist())):
         raise UsageError(f"row {unknown[0]} of {index.root} has no tokens; choose a row with the status 'indexed'")
     if not len(indexed):
-        raise UsageError(f"{index.root} has no tokens, because all its inputs failed; choose another index")
+        raise UsageError(f"the index {index.root} has no tokens, because all inputs failed; choose another index")
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:sample])
     shown = np.array(row_ids or sampled[:DEFAULT_ROWS], dtype=np.int64)
     alignment = None if captions is None else _alignment(opened, captions, on_progress)
@@ -156,13 +156,13 @@ def explain_index(
 
 @dataclass(frozen=True)
 class Captions:
-    """Captions to measure alignment with.
+    """Captions to measure the alignment with.
 
     Attributes:
         path: caption file, see `edje_index.captions.reading.read_captions`.
         images: base directory of relative image paths.
         split: split of the caption file; None for the whole file.
-        against: another index of the same images to compare with; None for no comparison.
+        against: another index of the same images, to compare with; None for no comparison.
     """
 
     path: Path
@@ -173,7 +173,7 @@ class Captions:
 
 @dataclass(frozen=True)
 class _Opened:
-    """An open index with its tokens and the joint encoder that reads these tokens."""
+    """An open index with the joint encoder that reads its tokens."""
 
     index: CommittedIndex
     store: TokenStore
@@ -189,15 +189,15 @@ class _Opened:
         store = TokenStore.open(source.root, source.precision or index.manifest.spec.precisions[0])
         if store.block_shape[1] != joint.width:
             raise ModelError(
-                f"{source.root} stores tokens of width {store.block_shape[1]}, but the words of the joint "
-                f"encoder have width {joint.width}; choose an index that a trained bundle built"
+                f"{source.root} stores tokens of width {store.block_shape[1]}, but the word embeddings of "
+                f"the joint encoder have width {joint.width}; choose an index that a trained bundle built"
             )
         return cls(index, store, joint, info.trained)
 
     def nearest(
         self, vocabulary: Vocabulary, rows: NDArray[np.int64], on_progress: OnProgress
     ) -> list[NDArray[np.int64]]:
-        """Return the token ids of the nearest words, one int64 array [b, m] per batch of rows."""
+        """Return the token id of the nearest word of each token in `rows`, one int64 array [b, m] per batch of rows."""
         parts = []
         for start in range(0, len(rows), _BATCH):
             on_progress("looking up nearest words, images", start, len(rows))
@@ -205,13 +205,13 @@ class _Opened:
         return parts
 
     def matched(self, items: Sequence[CaptionedImage]) -> NDArray[np.int64]:
-        """Return the row id of each item, or -1 for an image without tokens."""
+        """Return the row id of each image in `items`, or -1 for an image without tokens."""
         return match_items(self.index.root, read_all_rows(self.index, NAME_COLUMNS), items).rows
 
     def scores(
         self, items: Sequence[CaptionedImage], rows: NDArray[np.int64], on_progress: OnProgress
     ) -> NDArray[np.float64]:
-        """Return S of every caption of `items` [n]. `rows` [n] are the row ids of the images."""
+        """Return the score S of every caption in `items` [n]. `rows` [n] are the row ids of the images."""
         parts = []
         for start in range(0, len(items), _BATCH):
             on_progress("measuring alignment, images", start, len(items))
@@ -228,7 +228,7 @@ def _alignment(opened: _Opened, captions: Captions, on_progress: OnProgress) -> 
     used = np.logical_and.reduce([each >= 0 for each in rows])
     kept = [item for item, keep in zip(items, used, strict=True) if keep]
     if not kept:
-        raise UsageError("no captioned image is in both indexes; compare two indexes of the same images")
+        raise UsageError("no image with captions is in both indexes; compare two indexes of the same images")
     scores = [each.scores(kept, row[used], on_progress) for each, row in zip(indexes, rows, strict=True)]
     has_words = np.logical_and.reduce([~np.isnan(values) for values in scores])
     counted = [values[has_words] for values in scores]

@@ -1,7 +1,7 @@
-"""The nearest word of each stored token, as in "Emerging vision-token semantics" of the EDJE paper.
+"""Finds the nearest word of each stored token, as in "Emerging vision-token semantics" of the EDJE paper.
 
-The nearest word is the vocabulary entry whose embedding has the highest cosine similarity with the token. The `<image>`
-placeholder is left out.
+The nearest word has the word embedding with the highest cosine similarity to the token. The `<image>` placeholder is
+left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNUSED = re.compile(r"\[unused\d+\]")
 
 
 class Vocabulary:
-    """Vocabulary of the joint encoder, with normalised word embeddings."""
+    """The vocabulary of the joint encoder, with normalised word embeddings."""
 
     def __init__(self, joint: JointScorer) -> None:
         tokenizer = joint.tokenizer
@@ -38,7 +38,7 @@ class Vocabulary:
 
     @torch.inference_mode()
     def nearest(self, blocks: Blocks | torch.Tensor) -> NDArray[np.int64]:
-        """Return the token id of the nearest word of each token of `blocks` [k, m, d], int64 [k, m]."""
+        """Return the token id of the nearest word of each token in `blocks` [k, m, d], int64 [k, m]."""
         tokens = as_tensor(blocks)
         flat = functional.normalize(tokens.reshape(-1, tokens.shape[2]).float(), dim=1)
         nearest = []
@@ -53,11 +53,11 @@ class Vocabulary:
         return self._words[token_id]
 
     def is_unused(self, token_id: int) -> bool:
-        """Return True if BERT reserves the entry and never trained it, such as ``[unused0]``."""
+        """Return True if the token is reserved and was never trained, such as ``[unused0]``."""
         return bool(_UNUSED.fullmatch(self.word(token_id)))
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if the entry is a special token such as ``[SEP]``."""
+        """Return True if the token is a special token, such as ``[SEP]``."""
         return token_id in self._special
 
 
@@ -68,8 +68,8 @@ class WordCounts:
     Attributes:
         words: (word, count) pairs, most frequent word first.
         tokens: number of tokens.
-        special: number of tokens whose nearest word is a special token.
-        unused: number of tokens whose nearest word is an unused entry of the vocabulary.
+        special: number of tokens with a special token as nearest word.
+        unused: number of tokens with an unused entry of the vocabulary as nearest word.
     """
 
     words: tuple[tuple[str, int], ...]
@@ -79,7 +79,7 @@ class WordCounts:
 
 
 def count_words(vocabulary: Vocabulary, token_ids: Iterable[int]) -> WordCounts:
-    """Count how often each of the nearest words `token_ids` occurs."""
+    """Count the nearest words. `token_ids` contains the token id of the nearest word of each token."""
     counts = Counter(token_ids)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], vocabulary.word(item[0])))
     return WordCounts(

@@ -1,1 +1,1 @@
-"""Compares two versions of the same tokens by token errors and by changes of the ranking."""
+"""Compares two precisions of the same tokens, by the errors of the tokens and by the changes of rankings."""

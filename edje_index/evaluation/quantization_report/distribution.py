@@ -1,4 +1,4 @@
-"""Summary statistics for reports."""
+"""Summary statistics of numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERCENTILES = (1, 5, 50, 95, 99)
 
 @dataclass(frozen=True)
 class Distribution:
-    """Mean, smallest, largest and linearly interpolated percentiles of `count` numbers."""
+    """Mean, minimum, maximum and percentiles of `count` numbers. Percentiles are linearly interpolated."""
 
     count: int
     mean: float

@@ -1,4 +1,4 @@
-"""Queries for comparing rankings: from a file, or built-in captions."""
+"""Queries to compare rankings with: queries from a file, or built-in captions."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ a GPU."""
 
 
 def read_queries(path: Path) -> list[str]:
-    """Read the distinct queries of a file, in the order of the file.
+    """Read the distinct queries in a file, in the order of the file.
 
-    The file has one query per line. In a .jsonl file, each line is a string, or an object with a member `query`,
-    `text`, `caption` or `captions`.
+    The file has one query per line. In a ``.jsonl`` file, a line is a JSON string, or an object with one of the members
+    `query`, `text`, `caption` and `captions`.
 
     Raises:
-        UsageError: the file cannot be read, a line is invalid, or there is no query.
+        UsageError: the file cannot be read, a line is not valid, or there is no query.
     """
     try:
         texts = list(_json_texts(path) if path.suffix == ".jsonl" else path.read_text(encoding="utf-8").splitlines())
@@ -73,7 +73,7 @@ def _json_texts(path: Path) -> Iterator[str]:
 
 
 def _texts(value: Any) -> list[str] | None:
-    """Return the texts of a JSON value; None if the value has no valid text."""
+    """Return the queries in a JSON value. Return None if the value is not valid."""
     if isinstance(value, dict):
         value = next((value[name] for name in _MEMBERS if name in value), None)
     texts = value if isinstance(value, list) else [value]

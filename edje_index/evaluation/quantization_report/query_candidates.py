@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def query_candidates(
     root: Path, model: SearchModel, queries: Sequence[str], pool: int
 ) -> Iterator[tuple[str, Candidates]]:
-    """Yield each of `queries` with its `pool` nearest rows in the index at `root`."""
+    """Yield (query, candidates) for each of `queries`. The candidates are the `pool` nearest rows in the index."""
     index = AnnIndex.open(root)
     for query, embedding in zip(queries, model.text.encode(queries), strict=True):
         yield query, Candidates(*index.nearest(embedding, pool))

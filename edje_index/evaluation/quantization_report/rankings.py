@@ -1,4 +1,4 @@
-"""Compares the rankings that two sets of scores give to the same candidates."""
+"""Compares two rankings of the same candidates, by two sets of scores."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ OVERLAP_AT = 10
 
 @dataclass(frozen=True)
 class RankingChange:
-    """How rankings change from reference scores to other scores, over a set of queries.
+    """Changes of rankings when other scores replace reference scores.
 
     Attributes:
         queries: number of queries.
-        top1_kept: share of queries whose best candidate stays the same.
-        overlap_at_10: share of the ten best candidates that stay among the ten best, averaged over queries.
-        kendall_tau: distribution over queries of Kendall's tau-b between both scores.
-        score_change: mean absolute difference between both scores of a candidate.
-        score_change_relative: `score_change` / standard deviation of the query's reference scores, averaged over
-            queries.
+        top1_kept: fraction of queries with the same best candidate in both rankings.
+        overlap_at_10: fraction of the ten best candidates that both rankings share, averaged over queries.
+        kendall_tau: Kendall's tau-b between both rankings, as a distribution over queries.
+        score_change: absolute difference between both scores of a candidate, averaged over candidates and queries.
+        score_change_relative: mean absolute difference for a query / standard deviation of the reference scores of the
+            query, averaged over queries.
     """
 
     queries: int
@@ -40,8 +40,8 @@ def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> Ra
     """Compare two sets of scores for the same candidates of each query.
 
     Args:
-        reference: reference scores of the candidates of each query, float32 [k] per query, k >= 2.
-        other: other scores of the same candidates in the same order.
+        reference: for each query, reference scores of k candidates, float32 [k], k >= 2.
+        other: for each query, other scores of the same candidates in the same order, float32 [k].
     """
     pairs = list(zip(reference, other, strict=True))
     changes = np.array([np.abs(left - right).mean(dtype=np.float64) for left, right in pairs])
@@ -58,12 +58,12 @@ def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> Ra
 
 
 def ranking(scores: Scores) -> NDArray[np.intp]:
-    """Return the positions of `scores` [k], best score first. Equal scores keep their order, as in search."""
+    """Return the indices that sort `scores` [k], highest score first. Equal scores keep the input order."""
     return np.argsort(-scores, kind="stable")
 
 
 def overlap(left: Scores, right: Scores, k: int) -> float:
-    """Return the share of the `k` best candidates that is the same on both sides."""
+    """Return the fraction of the `k` best candidates by `left` that are also among the `k` best by `right`."""
     k = min(k, len(left))
     return len(np.intersect1d(ranking(left)[:k], ranking(right)[:k])) / k
 
@@ -71,8 +71,8 @@ def overlap(left: Scores, right: Scores, k: int) -> float:
 def kendall_tau(left: Scores, right: Scores) -> float:
     """Return Kendall's tau-b of two arrays of scores [k], k >= 2.
 
-    Ties are treated as in M. G. Kendall, "Rank Correlation Methods". If one side is constant, the result is 1 if the
-    other side is constant too, else 0.
+    For ties, see M. G. Kendall, "Rank Correlation Methods". If both arrays are constant, the result is 1. If only one
+    array is constant, the result is 0.
     """
     above = np.triu_indices(len(left), 1)
     a, b = (np.sign(scores[:, None].astype(np.float64) - scores)[above] for scores in (left, right))

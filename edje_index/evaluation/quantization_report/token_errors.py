@@ -1,4 +1,4 @@
-"""Measures the relative error and the cosine similarity of quantized tokens, over batches of an index."""
+"""Measures the relative error and the cosine similarity of quantized tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from storage_formats.codecs import Blocks
 
 @dataclass(frozen=True)
 class TokenErrors:
-    """Errors of tokens compared with reference tokens.
+    """Errors of quantized tokens, compared with reference tokens.
 
     Attributes:
         tokens: number of tokens.
-        zero_tokens: number of reference tokens that are zero. These tokens are left out of the statistics.
-        relative_error: distribution of |token - reference| / |reference|; the worst value is `highest`.
-        cosine: distribution of the cosine similarity of token and reference; the worst value is `lowest`. The
-            similarity is 0 if only the token is zero.
+        zero_tokens: number of reference tokens that are zero vectors. They are left out of both distributions.
+        relative_error: distribution of |token - reference| / |reference|. The worst value is `highest`.
+        cosine: distribution of the cosine similarity between token and reference. The worst value is `lowest`. The
+            similarity to a zero vector is 0.
     """
 
     tokens: int
@@ -30,7 +30,7 @@ class TokenErrors:
 
 
 class TokenErrorMeter:
-    """Collects token errors batch by batch. Keeps 8 bytes per token in memory."""
+    """Measures token errors over several batches. Needs 8 bytes of memory per token."""
 
     def __init__(self) -> None:
         self._errors: list[NDArray[np.float32]] = []
@@ -38,14 +38,14 @@ class TokenErrorMeter:
         self._tokens = 0
 
     def add(self, reference: Blocks, other: Blocks) -> None:
-        """Compare the blocks `other` [k, m, d] with `reference` [k, m, d]. Neither may hold holes."""
+        """Add the errors of `other` [k, m, d], compared with `reference` [k, m, d]. Holes are not allowed."""
         errors, cosines = compare_tokens(reference, other)
         self._tokens += reference.shape[0] * reference.shape[1]
         self._errors.append(errors)
         self._cosines.append(cosines)
 
     def result(self) -> TokenErrors | None:
-        """Return the statistics of all batches; None if every reference token is zero."""
+        """Return the errors over all batches. Return None if all reference tokens are zero vectors."""
         errors, cosines = (np.concatenate([*parts, np.empty(0, np.float32)]) for parts in (self._errors, self._cosines))
         if not len(errors):
             return None
@@ -53,7 +53,10 @@ class TokenErrorMeter:
 
 
 def compare_tokens(reference: Blocks, other: Blocks) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return relative errors and cosine similarities, float32 [n] each, of tokens with a nonzero reference."""
+    """Return the relative errors and the cosine similarities of n tokens, float32 [n] each.
+
+    Tokens are left out if the reference token is a zero vector.
+    """
     # Sums are computed in float64, because squares of bfloat16 numbers overflow float32.
     left = reference.astype(np.float64).reshape(-1, reference.shape[-1])
     right = other.astype(np.float64).reshape(left.shape)

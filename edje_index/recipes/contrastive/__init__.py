@@ -1,5 +1,5 @@
-"""Trains an embedding model: contrastive heads over a frozen image tower and a text tower.
+"""Trains an embedding model from an image tower and a text tower that were trained separately.
 
-Use this package where no CLIP weights can be downloaded. It combines two towers that were trained separately into one
-open_clip model. Only the heads and, optionally, the last layers of the text tower are trained on captions.
+Use this package where no CLIP weights can be downloaded. The result is an open_clip model. Training updates contrastive
+heads on both towers, and optionally the last layers of the text tower.
 """

@@ -10,12 +10,12 @@ from storage_formats.errors import UsageError
 
 @dataclass(frozen=True)
 class TowerSources:
-    """The image tower and the text tower that training starts from.
+    """The two towers that training starts from.
 
     Attributes:
-        image_name: timm's name of a vision transformer.
-        image_weights: file of the image tower's weights with timm's tensor names; the weights may be for another image
-            size.
+        image_name: name of a vision transformer in timm.
+        image_weights: file with the weights of the image tower, with timm's tensor names. The weights may be for
+            another image size.
         text: folder of a Hugging Face BERT model and its tokenizer.
         image_size: height and width of the input images in pixels.
     """
@@ -28,18 +28,18 @@ class TowerSources:
 
 @dataclass(frozen=True)
 class ContrastiveConfig:
-    """Settings for training the heads. docs/lab/models.md says how the defaults were chosen.
+    """Settings of a contrastive training run. docs/lab/models.md explains the defaults.
 
     Attributes:
         embed_dim: width of the shared embedding.
         epochs: passes over all captions.
-        batch_size: caption-image pairs per step. Pairs of different images are negatives of each other.
-        lr: peak learning rate of the heads. A warm-up over 3 % of the steps is followed by a cosine decay to 0.
-        text_lr: peak learning rate of the trained text-tower layers.
-        weight_decay: weight decay of AdamW; biases, norms and the temperature have no weight decay.
-        image_dropout: dropout probability of the image features and of the image head's hidden layer.
-        text_dropout: dropout probability of the text features and of the text head's hidden layer.
-        tune_text: number of text-tower layers to train, counted from the top; 0 freezes the text tower.
+        batch_size: number of caption-image pairs per step. Pairs of different images are negatives of each other.
+        lr: peak learning rate of the heads. After a linear warm-up over 3 % of the steps, a cosine decay to 0 follows.
+        text_lr: peak learning rate of the trained layers of the text tower.
+        weight_decay: weight decay of AdamW. Biases, norms and the temperature have no weight decay.
+        image_dropout: dropout probability in the image head.
+        text_dropout: dropout probability in the text head.
+        tune_text: number of layers of the text tower to train, counted from the output; 0 freezes the text tower.
         seed: seed of all random numbers.
     """
 

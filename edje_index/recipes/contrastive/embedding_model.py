@@ -1,4 +1,4 @@
-"""``train_embedding`` trains an open_clip model from captions and two towers, and writes the model folder."""
+"""Trains an open_clip model from captions and two towers, and writes the model to a folder."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ TAR_MEMBER_MARK = ".tar!"
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """A request to train an embedding model.
+    """The inputs and settings of `train_embedding`.
 
     Attributes:
         train: captions to train on.
-        dev: captions of the development set, which selects the epoch to keep; if empty, the last epoch is kept.
+        dev: captions of the development set. The epoch with the best recall on this set is kept. If the set is empty,
+            the last epoch is kept.
         sources: the two towers to start from.
         config: training settings.
-        out: new folder for the model and ``training.jsonl``. The model name ``local-dir:OUT`` opens the model.
-        cache: folder for image features; an interrupted run resumes from the features in this folder.
+        out: new folder for the model and the log ``training.jsonl``. Other functions open the model by the name
+            ``local-dir:OUT``.
+        cache: folder for image features. If a run is interrupted, the next run reuses these features.
     """
 
     train: Sequence[CaptionedImage]
@@ -67,7 +69,7 @@ class TrainedEmbedding:
 def train_embedding(
     request: EmbeddingRequest, on_progress: OnProgress, on_epoch: Callable[[Mapping[str, Any]], None]
 ) -> TrainedEmbedding:
-    """Train the heads of an embedding model, and write the model to a new folder.
+    """Train an embedding model, and write the model to a new folder.
 
     Args:
         request: captions, towers, settings and output folder.
@@ -75,9 +77,9 @@ def train_embedding(
         on_epoch: called after each epoch with the log record of the epoch.
 
     Raises:
-        ModelError: a tower is missing or of an unsupported kind, no image can be read, or ``request.out`` exists. Also
-            raised if the captions do not fill a batch, or the loss is not finite.
-        UsageError: an image lies inside a tar file, or ``tune_text`` exceeds the number of text-tower layers.
+        ModelError: a tower is missing or not supported, no image can be read, ``request.out`` exists, the captions do
+            not fill a batch, or the loss is not finite.
+        UsageError: an image is inside a tar file, or ``tune_text`` exceeds the number of layers of the text tower.
     """
     if request.out.exists():
         raise ModelError(f"{request.out} exists already: give another path, or remove {request.out}")
@@ -103,13 +105,13 @@ def train_embedding(
 def _check_tuned_layers(model: ContrastiveModel, tune_text: int) -> None:
     layers = int(model.text_config["num_hidden_layers"])
     if tune_text > layers:
-        raise UsageError(f"cannot tune {tune_text} layers, because the text tower has only {layers}")
+        raise UsageError(f"tune_text is {tune_text}, but the text tower has only {layers} layers; lower tune_text")
 
 
 def _pair_features(
     model: ContrastiveModel, items: Sequence[CaptionedImage], request: EmbeddingRequest, on_progress: OnProgress
 ) -> tuple[PairFeatures, int]:
-    """Return the features of readable images and their captions, and the number of unreadable images."""
+    """Return the features of all pairs with a readable image, and the number of unreadable images."""
     paths = [_plain_file(item) for item in items]
     images = image_features(PooledTower(model.clip.visual.trunk, model.config), paths, request.cache, on_progress)
     readable = np.asarray(np.isfinite(images).all(axis=1))
@@ -128,7 +130,5 @@ def _pair_features(
 
 def _plain_file(item: CaptionedImage) -> Path:
     if TAR_MEMBER_MARK in str(item.path):
-        raise UsageError(
-            f"{item.path} lies inside a tar file, which this command cannot read: extract the images first"
-        )
+        raise UsageError(f"{item.path} is inside a tar file, which is not supported here: extract the images first")
     return item.path

@@ -1,4 +1,4 @@
-"""The trained parts of an embedding model. Their inputs are the features that the frozen parts compute.
+"""The trained parts of an embedding model. The inputs are features from the frozen parts of both towers.
 
 Shape letters: b examples, t tokens, d width of a tower, e width of the embedding.
 """
@@ -19,9 +19,10 @@ Parameters = list[nn.Parameter]
 
 
 class Heads(nn.Module):
-    """The trained parts of an open_clip model: image head, text head, tuned text-tower layers, and temperature.
+    """The trained parts of an open_clip model: both heads, the tuned layers of the text tower, and the temperature.
 
-    During training, the image head takes standardised features. :meth:`fold` moves the standardisation into the head.
+    During training, image features are standardised before the image head. :meth:`fold` moves the standardisation into
+    the weights of the image head.
     """
 
     mean: torch.Tensor
@@ -40,13 +41,13 @@ class Heads(nn.Module):
         self.register_buffer("scale", torch.ones(width), persistent=False)
 
     def standardise(self, features: torch.Tensor) -> None:
-        """Compute the mean and standard deviation of each channel of image features [n, d] for the standardisation."""
+        """Set the standardisation from the mean and standard deviation of each channel of image `features` [n, d]."""
         self.mean.copy_(features.mean(0))
         self.scale.copy_(features.std(0).clamp(min=1e-3))
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Move the standardisation into the first layer of the image head, which then takes raw features."""
+        """Move the standardisation into the first layer of the image head."""
         first = self.image.mlp.fc1
         first.weight.div_(self.scale)
         first.bias.sub_(first.weight @ self.mean)
@@ -65,7 +66,7 @@ class Heads(nn.Module):
         return result
 
     def groups(self, lr: float, text_lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Return parameter groups for the optimiser. Biases, norms and the temperature have no weight decay."""
+        """Return the parameter groups for AdamW. Biases, norms and the temperature have no weight decay."""
         heads = [*self.image.parameters(), *self.text.parameters(), self.log_scale]
         groups = []
         for parameters, rate in ((heads, lr), (list(self.layers.parameters()), text_lr)):
@@ -92,7 +93,7 @@ class Heads(nn.Module):
                 handle.remove()
 
     def _pooled(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Run the tuned layers, then average the tokens where `mask` is true: [b, t, d] to [b, d]."""
+        """Run the tuned layers on `hidden` [b, t, d], then average the tokens selected by `mask`. Return [b, d]."""
         bias = torch.zeros(mask.shape, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
         for layer in self.layers:
             hidden = layer(hidden, bias[:, None, None, :])

@@ -1,7 +1,7 @@
 """Computes the features of all images with the frozen image tower, and caches them.
 
-    CACHE/<key>.f32     float32 [images, d], NaN for an unreadable image
-    CACHE/<key>.seen    int64 [images, 2], modification time and size of each file
+    CACHE/<key>.f32     features of each image, float32 [images, d]; NaN for an unreadable image
+    CACHE/<key>.seen    modification time and size of each image file, int64 [images, 2]
 
 The key is a hash of the tower's weights, the preprocessing and the list of images.
 """
@@ -31,10 +31,10 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class PooledTower:
-    """The frozen part of an open_clip timm image tower. It maps pixels to the input of the image head.
+    """The frozen part of the image tower. It maps pixels to the input of the image head.
 
     Attributes:
-        trunk: timm model, including pooling.
+        trunk: timm model with pooling.
         config: configuration of the whole open_clip model.
     """
 
@@ -60,7 +60,7 @@ def image_features(tower: PooledTower, images: Sequence[Path], cache: Path, on_p
     Args:
         tower: frozen image tower.
         images: paths of image files.
-        cache: folder that keeps the features; the features of unchanged files are reused.
+        cache: folder that stores the features. Stored features of unchanged files are reused.
         on_progress: called after each batch.
     """
     cache.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _batches(config: ClipConfig, images: Sequence[Path]) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
-    """Yield the first index and the pixels of each batch. Threads decode the next batch ahead."""
+    """Yield the index of the first image and the pixels of each batch. Threads decode the next batch ahead."""
     prepare = Preprocessor(config)
     with ThreadPoolExecutor(DECODE_THREADS) as pool:
 

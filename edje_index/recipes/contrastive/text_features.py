@@ -1,6 +1,7 @@
 """Computes the features of all captions once, with the frozen layers of the text tower.
 
-The feature of a caption is one pooled vector, or the hidden states of its tokens if layers are tuned.
+If layers of the text tower are trained, the features of a caption are hidden states, one per token. Otherwise they are
+one pooled vector.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class TextFeatures:
 
     Attributes:
         values: pooled vectors, float32 [b, d], or hidden states, float32 [b, t, d].
-        mask: true for tokens and false for padding, bool [b, t]; None for pooled vectors.
+        mask: False for padding, bool [b, t]; None for pooled vectors.
     """
 
     values: torch.Tensor
@@ -37,7 +38,7 @@ class CaptionFeatures:
     """Features of c captions.
 
     Attributes:
-        values: pooled vectors, float32 [c, d], or hidden states of the s tokens of all captions, float16 [s, d].
+        values: pooled vectors, float32 [c, d], or hidden states of the s tokens in all captions, float16 [s, d].
         starts: offsets of the captions in ``values``, int64 [c + 1]; None for pooled vectors.
     """
 
@@ -48,7 +49,7 @@ class CaptionFeatures:
         return len(self.values) if self.starts is None else len(self.starts) - 1
 
     def batch(self, captions: torch.Tensor) -> TextFeatures:
-        """Return the features of some captions, padded to the longest of them.
+        """Return the features of a batch of captions, padded to the longest caption.
 
         Args:
             captions: indices of the captions, int64 [b].
@@ -69,9 +70,9 @@ class FrozenTextTower:
     """The frozen layers of a text tower.
 
     Attributes:
-        encoder: whole text tower, ``open_clip.hf_model.HFTextEncoder``.
-        tokenizer: open_clip's tokenizer of the text tower.
-        tuned_layers: number of layers at the top that are trained; they are not frozen.
+        encoder: whole text tower, an ``open_clip.hf_model.HFTextEncoder``.
+        tokenizer: tokenizer of the text tower.
+        tuned_layers: number of trained layers, counted from the output of the text tower.
     """
 
     encoder: Any
@@ -79,17 +80,17 @@ class FrozenTextTower:
     tuned_layers: int
 
     def token_ids(self, captions: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the token ids of captions, int64 [c, t], padded to the context length t."""
+        """Return the token ids of ``captions``, padded to the context length t, int64 [c, t]."""
         starts = range(0, len(captions), _TOKENIZER_BATCH)
         return np.concatenate([self.tokenizer(list(captions[i : i + _TOKENIZER_BATCH])).numpy() for i in starts])
 
     @torch.inference_mode()
     def hidden(self, token_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states below the tuned layers, float32 [b, t, d].
+        """Return the output of the last frozen layer, float32 [b, t, d].
 
         Args:
             token_ids: token ids [b, t].
-            mask: true for tokens and false for padding, bool [b, t].
+            mask: False for padding, bool [b, t].
         """
         output = self.encoder.transformer(input_ids=token_ids, attention_mask=mask.long(), output_hidden_states=True)
         states: tuple[torch.Tensor, ...] = output.hidden_states
@@ -97,7 +98,7 @@ class FrozenTextTower:
 
 
 def caption_features(tower: FrozenTextTower, captions: Sequence[str], on_progress: OnProgress) -> CaptionFeatures:
-    """Run the frozen layers of a text tower on ``captions``, and return the features of all captions."""
+    """Return the features of ``captions``, computed with the frozen layers of a text tower."""
     token_ids = tower.token_ids(captions)
     padding_id, width = tower.encoder.config.pad_token_id, int(tower.encoder.config.hidden_size)
     lengths = (token_ids != padding_id).sum(1)

@@ -64,7 +64,7 @@ class ContrastiveModel:
 
 
 def start_model(sources: TowerSources, embed_dim: int, seed: int) -> ContrastiveModel:
-    """Build the model that training starts from: towers with their weights, and heads with random weights.
+    """Build the initial model of a training run: towers with the given weights, and heads with random weights.
 
     Args:
         sources: the two towers.
@@ -72,7 +72,7 @@ def start_model(sources: TowerSources, embed_dim: int, seed: int) -> Contrastive
         seed: seed of the random weights.
 
     Raises:
-        ModelError: a tower is missing or of an unsupported kind.
+        ModelError: a tower is missing or not supported.
     """
     text_config = _text_config(sources.text)
     config = clip_config(sources, embed_dim)
@@ -85,10 +85,10 @@ def start_model(sources: TowerSources, embed_dim: int, seed: int) -> Contrastive
 
 
 def clip_config(sources: TowerSources, embed_dim: int) -> ClipConfig:
-    """Return open_clip's configuration of both towers, with the preprocessing that the timm model was trained with.
+    """Return the open_clip configuration of both towers. The preprocessing is the default of the timm model.
 
     Raises:
-        ModelError: timm has no model with this name.
+        ModelError: timm has no model named ``sources.image_name``.
     """
     vision = {
         "image_size": sources.image_size,
@@ -145,7 +145,7 @@ def _load_image_weights(trunk: Any, path: Path) -> None:
 
 
 def _load_text_weights(transformer: torch.nn.Module, path: Path) -> None:
-    """Load all weights except those of the pooler, which the model does not use."""
+    """Load all weights except the weights of the pooler, which the model does not use."""
     state = {name.removeprefix("bert."): tensor.float() for name, tensor in _read(path).items()}
     unused = ("pooler.", "cls.", "embeddings.position_ids")
     used = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}

@@ -1,4 +1,4 @@
-"""The training loop of the heads, which keeps the weights of the epoch with the best recall."""
+"""Trains the heads, and keeps the weights of the epoch with the best recall."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OnRecord = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class PairFeatures:
-    """Features of n images and of their c captions.
+    """Features of n images and c captions.
 
     Attributes:
         images: features of the images, float32 [n, d].
-        captions: features of the c captions.
+        captions: features of the captions.
         image_of: index of the image of each caption, int64 [c].
     """
 
@@ -46,7 +46,7 @@ class HeadTraining:
     """The result of a training run.
 
     Attributes:
-        epoch: number of the epoch whose weights were kept, counted from 1.
+        epoch: number of the epoch that was kept, counted from 1.
         recalls: recall on the development set in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...);
             empty if there is no development set.
         seconds: duration of the training loop in seconds.
@@ -60,13 +60,13 @@ class HeadTraining:
 def train_heads(
     heads: Heads, data: PairFeatures, *, dev: PairFeatures | None, config: ContrastiveConfig, on_record: OnRecord
 ) -> HeadTraining:
-    """Train ``heads`` in place.
+    """Train ``heads`` in place, and keep the weights of one epoch.
 
     Args:
         heads: parameters to train.
         data: features of the training set.
-        dev: features of the development set. The epoch with the highest mean of R@1 and R@10 in both directions is
-            kept. None keeps the last epoch.
+        dev: features of the development set. The epoch with the highest mean of four recalls on this set is kept: R@1
+            and R@10 in both directions. None keeps the last epoch.
         config: training settings.
         on_record: called after each epoch with the log record of the epoch.
 
@@ -114,7 +114,7 @@ def recall(heads: Heads, data: PairFeatures) -> dict[str, dict[str, float]]:
 
 
 def _epoch(heads: Heads, data: PairFeatures, config: ContrastiveConfig, schedule: _Schedule) -> float:
-    """Train on all captions once, and return the mean loss. The last incomplete batch is left out."""
+    """Train on all captions once, and return the mean loss. An incomplete last batch is left out."""
     heads.train()
     losses = []
     order = torch.randperm(len(data.captions))
@@ -135,7 +135,7 @@ def _epoch(heads: Heads, data: PairFeatures, config: ContrastiveConfig, schedule
 
 
 class _Schedule:
-    """Learning-rate schedule: a linear warm-up to each group's peak, then a cosine to 0."""
+    """Learning-rate schedule: linear warm-up to the peak learning rate, then cosine decay to 0."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.optimizer = optimizer

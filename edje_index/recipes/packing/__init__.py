@@ -1,11 +1,11 @@
-"""Packs a trained bundle into a folder small enough for a repository.
+"""Packs a trained bundle into a folder that is small enough for a Git repository.
 
-A packed model holds only what differs from the base towers. Its files are:
+A packed model contains only the differences from the base towers. The files of a packed model are:
 
     carried.json          packing of every tensor, and hashes of the base towers
     weights.safetensors   the packed tensors
-    bundle/...            every file of the bundle without weights, including bundle.json
+    bundle/...            all files of the bundle except the weights
     MODEL_CARD.md         data, licence and figures of the model
 
-Packing rounds the weights, so evaluate and publish the unpacked bundle.
+Packing rounds the weights. Evaluate and publish the unpacked bundle, not the original.
 """

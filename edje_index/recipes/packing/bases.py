@@ -1,4 +1,4 @@
-"""Finds the base-tower tensor that a tensor of a bundle was initialised from."""
+"""Finds, for a tensor of a bundle, the tensor of a base tower that training started from."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class BaseTowers:
     """The weights of the base towers that ``edje-index model fetch-towers`` writes.
 
     Attributes:
-        tensors: tensors by name of the tower, then by name of the tensor.
-        digests: SHA-256 over the tensors of each tower, by name of the tower.
+        tensors: weights of the towers, by tower name, then by tensor name.
+        digests: SHA-256 of the weights of each tower, by tower name.
     """
 
     tensors: dict[str, State]
@@ -38,7 +38,7 @@ class BaseTowers:
 
     @classmethod
     def read(cls, folder: Path) -> BaseTowers:
-        """Read both towers from ``folder``, which ``fetch_towers`` wrote.
+        """Read both towers from ``folder``, written by ``fetch_towers``.
 
         Raises:
             ModelError: a tower is missing.
@@ -47,15 +47,15 @@ class BaseTowers:
         return cls(tensors, {name: _digest(state) for name, state in tensors.items()})
 
     def find(self, file: str, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Return the base-tower tensor that a tensor of a bundle was initialised from, float32.
+        """Return the tensor of a base tower that training of a bundle's tensor started from, float32.
 
         Args:
-            file: weight file of the bundle.
-            name: name of the tensor in the file.
-            shape: shape of the tensor.
+            file: weights file of the bundle.
+            name: name of the bundle's tensor in ``file``.
+            shape: shape of the bundle's tensor.
 
         Returns:
-            The base tensor; None if no base tower has this tensor with a fitting shape.
+            The tensor of the base tower. None if no base tower has this tensor with a fitting shape.
         """
         for bundle_file, prefix, tower, tower_prefix in _PREFIXES:
             if file == bundle_file and name.startswith(prefix):
@@ -66,7 +66,6 @@ class BaseTowers:
 
 
 def _fits(base: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return True if `shape` equals `base`, or is a matrix with more rows than `base`."""
     if len(base) != len(shape) or not shape:
         return False
     return base == shape or (len(shape) == 2 and base[1:] == shape[1:] and base[0] < shape[0])

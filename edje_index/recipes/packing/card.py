@@ -1,4 +1,4 @@
-"""Writes the first version of the model card of a packed model. The authors of the model complete the card."""
+"""Makes a draft of the model card of a packed model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ To be filled in: the commands, from captions to this folder.
 
 
 def model_card(info: BundleInfo) -> str:
-    """Return a model card in Markdown: the facts recorded in the bundle, and sections for the authors to fill in."""
+    """Return a draft of a model card in Markdown, with facts from ``bundle.json`` and sections to fill in."""
     tokens, width = info.block_shape
     return _TEMPLATE.format(
         vision=info.vision_name,

@@ -1,4 +1,4 @@
-"""``pack_model`` packs a trained bundle into a folder small enough for a repository."""
+"""Packs a trained bundle into a folder that is small enough for a Git repository."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class PackedModel:
 
     Attributes:
         out: folder of the packed model.
-        size: size of all files of the folder in bytes.
-        packings: (number of tensors, size in bytes), by name of the packing.
-        fingerprint: fingerprint of the bundle that ``unpack_model`` restores.
+        size: total size of the files in ``out``, in bytes.
+        packings: number of tensors, and total size of these tensors in bytes, by packing.
+        fingerprint: fingerprint of the bundle that ``unpack_model`` makes.
     """
 
     out: Path
@@ -55,15 +55,15 @@ def pack_model(
     """Pack a bundle into a new folder.
 
     Args:
-        bundle: a bundle whose towers were initialised from the base towers.
-        towers: folder that ``fetch_towers`` wrote.
-        out: new folder.
+        bundle: directory of the bundle. Its towers were trained from the base towers.
+        towers: folder with the base towers, written by ``fetch_towers``.
+        out: new folder for the packed model.
         new_tensors: packing of large tensors that no base tower has: ``fp16`` or ``int8``.
-        max_bytes: largest size of the new folder in bytes.
+        max_bytes: maximum size of the packed model in bytes.
 
     Raises:
-        ModelError: ``bundle`` is not a valid bundle, a base tower is missing, ``out`` exists, ``new_tensors`` is not a
-            packing, or the packed model would exceed ``max_bytes``.
+        ModelError: ``bundle`` is not a valid bundle, a base tower is missing, ``out`` exists, ``new_tensors`` is not
+            ``fp16`` or ``int8``, or the packed model exceeds ``max_bytes``.
     """
     if new_tensors not in NEW_TENSOR_PACKINGS:
         raise ModelError(f"unknown packing {new_tensors!r} of new tensors; use {' or '.join(NEW_TENSOR_PACKINGS)}")
@@ -113,7 +113,7 @@ def _description(tensors: PackedTensors, bases: BaseTowers) -> dict[str, Any]:
 
 
 def _copy_other_files(info: BundleInfo, tensors: PackedTensors, bases: BaseTowers, folder: Path) -> BundleInfo:
-    """Copy the files without weights, write `bundle.json`, and return its content."""
+    """Copy all files except the weights, write a new `bundle.json`, and return the content of `bundle.json`."""
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "bundle"
         for name in info.files:

@@ -1,9 +1,9 @@
-"""Packs one tensor. Its base is the base-tower tensor that training started from, if there is one.
+"""Packs one tensor. The base of a tensor is the tensor of a base tower that training started from.
 
 The packings are:
 
     base     for a tensor that equals its base: nothing is stored
-    delta8   for a matrix with a base: int8 differences of the changed rows, with one scale per row
+    delta8   for a matrix with a base: differences of the changed rows, as int8 values with one scale per row
     int8     for a large matrix without a base: int8 values, with one scale per row
     fp16     for a large matrix without a base: values rounded to float16
     raw      for all other tensors: stored unchanged
@@ -27,11 +27,11 @@ Parts = dict[str, Array]
 
 
 def pack_tensor(tensor: Array, base: Array | None, new_tensors: str) -> tuple[str, Parts]:
-    """Choose a packing and return its name and arrays.
+    """Choose a packing for `tensor`. Return the name of the packing and the packed arrays.
 
     Args:
         tensor: tensor to pack [r, ...].
-        base: base of the tensor [r', ...], with r' at most r; None for a tensor that no base tower has.
+        base: base of the tensor [r', ...], with r' <= r; None for a tensor without a base.
         new_tensors: packing of large tensors without a base: ``fp16`` or ``int8``.
     """
     if base is not None and tensor.shape == base.shape and np.array_equal(tensor, base):
@@ -72,12 +72,12 @@ def unpack_tensor(packing: str, parts: Mapping[str, Array], *, shape: tuple[int,
 
 
 def _rows(tensor: Array) -> Array:
-    """Return a view of the tensor as a matrix. The first dimension becomes the rows."""
+    """Return a view of `tensor` [r, ...] as a matrix with r rows."""
     return tensor.reshape(len(tensor), -1)
 
 
 def _extended(base: Array, shape: tuple[int, ...]) -> Array:
-    """Return a copy of `base`, extended to `shape` with rows of zeros."""
+    """Return `base` with rows of zeros appended up to `shape`."""
     if base.shape[1:] != shape[1:] or len(base) > shape[0]:
         raise ValueError(f"a base tensor of shape {list(base.shape)} does not fit a tensor of shape {list(shape)}")
     result = np.zeros(shape, base.dtype)
@@ -86,7 +86,7 @@ def _extended(base: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _quantised(rows: Array) -> tuple[Array, Array]:
-    """Quantise float32 rows [r, k] to int8 codes [r, k] and float32 scales [r]."""
+    """Quantise `rows`, float32 [r, k]. Return int8 codes [r, k] and float32 scales [r]."""
     scales = (np.abs(rows).max(axis=1, initial=0) / _LARGEST).astype(np.float32)
     divisors = np.where(scales > 0, scales, 1)[:, None]
     return np.clip(np.rint(rows / divisors), -_LARGEST, _LARGEST).astype(np.int8), scales

@@ -1,4 +1,4 @@
-"""``unpack_model`` restores a bundle from a packed model and the base towers, with the same bytes on every machine."""
+"""Restores a bundle from a packed model and the base towers. Every machine writes the same bytes."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ class PackedTensors:
     """The packed tensors of a bundle.
 
     Attributes:
-        arrays: arrays of all tensors, by ``<file>:<tensor>:<part>``.
-        records: packing and shape of each tensor, by weight file of the bundle, then by name of the tensor.
+        arrays: packed arrays of all tensors, by ``<file>:<tensor>:<part>``.
+        records: packing and shape of each tensor, by weights file of the bundle, then by tensor name.
     """
 
     arrays: Mapping[str, Array]
     records: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     def parts(self, file: str, name: str) -> dict[str, Array]:
-        """Return the arrays of tensor ``name`` in ``file``, by name of the part."""
+        """Return the packed arrays of the tensor ``name`` in ``file``, by part."""
         prefix = f"{file}:{name}:"
         return {key.removeprefix(prefix): value for key, value in self.arrays.items() if key.startswith(prefix)}
 
 
 def unpack_model(packed: str | Path, towers: str | Path, out: str | Path) -> BundleInfo:
-    """Restore the bundle of a packed model, write it to ``out`` and return its description.
+    """Restore a bundle from a packed model, and return the content of its ``bundle.json``.
 
     Args:
-        packed: folder that ``pack_model`` wrote.
-        towers: folder that ``fetch_towers`` wrote.
+        packed: folder of the packed model, written by ``pack_model``.
+        towers: folder with the base towers, written by ``fetch_towers``.
         out: new folder for the bundle.
 
     Raises:
-        ModelError: ``packed`` is not a packed model or is damaged, ``towers`` holds other towers than the packed model
-            needs, ``out`` exists, or the restored bundle has another fingerprint than the recorded one.
+        ModelError: ``packed`` is not a packed model or is damaged, ``towers`` contains other base towers than the
+            packed model needs, ``out`` exists, or the fingerprint of the restored bundle is wrong.
     """
     folder = Path(packed)
     description, tensors = _read(folder)
     bases = BaseTowers.read(Path(towers))
     if bases.digests != description["towers"]:
         raise ModelError(
-            f"{folder} was packed with other base towers than those in {towers}; download the base towers "
+            f"{towers} does not contain the base towers of the packed model {folder}; download the base towers "
             "again with 'edje-index model fetch-towers'"
         )
     with new_folder(Path(out)) as staging:
@@ -67,13 +67,13 @@ def unpack_model(packed: str | Path, towers: str | Path, out: str | Path) -> Bun
         try:
             write_weights(tensors, bases, staging)
         except (KeyError, ValueError, TypeError) as error:
-            raise ModelError(f"{folder} is damaged ({error!r}); copy the whole directory again") from error
+            raise ModelError(f"the packed model {folder} is damaged ({error!r}); copy it again") from error
         verify_files(read_bundle_info(staging))
     return read_bundle_info(out)
 
 
 def write_weights(tensors: PackedTensors, bases: BaseTowers, folder: Path) -> None:
-    """Unpack all tensors into the weight files of the bundle in ``folder``."""
+    """Unpack all tensors, and write the weights files of the bundle in ``folder``."""
     for file, records in tensors.records.items():
         state = {}
         for name, record in records.items():
@@ -91,9 +91,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], PackedTensors]:
         tensors = PackedTensors(load_file(folder / TENSORS_FILE), description["tensors"])
         if unknown := set(tensors.records) - set(WEIGHT_FILES):
             raise ModelError(
-                f"{folder / PACKING_FILE} lists {min(unknown)!r}, which is not a weight file of a bundle; "
-                "copy the whole directory again"
+                f"{folder / PACKING_FILE} lists {min(unknown)!r}, which is not a weights file of a bundle; "
+                "copy the packed model again"
             )
         return description, tensors
     except (OSError, SafetensorError, KeyError) as error:
-        raise ModelError(f"cannot read {folder / TENSORS_FILE}: {error}; copy the whole directory again") from error
+        raise ModelError(f"cannot read {folder / TENSORS_FILE}: {error}; copy the packed model again") from error

@@ -1,6 +1,6 @@
-"""Batches of the alignment phase and the joint phase: the tensors of one forward pass, on the CPU.
+"""Makes the batches of the alignment phase and the joint phase, on the CPU.
 
-A batch is a pure function of the data, the configuration, the batch number and the worker's rank.
+A batch depends only on the data, the settings, the batch number and the rank of the worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIGNMENT, _JOINT = range(2)
 
 
 class OnDevice:
-    """Base class of dataclasses whose tensors can be moved to a device together."""
+    """Base class of dataclasses of tensors, with a method that moves all tensors to a device."""
 
     def to(self, device: torch.device) -> Self:
         """Return a copy with all tensors on `device`. On a CPU the tensors are not copied."""
@@ -44,15 +44,16 @@ class JointBatch(OnDevice):
 
     Attributes:
         pairs: number of positive pairs, b.
-        negatives: number of negative images, and of negative texts, per pair, k.
+        negatives: number of negative images per pair, and number of negative texts per pair, k.
         patches: patch features of the u distinct images [u, n, d_v].
-        inputs: rows of the joint encoder: positive pairs, negative images, negative texts, then masked captions if
-            any.
-        image: position among the u images for each row of `inputs`, int64.
+        inputs: input rows of the joint encoder, in this order: positive pairs, pairs with negative images, pairs with
+            negative texts, masked captions (only with masked language modelling).
+        image: index into `patches` of the image of each row of `inputs`, int64.
         masked: positions and original token ids of the masked tokens; None without masked language modelling.
-        text_inputs: rows without images, and embeddings of their captions [b, e]; None without text-embedding
-            recovery.
-        teacher: rows for the teacher, and its tokens or features of the u images; None without a teacher.
+        text_inputs: input rows without images, and embeddings of the captions in these rows [b, e]; None without
+            text-embedding recovery.
+        teacher: input rows of the teacher, and the teacher's tokens or features of the u images; None without a
+            teacher.
     """
 
     pairs: int
@@ -72,7 +73,8 @@ class AlignmentBatch(OnDevice):
     Attributes:
         patches: patch features [b, n, d_v].
         words: distinct token ids in all captions, without special tokens and stop words, int64 [w].
-        shares: share of each of `words` in each caption, float32 [w, s b], as s sets of one caption per image.
+        shares: share of each word in each caption, float32 [w, s b]. The columns are s sets of b captions, one caption
+            per image.
     """
 
     patches: torch.Tensor
@@ -85,7 +87,7 @@ class Features:
 
     Args:
         index: index to read.
-        trained: configuration of the adapter to train. If the adapter reduces patches and the index holds all
+        trained: configuration of the adapter to train. If this adapter reduces patches and the index contains all
             patches, :meth:`fetch` reduces the patches.
     """
 
@@ -99,12 +101,16 @@ class Features:
 
     @torch.inference_mode()
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Read the blocks of the k `rows`, bfloat16 [k, n, d]. Raises CorruptIndexError if a row is a hole."""
+        """Read the blocks of the k `rows`, bfloat16 [k, n, d].
+
+        Raises:
+            CorruptIndexError: a row is a hole.
+        """
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
         if holes.any():
             raise CorruptIndexError(
-                f"{self.index.root} holds no features of row {rows[holes][0]}; run 'edje-index verify'"
+                f"the index {self.index.root} has no features for row {rows[holes][0]}; run 'edje-index verify'"
             )
         tensor = as_tensor(blocks)
         return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()
@@ -116,11 +122,11 @@ class Features:
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """What the teacher of a distillation reads.
+    """Reads the inputs of the teacher in distillation.
 
     Attributes:
-        features: stored tokens of the teacher, or patch features from which the teacher's adapter makes tokens.
-        rows: row in `features` of each of the n training images, int64 [n].
+        features: reads stored tokens of the teacher, or patch features for the adapter of the teacher.
+        rows: row of each training image in `features`, int64 [n].
         tokens: number of tokens per image that the teacher's joint encoder reads.
     """
 
@@ -131,17 +137,17 @@ class TeacherSource:
     def inputs(
         self, texts: list[TokenIds], images: NDArray[np.int64], special_tokens: SpecialTokens
     ) -> tuple[JointInputs, torch.Tensor]:
-        """Return the teacher's input rows for the captions `texts`, and the blocks of the distinct `images`."""
+        """Return one input row per caption in `texts`, and the block of each image in `images`."""
         return joint_rows(texts, self.tokens, special_tokens), self.features.fetch(self.rows[images])
 
 
 @dataclass(frozen=True)
 class ViewSource:
-    """Features of augmented views.
+    """Reads features of augmented views, that is, of random crops of the images.
 
     Attributes:
-        features: features of all views of all images.
-        rows: rows of each image's views in `features`, int64 [n, views]; -1 for a missing view.
+        features: reads the features of all views of all images.
+        rows: row of each view of each image in `features`, int64 [n, views]; -1 for a missing view.
     """
 
     features: Features
@@ -154,15 +160,16 @@ class BatchSource:
 
     Attributes:
         data: images and captions to train on.
-        features: features of the images, made by the frozen vision tower.
-        teacher: inputs of the teacher; None without a teacher.
+        features: reads the features of the images.
+        teacher: reads the inputs of the teacher; None without a teacher.
         special_tokens: special tokens of the joint encoder's tokenizer.
-        image_tokens: image tokens per input row of the joint encoder.
-        temperature: temperature of the softmax that mines negatives; 0 takes the most similar candidates.
+        image_tokens: number of image tokens per input row of the joint encoder.
+        temperature: temperature of the softmax that draws negatives; 0 selects the most similar candidates.
         config: training settings.
         rank: rank of this worker, counted from 0.
         world_size: number of workers.
-        views: augmented views. A batch uses, at random, each image itself or one of its views. None without views.
+        views: reads features of augmented views; None without views. For each image, a batch uses the image or a random
+            view.
     """
 
     data: TrainingData
@@ -177,7 +184,7 @@ class BatchSource:
     views: ViewSource | None = None
 
     def joint(self, number: int) -> JointBatch:
-        """Return this worker's part of batch `number` of the joint phase, counted from 0 over all epochs."""
+        """Return this worker's part of a joint-phase batch. Batches are numbered from 0 over all epochs."""
         loop, objective = self.config.loop, self.config.objective
         images, captions = Sampler(self.data, loop.batch_size, loop.seed, loop.epoch_of).pairs(number)
         pair_images, pair_captions = self._pairs(number, images, captions)
@@ -207,7 +214,7 @@ class BatchSource:
     def _pairs(
         self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return image and caption positions: positive pairs, then negative images, then negative texts."""
+        """Return the image numbers and the caption numbers of all pairs. Positive pairs come first."""
         part = len(images) // self.world_size
         local = slice(self.rank * part, (self.rank + 1) * part)
         other_images, other_texts = (drawn[local] for drawn in self.negatives(number, images, captions))
@@ -220,15 +227,16 @@ class BatchSource:
     def negatives(
         self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Draw the negatives of a batch of all workers.
+        """Draw the negatives of the batch `number`, for all workers.
 
         Args:
             number: batch number.
-            images, captions: image and caption position of each pair, int64 [batch_size].
+            images: image number of each pair, int64 [batch_size].
+            captions: caption number of each pair, int64 [batch_size].
 
         Returns:
-            Negative images of each caption and negative texts of each image, as positions in the batch, int64
-            [batch_size, k] each.
+            Negative images of each caption and negative texts of each image, int64 [batch_size, k] each. The values are
+            positions in the batch.
         """
         settings, loop = self.config.negatives, self.config.loop
         similarities = self.data.text_mining[captions] @ self.data.image_mining[images].T
@@ -248,10 +256,10 @@ class BatchSource:
         return drawn[0], drawn[1]
 
     def alignment(self, counted: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
-        """Return a function that makes this worker's part of an alignment-phase batch, given its number.
+        """Return a function that maps a batch number to this worker's part of the alignment-phase batch.
 
         Args:
-            counted: True for each token id that is a word to align, see `stop_words.content_token_mask`, bool [v].
+            counted: which token ids are words to align, bool [v], see `stop_words.content_token_mask`.
         """
         settings, seed = self.config.alignment, self.config.loop.seed
         sampler = Sampler(self.data, min(settings.batch_size, self.data.images), seed)
@@ -273,7 +281,7 @@ class BatchSource:
         return batch
 
     def _patches(self, images: NDArray[np.int64], phase: int, number: int) -> torch.Tensor:
-        """Read the features of each image, or of a random view of it, bfloat16 [k, n, d_v]."""
+        """For each image, read the features of the image or of a random view, bfloat16 [k, n, d_v]."""
         rows = self.data.rows[images]
         if self.views is None:
             return self.features.fetch(rows)

@@ -1,6 +1,6 @@
 """Training data other than features: captions as token ids and embeddings, and the row of each image.
 
-The data are prepared once and saved as a folder of NumPy arrays, which every worker memory-maps.
+The data are saved as NumPy arrays. Every worker memory-maps these arrays.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class TrainingData:
 
     Attributes:
         rows: row of each image in the feature index, int64 [n].
-        caption_starts: image i has the captions from caption_starts[i] to caption_starts[i + 1] - 1, int64 [n + 1].
-        token_starts: caption i has the tokens from token_starts[i] to token_starts[i + 1] - 1, int64 [c + 1].
-        tokens: token ids of all captions without special tokens, one caption after another, int32. Long captions are
-            cut to 64 tokens including special tokens.
-        caption_keys: a number per caption; captions with the same words have the same number, int64 [c].
+        caption_starts: offsets of the captions of each image, int64 [n + 1]. Image i has the captions
+            ``caption_starts[i]:caption_starts[i + 1]``.
+        token_starts: offsets of the tokens of each caption, int64 [c + 1]. Caption i has the tokens
+            ``tokens[token_starts[i]:token_starts[i + 1]]``.
+        tokens: token ids of all captions in order, without special tokens, int32. Captions longer than 64 tokens,
+            including special tokens, are truncated.
+        caption_keys: a number per caption, int64 [c]. Captions with the same words have the same number.
         text_embeddings: embeddings of the captions by the text tower, float32 [c, e].
         image_mining: embeddings of the images by the mining model, float32 [n, e'].
         text_mining: embeddings of the captions by the mining model, float32 [c, e'].
@@ -56,7 +58,7 @@ class TrainingData:
         return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
 
     def save(self, folder: Path) -> None:
-        """Write one file per array to `folder`, which must not exist. The folder appears complete or not at all."""
+        """Write one file per array to the new directory `folder`. If writing fails, `folder` does not exist."""
         staging = folder.with_name(f".{folder.name}.part")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -72,7 +74,7 @@ class TrainingData:
         return len(self.rows)
 
     def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch, which visits each caption or image once, see `Sampler`."""
+        """Return the number of pairs per epoch, see `Sampler` for `epoch_of`."""
         return self.images if epoch_of == "images" else len(self.caption_keys)
 
     def caption(self, number: int) -> NDArray[np.int32]:
@@ -87,14 +89,14 @@ class CaptionSet:
 
     Attributes:
         rows: row of each image in the feature index, int64 [n].
-        captions: captions of each image, at least one per image.
+        captions: captions of each image, at least one caption per image.
     """
 
     rows: NDArray[np.int64]
     captions: Sequence[Sequence[str]]
 
     def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch, which visits each caption or image once, see `Sampler`."""
+        """Return the number of pairs per epoch, see `Sampler` for `epoch_of`."""
         return len(self.rows) if epoch_of == "images" else sum(map(len, self.captions))
 
     def texts(self) -> list[str]:
@@ -104,7 +106,7 @@ class CaptionSet:
 
 @dataclass(frozen=True)
 class DevCaptions:
-    """Dev captions: not trained on, used to measure recall and to fit the weights of the final score.
+    """Images and captions that measure recall and fit the weights of the final score. They are not trained on.
 
     Attributes:
         captions: n images and their captions.
@@ -117,7 +119,7 @@ class DevCaptions:
 
 @dataclass(frozen=True)
 class Miner:
-    """An embedding model whose similarities mine hard negatives.
+    """The embedding model for hard-negative mining.
 
     Attributes:
         text: text tower of the mining model.
@@ -140,16 +142,16 @@ def prepare_data(
     Args:
         items: images and captions to train on.
         tokenizer: tokenizer of the joint encoder.
-        tower: text tower whose embeddings the joint encoder learns to recover.
+        tower: text tower that embeds the captions.
         miner: mining model. If `miner.text` is `tower`, the captions are embedded only once.
-        on_progress: called with the progress; an exception that `on_progress` raises stops the preparation.
+        on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
     Raises:
-        UsageError: there are no captions.
+        UsageError: `items` has no captions.
     """
     texts = items.texts()
     if not texts:
-        raise UsageError("no captioned image has features; give captions of images in the feature index")
+        raise UsageError("no image with a caption has features; give captions of images in the feature index")
     ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
     embeddings = embed_texts(tower, texts, on_progress)
     mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)
@@ -173,7 +175,7 @@ def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int
 
 
 def _words(text: str, tokenizer: JointTokenizer) -> str:
-    """Return the normalised caption. Captions with the same words give the same string."""
+    """Normalise a caption. Two captions with the same words give the same string."""
     return clean_canonicalize(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
 
 

@@ -1,6 +1,6 @@
 """Hard-negative mining within a batch, by the similarities of an embedding model.
 
-A batch spans all workers. Each worker computes the negatives of the whole batch, so no communication is needed.
+A batch spans all workers. Each worker draws the negatives of the whole batch, so that workers need not communicate.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Similarities = NDArray[np.floating[Any]]
 
 
 def negative_mask(image_keys: NDArray[np.int64], caption_keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which pairs (caption i, image j) of a batch cannot be negatives, bool [b, b], symmetric.
+    """Return which pairs of a batch cannot be negatives of each other, a symmetric matrix, bool [b, b].
 
-    Pairs i and j that show the same image or have captions with the same words cannot be negatives of each other.
+    These are pairs with the same image, or with captions of the same words.
 
     Args:
-        image_keys: a number per image; equal numbers mean the same image, int64 [b].
-        caption_keys: a number per caption; equal numbers mean the same words, int64 [b].
+        image_keys: number of the image of each pair, int64 [b]. Equal numbers mean the same image.
+        caption_keys: number of the caption of each pair, int64 [b]. Equal numbers mean the same words.
     """
     masked: NDArray[np.bool_] = (image_keys[:, None] == image_keys) | (caption_keys[:, None] == caption_keys)
     return masked
@@ -37,16 +37,17 @@ def draw_negatives(
     mined: float,
     rng: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Draw `count` negatives for each row of `similarities`. Return their columns, int64 [b, count].
+    """Draw `count` negatives for each row of `similarities`. Return the column numbers, int64 [b, count].
 
-    The probabilities are softmax(similarity / temperature) over the columns that are not masked. With probability 1 -
-    `mined`, a row is drawn uniformly instead. If there are too few columns, they are repeated.
+    The probabilities are softmax(similarity / temperature) over the columns that are not masked. With probability
+    1 - `mined`, all negatives of a row are drawn uniformly. If a row has fewer than `count` unmasked columns,
+    columns are repeated.
 
     Args:
         similarities: similarity of each query with every candidate of the batch [b, c].
         masked: which candidates cannot be negatives of each query, bool [b, c].
-        count: number of negatives per row, k.
-        temperature: temperature of the softmax, at least 0; 0 takes the `count` most similar candidates.
+        count: number of negatives per row.
+        temperature: temperature of the softmax, at least 0; 0 selects the `count` most similar candidates.
         mined: probability that the negatives of a row are mined, between 0 and 1.
         rng: random number generator.
 
@@ -72,8 +73,9 @@ def draw_negatives(
 
 
 def mined_share(step: int, curriculum_steps: int) -> float:
-    """Return the probability that negatives are mined at `step`: it grows from 0 to 1 over `curriculum_steps`.
+    """Return the probability that negatives are mined at `step`.
 
-    If `curriculum_steps` is 0, the probability is always 1.
+    The probability grows linearly from 0 to 1 over `curriculum_steps` steps. If `curriculum_steps` is 0, the
+    probability is 1.
     """
     return min(1.0, step / curriculum_steps) if curriculum_steps else 1.0

@@ -1,4 +1,4 @@
-"""Makes batches ahead in a thread, so that reading the next batches overlaps with computation on the current one."""
+"""Makes the next batches in a thread, while the current batch is used."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DEPTH = 2
 
 @contextmanager
 def prefetched(make: Callable[[int], Batch], numbers: range) -> Generator[Generator[Batch, None, None], None, None]:
-    """Return a context manager that yields an iterator over the batches `make(number)` for `numbers`.
+    """Return a context manager that yields an iterator over ``make(number)`` for each number in `numbers`.
 
-    A thread makes up to `DEPTH` batches ahead, and ends when the context is left.
+    A thread makes up to `DEPTH` batches ahead. The thread ends when the context is left.
     """
     ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(DEPTH)
     stop = threading.Event()

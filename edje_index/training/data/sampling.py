@@ -1,7 +1,7 @@
-"""Which pairs a batch holds: a pure function of the seed and the batch number.
+"""Chooses the pairs of a batch. The choice depends only on the seed and the batch number.
 
-By default an epoch visits every caption once, in a new random order. If `epoch_of` is "images", it visits every image
-once, with one of its captions.
+By default, an epoch visits every caption once, in a new random order. If `epoch_of` is "images", an epoch visits every
+image once, with one caption per image.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT, CLUSTERING, VIEWS, VIE
 
 
 def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:
-    """Return the random number generator for `purpose` at `position`, for example a batch number and a rank."""
+    """Return a random number generator that depends only on the arguments.
+
+    `purpose` is a constant of this module, such as `MASKING`. `position` is, for example, a batch number and a rank.
+    """
     return np.random.default_rng([seed, purpose, *position])
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws batches of `batch_size` pairs. An incomplete last batch is left out.
+    """Draws batches of `batch_size` pairs. If the last batch of an epoch is incomplete, it is left out.
 
     Attributes:
         data: images and captions to draw from.
         batch_size: pairs per batch, summed over all workers.
         seed: seed of the random order.
-        epoch_of: what an epoch visits once, "captions" or "images".
+        epoch_of: "captions" if an epoch visits every caption once, "images" if an epoch visits every image once.
     """
 
     data: TrainingData
@@ -40,9 +43,9 @@ class Sampler:
     epoch_of: str = "captions"
 
     def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return image positions and caption positions of batch `batch`, int64 [batch_size] each.
+        """Return the image numbers and the caption numbers of one batch, int64 [batch_size] each.
 
-        `batch` counts from 0 over all epochs.
+        `batch` is the batch number, counted from 0 over all epochs.
         """
         if self.epoch_of == "images":
             images, caption_sets = self.sets(batch, 1)
@@ -51,10 +54,10 @@ class Sampler:
         return np.searchsorted(self.data.caption_starts, captions, side="right") - 1, captions
 
     def sets(self, batch: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Draw distinct images, and `count` captions of each image.
+        """Draw distinct images and `count` captions per image for the batch number `batch`.
 
         Returns:
-            Image positions [batch_size] and caption positions [count, batch_size], int64.
+            Image numbers, int64 [batch_size], and caption numbers, int64 [count, batch_size].
         """
         images, epoch = self._members(batch, self.data.images)
         starts = self.data.caption_starts
@@ -63,7 +66,7 @@ class Sampler:
         return images, starts[images] + (first + np.arange(count)[:, None]) % counts
 
     def _members(self, batch: int, count: int) -> tuple[NDArray[np.int64], int]:
-        """Return the positions that batch `batch` visits, int64 [batch_size], and the epoch number."""
+        """Return the members of a batch out of `count` captions or images, int64 [batch_size], and the epoch number."""
         epoch, batch_of_epoch = divmod(batch, count // self.batch_size)
         order = _permutation(count, self.seed, epoch)
         return order[batch_of_epoch * self.batch_size : (batch_of_epoch + 1) * self.batch_size], epoch

@@ -1,6 +1,6 @@
-"""Makes input rows of the joint encoder from captions that are already token ids.
+"""Makes input rows of the joint encoder from the token ids of captions.
 
-The rows equal those that `edje_index.models.joint_inputs.JointTokenizer.inputs` makes from the captions as text.
+From the texts of the same captions, `edje_index.models.joint_inputs.JointTokenizer.inputs` makes the same rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TokenIds = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Token ids of the special tokens of the joint encoder's tokenizer."""
+    """Token ids of the joint encoder's special tokens."""
 
     pad: int
     cls: int
@@ -30,7 +30,6 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: JointTokenizer) -> SpecialTokens:
-        """Return the token ids of the special tokens of `tokenizer`."""
         return cls(
             pad=tokenizer.special_id("pad_token"),
             cls=tokenizer.special_id("cls_token"),
@@ -43,7 +42,7 @@ class SpecialTokens:
 def joint_rows(captions: Sequence[TokenIds], image_tokens: int, special_tokens: SpecialTokens) -> JointInputs:
     """Return the input rows ``[CLS] caption [SEP] <image> x image_tokens [SEP]``, one per caption.
 
-    Tokens after the first ``[SEP]`` have token type 1, padding has type 0.
+    Tokens after the first ``[SEP]`` have token type 1. All other tokens and padding have token type 0.
     """
     ids, lengths = _padded(captions, image_tokens + 1, special_tokens)
     position = np.arange(ids.shape[1])
@@ -68,7 +67,7 @@ class MaskedCaptions:
 
     Attributes:
         captions: token ids of each caption, where masked tokens have the id of ``[MASK]``.
-        is_masked: which tokens are masked, over all captions one after another, bool [tokens].
+        is_masked: which tokens of the concatenated captions are masked, bool [tokens].
         targets: original token ids of the masked tokens [masked].
     """
 
@@ -77,9 +76,9 @@ class MaskedCaptions:
     targets: TokenIds
 
     def flat_targets(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return positions of the masked tokens in the flattened input rows [captions, width], and their targets.
+        """Return the positions of the masked tokens and their original token ids, int64 [masked] each.
 
-        Both are int64 [masked].
+        A position is an index into the flattened input rows of shape [captions, width].
         """
         positions = np.concatenate([row * width + 1 + np.arange(len(c)) for row, c in enumerate(self.captions)])
         return torch.from_numpy(positions[self.is_masked]), torch.from_numpy(self.targets.astype(np.int64))
@@ -88,7 +87,7 @@ class MaskedCaptions:
 def mask_captions(
     captions: Sequence[TokenIds], probability: float, mask: int, rng: np.random.Generator
 ) -> MaskedCaptions:
-    """Replace each token of `captions` with probability `probability` by the token id `mask`."""
+    """Replace random tokens by the token id `mask`. Each token is replaced with the given `probability`."""
     flat = np.concatenate(captions)
     is_masked = rng.random(len(flat)) < probability
     masked = np.split(np.where(is_masked, mask, flat), np.cumsum([len(c) for c in captions])[:-1])
@@ -98,7 +97,7 @@ def mask_captions(
 def _padded(
     captions: Sequence[TokenIds], extra: int, special_tokens: SpecialTokens
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return rows ``[CLS] caption [SEP]`` with at least `extra` padding tokens, and caption lengths [b, 1]."""
+    """Return rows ``[CLS] caption [SEP]`` with at least `extra` padding tokens [b, t], and caption lengths [b, 1]."""
     lengths = np.array([[len(caption)] for caption in captions])
     ids = np.full((len(captions), lengths.max() + 2 + extra), special_tokens.pad, dtype=np.int64)
     position = np.arange(ids.shape[1])

@@ -1,4 +1,4 @@
-"""Pools of dev captions and images, scored with a trained bundle. The weights of the final score are fitted to them."""
+"""Scores pools of dev captions and dev images with a trained bundle, to fit the weights of the final score."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _ACTIVITY = "choosing the weights of the final score on the dev captions, querie
 
 @dataclass(frozen=True)
 class DevSet:
-    """n images and c captions that are not trained on, with their embeddings.
+    """n dev images and c dev captions with embeddings. They are not trained on.
 
     Attributes:
         rows: row ids of the images in the feature index, int64 [n].
         captions: text of each caption.
-        caption_images: for each caption, position of its image among the n images, int64 [c].
+        caption_images: index of the image of each caption, int64 [c].
         image_embeddings: embeddings of the images, float32 [n, e].
         text_embeddings: embeddings of the captions, float32 [c, e].
     """
@@ -60,7 +60,7 @@ class DevSet:
 
 
 def make_dev_set(dev: DevCaptions, text_embeddings: NDArray[np.float32]) -> DevSet:
-    """Return `dev` as a `DevSet`; `text_embeddings` are the embeddings of the captions, float32 [c, e]."""
+    """Convert `dev` to a `DevSet`. `text_embeddings` are the embeddings of the captions, float32 [c, e]."""
     items = dev.captions
     caption_images = np.repeat(np.arange(len(items.rows)), [len(group) for group in items.captions])
     return DevSet(items.rows, items.texts(), caption_images, dev.image_embeddings, text_embeddings)
@@ -73,10 +73,10 @@ def choose_dev_weights(
     config: FittingConfig,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, WeightChoice]:
-    """Fit the weights that are None in `config`, and return all weights and their recall by direction.
+    """Fit the weights that are None in `config`. Return all weights, and the recall with these weights, by direction.
 
-    The modules of `bundle` must be in evaluation mode. `on_progress` is called before every query and every fit; an
-    exception that `on_progress` raises ends the fit.
+    The modules of `bundle` must be in evaluation mode. `on_progress` is called before every query and every fit. An
+    exception raised by `on_progress` stops this function.
     """
     queries = _queries(dev, config)
     settings = {EMBEDDING: config.embedding_weight, LATE: config.late_weight, POOLED: config.pooled_weight}
@@ -93,7 +93,7 @@ def choose_dev_weights(
 
 
 def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: FittingConfig) -> dict[str, float]:
-    """Return R@1 of the logit alone by direction, between 0 and 1.
+    """Return R@1 with the logit alone, between 0 and 1, by direction.
 
     The queries and pools are the same as in :func:`choose_dev_weights`.
     """
@@ -106,7 +106,7 @@ def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: Fi
 
 
 def _queries(dev: DevSet, config: FittingConfig) -> dict[str, NDArray[np.int64]]:
-    """Return the positions of the queries by direction: captions for t2i, images for i2t."""
+    """Return the query numbers by direction: numbers of captions for t2i, numbers of images for i2t."""
     return {
         TEXT_TO_IMAGE: np.sort(stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions]),
         IMAGE_TO_TEXT: np.sort(stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions]),
@@ -119,7 +119,7 @@ def _report(on_progress: OnProgress, before: int, total: int, done: int) -> None
 
 @dataclass(frozen=True)
 class _DevScorer:
-    """Scores pools of dev queries in one direction. Parts that `bundle` lacks are left out."""
+    """Scores pools of dev queries in one direction. A part of the score that `bundle` lacks is left out."""
 
     bundle: ModelBundle
     dev: DevSet
@@ -128,7 +128,7 @@ class _DevScorer:
     parts: tuple[str, ...] = JOINT_PARTS
 
     def pools(self, queries: NDArray[np.int64], size: int, on_query: Callable[[int], None]) -> DevPools:
-        """Return the scored pools: the `size` candidates most similar to each query."""
+        """Score pools that contain the `size` candidates most similar to each query."""
         dev, text_queries = self.dev, self.direction == TEXT_TO_IMAGE
         embeddings = (dev.text_embeddings, dev.image_embeddings)
         query_embeddings, candidate_embeddings = embeddings if text_queries else embeddings[::-1]
@@ -152,7 +152,7 @@ class _DevScorer:
         tokens: _DevTokens,
         on_query: Callable[[int], None],
     ) -> dict[str, Scores]:
-        """Compute the parts that read tokens, float32 [q, p] each, by name."""
+        """Compute the parts of the score that read tokens. Return float32 [q, p] by name of the part."""
         available = self.bundle.parts(self.direction, ScoreWeights())
         parts = {name: available[name] for name in self.parts if name in available}
         scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in parts}
@@ -186,10 +186,10 @@ class _DevScorer:
 
 @dataclass(frozen=True)
 class _DevTokens:
-    """Tokens of some images of a dev set, rounded to bfloat16 as in an index.
+    """Tokens of n images of a dev set, rounded to bfloat16 as in an index.
 
     Attributes:
-        images: positions of the images in the dev set, ascending, int64 [n].
+        images: indices of the images in the dev set, ascending, int64 [n].
         blocks: tokens of the images, bfloat16 [n, m, d].
     """
 
@@ -199,7 +199,7 @@ class _DevTokens:
     @classmethod
     @torch.inference_mode()
     def of(cls, bundle: ModelBundle, dev: DevSet, features: Features, positions: NDArray[np.int64]) -> _DevTokens:
-        """Compute the tokens of the images at `positions`, which may repeat."""
+        """Compute the tokens of the images with the indices `positions`. Repeated indices are computed once."""
         adapter = trained_part(bundle.adapter)
         images, blocks = np.unique(positions), []
         for start in range(0, len(images), _ADAPTER_BATCH):
@@ -208,5 +208,5 @@ class _DevTokens:
         return cls(images, torch.cat(blocks))
 
     def at(self, positions: NDArray[np.int64]) -> torch.Tensor:
-        """Return the blocks of the images at `positions`, bfloat16 [*positions.shape, m, d]."""
+        """Return the block of the image at each of `positions`, bfloat16 [*positions.shape, m, d]."""
         return self.blocks[torch.from_numpy(np.searchsorted(self.images, positions))]

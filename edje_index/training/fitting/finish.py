@@ -25,10 +25,10 @@ class FinishedModel:
 
     Attributes:
         bundle: the trained bundle, not saved yet.
-        steps: finished steps of the joint phase in the checkpoint.
-        choices: fitted weights and their recall, by direction; empty if no weights were fitted.
-        bank_unused: whether a hubness bank was made and then dropped, because the hubness correction has weight 0 in
-            both directions.
+        steps: number of finished steps of the joint phase.
+        choices: weights and recall by direction; empty if no weights were fitted.
+        bank_unused: True if a hubness bank was made but the bundle does not contain it, because the hubness correction
+            has weight 0 in both directions.
     """
 
     bundle: ModelBundle
@@ -38,14 +38,14 @@ class FinishedModel:
 
 
 def finish_model(task: TrainTask, step: int | None, on_progress: OnProgress) -> FinishedModel:
-    """Make a bundle from a checkpoint, with the final score that `task.config.fitting` describes.
+    """Make a bundle from a checkpoint. Its final score follows the settings in ``task.config.fitting``.
 
-    Weights that are None in the settings are fitted to the dev captions. Without dev captions these weights are 0.
+    Weights that are None in the settings are fitted to the dev captions. Without dev captions, these weights are 0.
 
     Args:
         task: task of the training run.
-        step: step of the checkpoint; None takes the last checkpoint.
-        on_progress: called with the progress; an exception that `on_progress` raises stops the function.
+        step: step of the checkpoint; None means the last checkpoint.
+        on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
     Raises:
         ModelError: the run has no checkpoint of `step` in the joint phase, or the checkpoint cannot be read.
@@ -83,7 +83,7 @@ def finish_model(task: TrainTask, step: int | None, on_progress: OnProgress) -> 
 
 
 def _score_of_settings(fitting: FittingConfig) -> DirectionWeights:
-    """Return the weights in the settings. A weight that is None becomes 0."""
+    """Return the weights in the settings, with 0 for None."""
     weights = ScoreWeights(
         late=fitting.late_weight or 0.0,
         pooled=(fitting.pooled_weight or 0.0) if fitting.pooled_dim else 0.0,

@@ -1,9 +1,10 @@
 """Fits the weights of the final score by maximum likelihood, to captions and images that were not trained on.
 
-The fit maximises the softmax probability of the relevant candidates of each query. A candidate is relevant if its image
-and caption belong together. Maximising recall directly overfits a small dev set (docs/lab/score.md). Three
-weights are fitted together: those of the embedding similarity, of the pooled similarity and of the hubness correction,
-because the hubness correction depends on both similarities.
+The fit maximises the softmax probability of the relevant candidates of each query. Candidate and query are relevant to
+each other if one is a caption of the other. Maximising recall directly overfits a small dev set (docs/lab/score.md).
+
+The hubness correction depends on the embedding similarity and on the pooled similarity. Therefore the weights of these
+three parts are fitted together.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class HubnessProducts:
 
     Attributes:
         embedding: inner products of the embeddings, float [n, b].
-        pooled: inner products of the pooled vectors, float, of shape [n, b] or a shape that broadcasts to [n, b].
-        candidates: position among the n candidates for each entry of the pools, int64 [q, p].
-        floor: returns the lower limit of the hubness for a `HubnessSimilarity`. Fitting ignores the limit.
+        pooled: inner products of the pooled vectors, float [n, b] or a shape that broadcasts to [n, b].
+        candidates: index among the n candidates of each entry of the pools, int64 [q, p].
+        floor: maps a `HubnessSimilarity` to the lower limit of the hubness. Fitting ignores this limit.
     """
 
     embedding: torch.Tensor
@@ -51,7 +52,7 @@ class HubnessProducts:
     floor: Callable[[HubnessSimilarity], float] = lambda similarity: -math.inf
 
     def correction(self, similarity: HubnessSimilarity) -> Scores:
-        """Compute the hubness correction of each candidate in the pools, float32 [q, p]."""
+        """Compute the hubness correction of each pool entry, float32 [q, p]."""
         values = hubness(self.embedding, self.pooled, **asdict(similarity))
         correction: Scores = -values.clamp(min=self.floor(similarity)).float().numpy(force=True)[self.candidates]
         return correction
@@ -62,9 +63,9 @@ class DevPools:
     """The pools of q queries with p candidates each, in one direction.
 
     Attributes:
-        parts: values of the parts of the final score by name, without the hubness correction, float32 [q, p] each.
+        parts: value of each part of the final score except the hubness correction, float32 [q, p] by name.
         right: which candidates are relevant to each query, bool [q, p].
-        images: a number per query that identifies the query's image, for cross-validation by image, int64 [q].
+        images: number of the image of each query, int64 [q]. Cross-validation keeps queries of one image together.
         hubness: inner products for the hubness correction; None without a hubness bank.
     """
 
@@ -74,7 +75,7 @@ class DevPools:
     hubness: HubnessProducts | None = None
 
     def select(self, queries: NDArray[np.bool_]) -> Self:
-        """Return the pools of the queries for which the mask `queries`, bool [q], is True."""
+        """Return only the pools of the queries selected by the mask `queries`, bool [q]."""
         bank = self.hubness
         return replace(
             self,
@@ -85,9 +86,9 @@ class DevPools:
         )
 
     def hits(self, weights: ScoreWeights) -> NDArray[np.bool_]:
-        """Return for which queries the candidate with the highest final score is relevant, bool [q].
+        """Return which queries have a relevant candidate at rank 0, bool [q].
 
-        Among candidates with equal scores, the first counts.
+        If candidates have equal final scores, the first candidate has the lower rank.
         """
         parts = dict(self.parts)
         if self.hubness is not None:
@@ -99,14 +100,14 @@ class DevPools:
 
 @dataclass(frozen=True)
 class WeightChoice:
-    """The weights of one direction, and R@1 with these weights, between 0 and 1.
+    """The weights of one direction, and R@1 between 0 and 1.
 
     Attributes:
-        weights: the fitted and given weights.
-        recall: R@1 with `weights` on the queries that `weights` was fitted to.
+        weights: all weights, fitted or given.
+        recall: R@1 with `weights`, on the queries that were used for the fit.
         held_out_recall: R@1 by 5-fold cross-validation over images; None if all queries have the same image.
         logit_recall: R@1 with the logit alone.
-        embedding_recall: R@1 with the embedding similarity alone, that is, without re-ranking.
+        embedding_recall: R@1 with the embedding similarity alone.
         queries: number of queries.
         pool: number of candidates per query.
     """
@@ -121,7 +122,7 @@ class WeightChoice:
 
 
 def choose_weights(pools: DevPools, given: Given, on_fit: Callable[[], None] = lambda: None) -> WeightChoice:
-    """Fit the weights of one direction to `pools`, and measure R@1 with them.
+    """Fit the weights of one direction to `pools`, and measure R@1 with these weights.
 
     A number in `given` is a fixed weight, and None is a weight to fit. `on_fit` is called before each fit.
     """
@@ -152,9 +153,9 @@ def _cross_validate(pools: DevPools, given: Given, on_fit: Callable[[], None]) -
 
 
 def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
-    """Return the maximum-likelihood weights. The logit has weight 1, and no weight is negative.
+    """Return the maximum-likelihood weights.
 
-    Queries without a relevant candidate in their pool are ignored.
+    The weight of the logit is 1. Weights are never negative. Queries without a relevant candidate are ignored.
     """
     # The weights are fitted without the hubness correction first and then with it. A weight that is 0 after the first
     # fit stays 0. The hubness correction has weight 0 if it does not increase the likelihood.
@@ -167,7 +168,7 @@ def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
 
 
 def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:
-    """Return the weights as `ScoreWeights`. The hubness similarity has the same embedding and pooled weights."""
+    """Convert `weights` to `ScoreWeights`. The hubness similarity uses the same embedding and pooled weights."""
     by_part = {part: _number(weight) for part, weight in weights.items()}
     similarity = HubnessSimilarity(by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature)
     return ScoreWeights.of_parts(by_part, similarity)
@@ -178,7 +179,7 @@ def _number(value: float | torch.Tensor) -> float:
 
 
 def _fit_without_hubness(pools: DevPools, given: Given, answered: NDArray[np.bool_]) -> dict[str, float]:
-    """Return the weight of each part in `given`, fitted where it is None."""
+    """Return the weight of each part in `given`. Weights that are None are fitted."""
     fixed = {part: weight for part, weight in given.items() if weight is not None}
     free = [part for part in given if part not in fixed]
     if not free or not answered.any() or pools.right.shape[1] == 1:
@@ -207,7 +208,7 @@ def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch
 
 
 def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the factors that minimise the loss with weak regularisation. They may be negative."""
+    """Return the factors that minimise the loss with weak regularisation. Factors may be negative."""
     # If each query has one relevant candidate, the problem is convex.
     factors = torch.ones(len(columns), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([factors], max_iter=200, line_search_fn="strong_wolfe")
@@ -225,15 +226,16 @@ def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _HubnessFit:
-    """Fits the weights together with the hubness correction.
+    """Fits the weights of the hubness correction and of the parts in `free` together.
 
     Attributes:
-        columns: values of the parts by name, without the hubness correction, float64 [q, p] each.
+        columns: value of each part except the hubness correction, float64 [q, p] by name.
         right: which candidates are relevant to each query, bool [q, p].
         products: inner products of the candidates with the hubness bank.
         start: weights that were fitted without the hubness correction.
         free: names of the parts whose weights are fitted again.
-        scale: initial factor of the score, and weight and temperature of the hubness correction, float64 [3].
+        scale: initial values of three fitted numbers, float64 [3]: factor of the whole score, weight of the hubness
+            correction, temperature of the hubness correction.
     """
 
     columns: Columns
@@ -245,7 +247,7 @@ class _HubnessFit:
 
     @classmethod
     def of(cls, pools: DevPools, start: ScoreWeights, free: list[str]) -> Self:
-        """Prepare the fit to `pools`, where every query has a relevant candidate."""
+        """Prepare a fit to `pools`. Every query must have a relevant candidate."""
         assert pools.hubness is not None
         bank = pools.hubness
         columns = {part: torch.from_numpy(values.astype(np.float64)) for part, values in pools.parts.items()}
@@ -259,7 +261,7 @@ class _HubnessFit:
         return cls(columns, right, products, start, free, scale)
 
     def solve(self) -> ScoreWeights | None:
-        """Return the fitted weights; None if their loss is not lower than the loss of `start`."""
+        """Return the fitted weights. Return None if no weights have a lower loss than `start`."""
         limit = float(_mean_loss(self.scale[0] * FinalScore.of(self.start).sum(self.columns), self.right)) - _LEAST_GAIN
         best: ScoreWeights | None = None
         moves = torch.zeros(3 + len(self.free), dtype=torch.float64, requires_grad=True)

@@ -35,10 +35,10 @@ def make_hubness_bank(
 
     Args:
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
-        vectors: computes the pooled vectors; of width 0 if the bundle has no pooled similarity.
+        vectors: computes the pooled vectors. If the bundle has no pooled similarity, the vectors have width 0.
         source: features and captions of the training data.
-        count: maximum number of captions, and maximum number of images.
-        on_progress: called with the number of captions and images done.
+        count: maximum number of captions in the bank, and maximum number of images in the bank.
+        on_progress: called with the number of captions and images that are finished.
     """
     data, rng = source.data, stream(source.config.loop.seed, BANK)
     captions = np.sort(rng.permutation(len(data.text_embeddings))[:count])
@@ -52,7 +52,7 @@ def make_hubness_bank(
 
 @dataclass
 class _Sample:
-    """Computes pooled vectors of training captions and images. Without a pooled similarity their width is 0."""
+    """Computes pooled vectors of training captions and images."""
 
     adapter: nn.Module
     vectors: PooledVectors

@@ -14,17 +14,17 @@ POWER = 1.5
 def canonical_maps(
     images: torch.Tensor, captions: torch.Tensor, across: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run canonical correlation analysis with ridges (Vinod, 1976).
+    """Run canonical correlation analysis with ridge regularisation (Vinod, 1976).
 
     Args:
-        images: covariance of the centred image columns [p, p].
-        captions: covariance of the centred caption columns [q, q].
-        across: covariance between image columns and caption columns [p, q].
+        images: covariance matrix of the image variables [p, p].
+        captions: covariance matrix of the caption variables [q, q].
+        across: covariance matrix between image variables and caption variables [p, q].
         dim: maximum width of the common space.
 
     Returns:
-        Maps of images [p, k] and of captions [q, k] into the common space, where k is at most `dim`. Each dimension of
-        the space is scaled by a power of its correlation (Gong et al., 2014).
+        Two matrices that map images [p, k] and captions [q, k] into the common space, with k at most `dim`. Each
+        dimension of this space is scaled by a power of its canonical correlation (Gong et al., 2014).
     """
     left, right = _inverse_root(images, PATCH_RIDGE), _inverse_root(captions, CAPTION_RIDGE)
     u, correlations, vh = torch.linalg.svd(left @ across @ right, full_matrices=False)
@@ -41,7 +41,7 @@ def _inverse_root(covariance: torch.Tensor, ridge: float) -> torch.Tensor:
 
 
 def ridge_map(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the map [p, k] that predicts targets [n, k] from centred inputs [n, p] by ridge regression."""
+    """Return the ridge-regression matrix [p, k] that predicts `targets` [n, k] from centred `inputs` [n, p]."""
     gram = inputs.T @ inputs
     penalty = TOKEN_RIDGE * gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)
     gram.diagonal().add_(penalty)
@@ -50,6 +50,6 @@ def ridge_map(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def column_scale(values: torch.Tensor) -> torch.Tensor:
-    """Return the standard deviation of each column of `values` [n, p] as [p]; 1 for a constant column."""
+    """Return the standard deviation of each column of `values` [n, p], shape [p]; 1 for a constant column."""
     deviation = values.std(dim=0, correction=0)
     return torch.where(deviation > 1e-9, deviation, 1.0)

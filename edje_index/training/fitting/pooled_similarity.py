@@ -1,9 +1,9 @@
 """Fits the pooled similarity of a trained adapter in closed form, from the training images and captions.
 
-1. Canonical correlation analysis (Vinod, 1976) of pooled patch features and captions gives the common space.
-2. Ridge regression predicts an image's vector in this space from its tokens.
+1. Canonical correlation analysis (Vinod, 1976) of patch features and captions finds a common space.
+2. Ridge regression predicts the vector of an image in this space from the tokens of the image.
 
-The first step uses patch features, because adapter tokens overfit their training captions.
+Step 1 uses patch features, because adapter tokens overfit their training captions.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def fit_pooled_similarity(
     dim: int,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> PooledSimilarity:
-    """Fit the pooled similarity to at most 10,000 random images of `source`, their views and their captions.
+    """Fit the pooled similarity to at most 10,000 random images of `source`, with all views and captions of each image.
 
     Args:
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
-        joint: the joint encoder, whose language model reads the captions.
+        joint: the joint encoder. Its language model reads the captions.
         source: features, views and captions of the training data.
-        dim: maximum width of the common space. The width is smaller if images or captions have fewer dimensions.
-        on_progress: called with the number of images and views read.
+        dim: maximum width of the pooled vectors. The width is smaller if images or captions have fewer dimensions.
+        on_progress: called with the number of images and views that were read.
     """
     data = source.data
     chosen = np.sort(stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES])
@@ -82,16 +82,16 @@ def fit_pooled_similarity(
 
 @dataclass(frozen=True)
 class _Captions:
-    """The captions of n images as numeric columns.
+    """The c captions of n images as vectors, for canonical correlation analysis.
 
     Attributes:
-        columns: hidden state [d] and bag of words [w] of each caption, centred and scaled, float64 [c, d + w].
+        columns: mean hidden state [d] and bag of words [w] of each caption, centred and scaled, float64 [c, d + w].
         mean_per_image: mean of `columns` over the captions of each image, float64 [n, d + w].
-        sentence_mean: mean of the hidden states [d].
-        sentence_scale: divisor that scales the centred hidden states [d].
-        bag_mean: mean of the bags of words [w].
-        word_ids: token ids of the words in the bags, ascending [w].
-        word_weights: weight of each of these words [w].
+        sentence_mean: mean of the hidden states, subtracted in `columns` [d].
+        sentence_scale: divisor of the hidden states in `columns` [d].
+        bag_mean: mean of the bags of words, subtracted in `columns` [w].
+        word_ids: token ids of the words that are counted, ascending [w].
+        word_weights: weight of each counted word [w].
     """
 
     columns: torch.Tensor
@@ -104,7 +104,7 @@ class _Captions:
 
     @classmethod
     def of(cls, joint: JointEncoder, data: TrainingData, images: NDArray[np.int64]) -> Self:
-        """Compute the columns of all captions of the images at positions `images`, int64 [n]."""
+        """Compute the vectors of all captions of the images with the numbers `images`, int64 [n]."""
         captions = np.concatenate([np.arange(*data.caption_starts[[image, image + 1]]) for image in images])
         image_of_caption = np.repeat(np.arange(len(images)), np.diff(data.caption_starts)[images])
         word_ids, word_weights = _counted_words(data, captions)
@@ -124,12 +124,12 @@ class _Captions:
 
 @dataclass(frozen=True)
 class _PooledImages:
-    """Statistics of images and of views of images, one row each.
+    """Statistics of r images and views of images.
 
     Attributes:
-        patches: mean and standard deviation over the patch features of each row, float64 [r, 2 d_v].
-        tokens: statistics of the tokens of each row, see `token_statistics`, float64 [r, 3 d].
-        image: position of each row's image among the chosen images, int64 [r].
+        patches: mean and standard deviation of the patch features, float64 [r, 2 d_v].
+        tokens: statistics of the tokens, see `token_statistics`, float64 [r, 3 d].
+        image: index of the image among the chosen images, int64 [r].
     """
 
     patches: torch.Tensor
@@ -141,7 +141,7 @@ class _PooledImages:
 def _pool_images(
     adapter: nn.Module, source: BatchSource, chosen: NDArray[np.int64], device: torch.device, on_progress: OnProgress
 ) -> _PooledImages:
-    """Compute statistics of the images at positions `chosen`, then of the views of these images."""
+    """Compute the statistics of the images with the numbers `chosen`, then of all views of these images."""
     parts: list[tuple[Features, NDArray[np.int64]]] = [(source.features, source.data.rows[chosen])]
     if (views := source.views) is not None:
         parts += [(views.features, views.rows[chosen, view]) for view in range(views.rows.shape[1])]
@@ -162,7 +162,7 @@ def _pool_images(
 
 
 def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most frequent token ids, ascending [w], and their inverse document frequencies [w]."""
+    """Return the most frequent token ids in ascending order [w], and the inverse document frequency of each [w]."""
     distinct = np.concatenate([np.unique(data.caption(caption)) for caption in captions])
     token_ids, counts = np.unique(distinct, return_counts=True)
     kept = np.flatnonzero(counts >= MIN_CAPTIONS)

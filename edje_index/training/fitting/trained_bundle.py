@@ -17,11 +17,11 @@ def trained_bundle(task: TrainTask, start: ModelBundle, step: int | None = None)
 
     Args:
         task: task of the training run.
-        start: initial bundle of the training run; the weights of its modules are overwritten.
-        step: step of the checkpoint; None takes the last checkpoint.
+        start: initial bundle of the training run. Its weights are overwritten.
+        step: step of the checkpoint; None means the last checkpoint.
 
     Returns:
-        The trained bundle, and the finished steps of the joint phase in the checkpoint.
+        The trained bundle, and the number of finished steps of the joint phase.
 
     Raises:
         ModelError: the run has no checkpoint of `step` in the joint phase, or the checkpoint cannot be read.
@@ -30,7 +30,7 @@ def trained_bundle(task: TrainTask, start: ModelBundle, step: int | None = None)
     checkpoints = Checkpoints(run_dir, task.run)
     state = checkpoints.latest() if step is None else checkpoints.at(step)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
-        raise ModelError(f"{run_dir} holds no checkpoint of the joint phase yet; resume the training run")
+        raise ModelError(f"{run_dir} has no checkpoint of the joint phase yet; resume the training run")
     trained_part(start.adapter).load_state_dict(_with_prefix(state.weights, "adapter."))
     start.joint.load_state_dict(_with_prefix(state.weights, "joint."))
     return replace(start, trained=True, info=None), state.step

@@ -1,1 +1,1 @@
-"""The training loop: tasks, workers, checkpoints, learning-rate schedule, evaluation and log."""
+"""The training loop, with tasks, workers, checkpoints, learning-rate schedule, evaluation and log."""

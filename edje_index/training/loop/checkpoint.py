@@ -1,6 +1,7 @@
-"""Checkpoints: everything that a training run needs to continue as if it had never stopped.
+"""Saves and reads the checkpoints of a training run.
 
-The seed and the step determine all random numbers. A checkpoint file appears complete or not at all.
+A resumed training run gives the same weights as a run without interruption. If writing a checkpoint fails, the file
+does not exist.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NAME = re.compile(r"(\d{2})-(\d{9})\.pt")
 
 @dataclass
 class TrainState:
-    """Content of a checkpoint.
+    """The content of a checkpoint.
 
     Attributes:
         run: fingerprint of the settings, data and initial weights of the training run.
@@ -32,7 +33,7 @@ class TrainState:
         step: number of finished optimiser steps of this phase.
         weights: weights of the module that this phase trains, by name.
         optimizer: state of the optimiser.
-        skipped: number of steps without a finite gradient, in total and consecutively up to this step.
+        skipped: two numbers of steps without a finite gradient: in the whole training run, and in a row up to `step`.
     """
 
     run: str
@@ -44,7 +45,7 @@ class TrainState:
 
 
 class _UnreadableError(Exception):
-    """One checkpoint cannot be read. Other checkpoints may be readable."""
+    """A checkpoint cannot be read. Other checkpoints may be readable."""
 
 
 class Checkpoints:
@@ -52,7 +53,7 @@ class Checkpoints:
 
     Args:
         run_dir: run folder.
-        run: fingerprint of the training run; checkpoints with another fingerprint are refused.
+        run: fingerprint of the training run. Checkpoints with another fingerprint are refused.
     """
 
     def __init__(self, run_dir: Path, run: str) -> None:
@@ -60,9 +61,9 @@ class Checkpoints:
         self._run = run
 
     def save(self, state: TrainState, kept: Callable[[int, int], bool] = lambda stage, step: False) -> Path:
-        """Write `state` as a checkpoint, remove old checkpoints, and return the path of the new one.
+        """Write `state` as a checkpoint, remove old checkpoints, and return the path of the new file.
 
-        The last two checkpoints are kept, and those for which ``kept(stage, step)`` is True.
+        The last two checkpoints are not removed. Checkpoints for which ``kept(stage, step)`` is True are not removed.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(state.stage, state.step)
@@ -83,10 +84,10 @@ class Checkpoints:
         return path
 
     def latest(self) -> TrainState | None:
-        """Read the newest readable checkpoint; None if there are no checkpoints.
+        """Read the newest readable checkpoint. Return None if there are no checkpoints.
 
         Raises:
-            ModelError: there are checkpoints, but none can be read, or one belongs to another training run.
+            ModelError: checkpoints exist but none can be read, or a checkpoint belongs to another training run.
         """
         problem: ModelError | None = None
         for path in reversed(self.paths()):
@@ -94,14 +95,14 @@ class Checkpoints:
                 return self._read(path)
             except _UnreadableError as error:
                 problem = ModelError(
-                    f"cannot resume from {path}: {error}; remove {self._folder} to train again from step 0"
+                    f"cannot read the checkpoint {path}: {error}; remove {self._folder} to train again from step 0"
                 )
         if problem is not None:
             raise problem
         return None
 
     def at(self, step: int) -> TrainState:
-        """Read the checkpoint of `step` in the last phase that has checkpoints.
+        """Read the checkpoint of `step`, in the last phase that has checkpoints.
 
         Raises:
             ModelError: the checkpoint does not exist, cannot be read, or belongs to another training run.
@@ -135,19 +136,18 @@ class Checkpoints:
         return self._folder / f"{stage:02d}-{step:09d}.pt"
 
     def paths(self) -> list[Path]:
-        """Return the paths of all checkpoints, oldest first."""
         if not self._folder.is_dir():
             return []
         return sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 def _position(path: Path) -> tuple[int, int]:
-    """Return the stage and the step in the file name of a checkpoint."""
+    """Read the stage and the step from the file name of a checkpoint."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2])
 
 
 def state_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return all tensors of `module` by name, on the CPU."""
+    """Copy all tensors of `module` to the CPU, and return the copies by name."""
     return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}

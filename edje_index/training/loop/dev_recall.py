@@ -1,4 +1,4 @@
-"""Recall on the dev captions during a training run, with the logit alone, as in the published code."""
+"""Measures recall on the dev captions during a training run. As in the published code, the score is the logit alone."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ RECALL = "recall"  # mean R@1 of both directions, by which evaluations are ranke
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How often and by which function a phase is evaluated.
+    """How a phase is evaluated.
 
     Attributes:
         every: number of steps between two evaluations.
-        recalls: evaluates the current weights and returns R@1 between 0 and 1 by direction, and the mean as "recall".
+        recalls: evaluates the current weights. Returns R@1 by direction, and the mean of both as "recall", between 0
+            and 1.
     """
 
     every: int
     recalls: Callable[[], dict[str, float]]
 
     def is_due(self, step: int) -> bool:
-        """Return whether to evaluate after `step` finished steps."""
+        """Return True if an evaluation follows after `step` finished steps."""
         return step % self.every == 0
 
 
 def dev_evaluation(task: TrainTask, opened: OpenedTask, steps_per_epoch: float) -> Evaluation | None:
-    """Return the evaluation of the joint phase; None if the task has no dev captions or `evaluate_every` is 0."""
+    """Return the evaluation of the joint phase. Return None without dev captions or if ``evaluate_every`` is 0."""
     every = task.runtime.evaluate_every
     if task.dev is None or every == 0:
         return None
@@ -63,14 +64,14 @@ def dev_evaluation(task: TrainTask, opened: OpenedTask, steps_per_epoch: float) 
 
 
 def dev_record(stage: int, step: int, steps: int, recalls: dict[str, float]) -> dict[str, Any]:
-    """Return the log record of an evaluation after `step` of `steps` steps."""
+    """Return the log record of an evaluation that ran after `step` of `steps` steps."""
     return {"stage": stage, "phase": DEV, "step": step, "steps": steps, **recalls}
 
 
 def best_steps(records: list[dict[str, Any]], count: int) -> set[tuple[int, int]]:
     """Return (stage, step) of the `count` evaluations with the highest recall.
 
-    Among evaluations with equal recall, later ones come first.
+    If evaluations have equal recall, later evaluations are preferred.
     """
     evaluations: list[Record] = [record for record in records if record["phase"] == DEV]
     ranked = sorted(evaluations, key=lambda record: (record[RECALL], record["stage"], record["step"]), reverse=True)

@@ -1,4 +1,4 @@
-"""The workers of one training run: this process alone, or the members of an existing torch process group."""
+"""The workers of a training run: a single process, or all processes of a torch process group."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The position of this process in the group of train workers, and collective operations of the group.
+    """The rank of this worker, and operations that involve all workers of a training run.
 
-    Every worker must call the methods of its group in the same order.
+    All workers must call these methods in the same order.
 
     Attributes:
-        rank: rank of this worker, counted from 0. The worker with rank 0 writes checkpoints and the log.
+        rank: rank of this worker, counted from 0. Worker 0 writes the checkpoints and the log.
         size: number of workers.
     """
 
@@ -27,19 +27,19 @@ class WorkerGroup:
 
     @classmethod
     def of_process_group(cls) -> WorkerGroup:
-        """Return this process's position in the default torch process group; without one, a group of one worker."""
+        """Describe the default torch process group. If there is none, return a group with one worker."""
         if not distributed.is_available() or not distributed.is_initialized():
             return cls()
         return cls(distributed.get_rank(), distributed.get_world_size())
 
     def wrap(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Return `module` wrapped such that its gradients are averaged over the workers."""
+        """Wrap `module` so that gradients are averaged over the workers."""
         if self.size == 1:
             return module
         return DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None)
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Return whether `flag` is True on at least one worker."""
+        """Return True if `flag` is True on at least one worker."""
         if self.size == 1:
             return flag
         value = torch.tensor(int(flag), device=device)
@@ -47,7 +47,7 @@ class WorkerGroup:
         return bool(value.item())
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Return the mean over the workers of each scalar in `values`."""
+        """Average each scalar in `values` over the workers."""
         stacked = torch.stack([value.detach().float() for value in values.values()])
         if self.size > 1:
             distributed.all_reduce(stacked)
@@ -55,13 +55,13 @@ class WorkerGroup:
         return dict(zip(values, stacked.tolist(), strict=True))
 
     def barrier(self) -> None:
-        """Wait until all workers have called this method."""
+        """Wait until all workers call this method."""
         if self.size > 1:
             distributed.barrier()
 
 
 def postponed_exchange(module: nn.Module, postponed: bool) -> AbstractContextManager[None]:
-    """Return a context manager that, if `postponed`, postpones the exchange of gradients between workers."""
+    """Return a context manager. If `postponed` is True, workers exchange no gradients while the context is active."""
     if postponed and isinstance(module, DistributedDataParallel):
         context: AbstractContextManager[None] = module.no_sync()
         return context

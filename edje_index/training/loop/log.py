@@ -1,4 +1,4 @@
-"""The log of a training run: a record every few steps in ``log.jsonl`` and, if installed, in TensorBoard."""
+"""Writes and reads ``log.jsonl``, the log of a training run. TensorBoard gets the same records if it is installed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Record = Mapping[str, Any]
 class TrainLog:
     """Appends records to the log of a training run.
 
-    Opening the log removes records after `step` of `stage`, which a killed run may have left.
+    Opening the log removes all records after `step` of `stage`. A killed run may have left such records.
 
     Args:
         run_dir: run folder.
-        stage, step: the phase and step after which training continues.
+        stage: number of the phase to continue, counted from 0.
+        step: number of finished steps of this phase.
     """
 
     def __init__(self, run_dir: Path, stage: int, step: int) -> None:
@@ -34,11 +35,11 @@ class TrainLog:
 
     @property
     def has_tensorboard(self) -> bool:
-        """True if TensorBoard is installed, so that records are also written for it."""
+        """True if TensorBoard is installed."""
         return self._tensorboard is not None
 
     def write(self, record: Record) -> None:
-        """Append a record, which must hold ``stage``, ``phase`` and ``step``."""
+        """Append a record. The keys ``stage``, ``phase`` and ``step`` are required."""
         self._file.write(_line(record))
         self._file.flush()
         if self._tensorboard is not None:
@@ -55,7 +56,7 @@ class TrainLog:
 
 
 def read_log(run_dir: Path) -> list[dict[str, Any]]:
-    """Return all records of a training run so far. Lines that are not valid JSON are skipped."""
+    """Read the records of a training run. Lines that are not valid JSON are skipped."""
     path = run_dir / LOG
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Opens the files of a task: the initial bundle, the teacher, and the indexes and captions for batches."""
+"""Opens the files of a training task: bundles, indexes and captions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edje_index.training.model.teacher import Teacher
 
 @dataclass(frozen=True)
 class OpenedTask:
-    """A training task with its bundles, indexes and captions opened.
+    """The open files of a training task.
 
     Attributes:
         start: bundle with the initial weights.
@@ -35,7 +35,7 @@ class OpenedTask:
 
 
 def open_task(task: TrainTask, group: WorkerGroup) -> OpenedTask:
-    """Open the files of `task` for the worker that `group` describes.
+    """Open the files of `task`. `group` describes the worker that uses the files.
 
     Raises:
         EdjeError: the device or a file cannot be used.

@@ -12,11 +12,11 @@ def total_steps(config: LoopConfig, pairs: int) -> int:
     """Return the number of optimiser steps of the joint phase.
 
     Args:
-        config: settings of the length: steps, or epochs and batch size.
+        config: settings of the training loop.
         pairs: number of pairs per epoch.
 
     Raises:
-        UsageError: neither `config.steps` nor `config.epochs` is set, or an epoch has fewer pairs than a batch.
+        UsageError: neither `config.steps` nor `config.epochs` is set, or `pairs` is less than `config.batch_size`.
     """
     if pairs < config.batch_size:
         raise UsageError(f"{pairs} {config.epoch_of} do not fill a batch of {config.batch_size}; lower loop.batch_size")
@@ -28,16 +28,16 @@ def total_steps(config: LoopConfig, pairs: int) -> int:
 
 
 def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
-    """Return the number of optimiser steps per epoch of `pairs` pairs; may be a fraction."""
+    """Return the number of optimiser steps per epoch of `pairs` pairs. The number may be fractional."""
     return (pairs // config.batch_size) / config.accumulate
 
 
 def learning_rate(step: int, total_steps: int, steps_per_epoch: float, peak: float, config: OptimizerConfig) -> float:
     """Return the learning rate of optimiser step `step`, counted from 0.
 
-    It rises linearly from `config.warmup_lr` to `peak`. With decay ``epoch`` it is then peak *
-    decay_rate^finished_epochs, and at least `config.min_lr`. With decay ``cosine`` it falls to `config.min_lr` at the
-    last step.
+    During warm-up, the learning rate rises linearly from `config.warmup_lr` to `peak`. After warm-up, it is
+    ``max(config.min_lr, peak * config.decay_rate ** finished_epochs)`` with decay ``epoch``. With decay ``cosine``, it
+    falls along a cosine to `config.min_lr` at the last step.
     """
     # As in the published code, warm-up with decay ``epoch`` ends with the first epoch.
     if step < config.warmup_steps and (config.decay == "cosine" or step < steps_per_epoch):

@@ -1,4 +1,4 @@
-"""The task of a train worker, as values that can be sent to other processes. The module does not import torch."""
+"""Describes the task of a train worker. Other processes can receive a task, because it contains only plain values."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How a training run is executed. These values change the trained weights only by rounding.
+    """How a training run is executed. Apart from rounding, these values do not change the trained weights.
 
     Attributes:
-        run_dir: run folder, which holds the checkpoints and the log.
+        run_dir: run folder, with the checkpoints and the log.
         device: "auto", "cpu" or "cuda".
         threads: number of CPU threads of torch; None leaves torch's setting unchanged.
         checkpoint_every: number of steps between two checkpoints.
         log_every: number of steps between two log records.
         compile: whether to use torch.compile.
-        workers: number of worker processes; more than one run on Ray.
-        address: address of a Ray cluster; None starts Ray on this machine if Ray is needed.
-        evaluate_every: number of steps between evaluations on the dev captions; None evaluates after every epoch, 0
+        workers: number of worker processes. Two or more workers run on Ray.
+        address: address of a Ray cluster. None starts Ray on this machine if there are two or more workers.
+        evaluate_every: number of steps between evaluations on the dev captions. None evaluates after every epoch, and 0
             never evaluates.
-        keep_best: number of checkpoints with the highest dev recall to keep, in addition to the last two.
+        keep_best: number of checkpoints with the highest dev recall to keep. The last two checkpoints are always kept.
         keep_all: whether to keep all checkpoints.
     """
 
@@ -47,10 +47,10 @@ class Runtime:
 
 @dataclass(frozen=True)
 class TeacherTask:
-    """The teacher of a distillation.
+    """Paths of the files of the teacher in distillation.
 
     Attributes:
-        bundle: path of the teacher's bundle.
+        bundle: bundle of the teacher.
         index: index of the teacher's tokens, or of features for the teacher's adapter.
         rows: NumPy file with the row of each training image in `index`, int64 [n].
     """
@@ -62,11 +62,11 @@ class TeacherTask:
 
 @dataclass(frozen=True)
 class ViewTask:
-    """Features of augmented views.
+    """Paths of the features of augmented views.
 
     Attributes:
         index: index of the features of all views.
-        rows: NumPy file with the rows in `index` of each training image's views, int64 [n, views]; -1 for a missing
+        rows: NumPy file with the row in `index` of each view of each training image, int64 [n, views]; -1 for a missing
             view.
     """
 
@@ -84,11 +84,11 @@ class TrainTask:
         run: fingerprint of the settings, data and initial weights of the training run.
         start: path of the bundle with the initial weights.
         features: index of the features that the adapter is trained on.
-        data: folder that `TrainingData.save` wrote.
-        temperature: temperature of the softmax that mines negatives; 0 takes the most similar candidates.
+        data: folder written by `TrainingData.save`.
+        temperature: temperature of the softmax that draws negatives; 0 selects the most similar candidates.
         steps: number of optimiser steps of the joint phase.
         teacher: the teacher; None without distillation.
-        new_adapter: whether the adapter in `start` has random weights.
+        new_adapter: True if the adapter in `start` has random weights.
         views: augmented views; None without augmented views.
         dev: dev captions; None without dev captions.
     """

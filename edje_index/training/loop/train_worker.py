@@ -1,4 +1,4 @@
-"""One train worker: opens the files of a task and runs the alignment phase and the joint phase."""
+"""Runs the alignment phase and the joint phase on one worker."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def run_worker(
     should_stop: Callable[[], bool],
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> None:
-    """Run `task` on this worker, from the last checkpoint to the last step.
+    """Run `task` on this worker. If there is a checkpoint, training continues from the last checkpoint.
 
     Args:
         task: what to train.
-        group: position of this worker among all workers.
+        group: rank of this worker, and number of workers.
         should_stop: called after every step. If the result is True, the run saves a checkpoint and stops.
-        on_record: called with every log record, on the worker with rank 0.
+        on_record: called with every log record, only on worker 0.
 
     Raises:
-        TrainingStopped: `should_stop()` returned True on some worker.
+        TrainingStopped: `should_stop` returned True on at least one worker.
         EdjeError: the device or a file cannot be used, or training failed.
     """
     if task.runtime.threads is not None:

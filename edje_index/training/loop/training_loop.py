@@ -1,4 +1,4 @@
-"""The training loop: runs phases of optimiser steps, starting at the last checkpoint."""
+"""The training loop: runs the optimiser steps of each phase, from the last checkpoint on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BETAS = (0.9, 0.999)
 
 
 class TrainingStopped(EdjeError):
-    """The training run was stopped on request. The last checkpoint holds all finished steps."""
+    """The training run was stopped on request. A checkpoint was saved first."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Phase:
     Attributes:
         name: name of the phase in the log.
         stage: number of the phase, counted from 0.
-        module: module to train; its ``forward`` returns the losses of a batch.
+        module: module to train. Its ``forward`` maps a batch to losses by name.
         batch: makes a batch from the batch number, which counts from 0 in each phase.
         steps: number of optimiser steps.
         accumulate: number of batches per optimiser step.
         images: number of images per optimiser step, over all workers.
         learning_rate: returns the learning rate of a step, which counts from 0 in each phase.
         optimizer: settings of the optimiser.
-        evaluation: when and how the phase is evaluated; None without evaluation.
+        evaluation: how the phase is evaluated; None without evaluation.
     """
 
     name: str
@@ -79,9 +79,9 @@ class Trainer:
 
     Args:
         task: provides the settings, the runtime and the fingerprint.
-        group: position of this worker among all workers.
+        group: rank of this worker, and number of workers.
         device: device to train on.
-        on_record: called with every log record, on the worker with rank 0.
+        on_record: called with every log record, only on worker 0.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Trainer:
         """Run the phases in order, from the last checkpoint on.
 
         Args:
-            phases: functions that make the phases. Each is called after the earlier phases have run.
+            phases: functions that make the phases. Each function is called after the earlier phases have finished.
             should_stop: called after every step. If the result is True, the run saves a checkpoint and stops.
 
         Raises:
-            TrainingStopped: `should_stop()` returned True on some worker.
-            ModelError: too many consecutive steps had no finite gradient, or no checkpoint can be used.
+            TrainingStopped: `should_stop` returned True on at least one worker.
+            ModelError: ``loop.max_bad_steps`` steps in a row had no finite gradient, or the checkpoints cannot be used.
         """
         state = self._checkpoints.latest()
         self._group.barrier()  # no worker writes a checkpoint while another worker still reads one
@@ -191,7 +191,7 @@ class Trainer:
         self._count_skipped(finite, phase, step)
 
     def _count_skipped(self, finite: bool, phase: Phase, step: int) -> None:
-        """Count steps without a finite gradient. Raise ModelError after too many in a row."""
+        """Count steps without a finite gradient. Raise ModelError after `max_bad_steps` such steps in a row."""
         total, consecutive = self._skipped
         self._skipped = (total, 0) if finite else (total + 1, consecutive + 1)
         if self._skipped[1] >= self._loop.max_bad_steps:
@@ -217,14 +217,14 @@ class Trainer:
         self._group.barrier()
 
     def _is_kept(self) -> Callable[[int, int], bool]:
-        """Return a function of stage and step that is true for checkpoints to keep besides the last two."""
+        """Return a function that maps (stage, step) to True if the checkpoint must be kept."""
         if self._runtime.keep_all:
             return lambda stage, step: True
         best = best_steps(read_log(self._runtime.run_dir), self._runtime.keep_best)
         return lambda stage, step: (stage, step) in best
 
     def _evaluate(self, phase: Phase, log: TrainLog | None, step: int) -> None:
-        """Measure and log recall on the worker with rank 0. The other workers wait."""
+        """Measure and log recall on worker 0. The other workers wait."""
         if phase.evaluation is not None and log is not None:
             record = dev_record(phase.stage, step, phase.steps, phase.evaluation.recalls())
             log.write(record)
@@ -253,13 +253,13 @@ class Trainer:
         self._on_record({**record, "tensorboard": log.has_tensorboard})
 
     def _seed(self, stage: int, number: int) -> None:
-        """Seed dropout, so that a resumed run draws the same numbers."""
+        """Set the seed of dropout, so that a resumed training run draws the same random numbers."""
         rng = stream(self._loop.seed, DROPOUT, stage, number, self._group.rank)
         torch.manual_seed(int(rng.integers(2**63)))
 
 
 def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-    """Load the optimiser state. Raise ModelError if it does not fit the parameters."""
+    """Load the optimiser state. Raise ModelError if the state does not fit the parameters."""
     try:
         optimizer.load_state_dict(state.optimizer)
     except ValueError as error:
@@ -271,7 +271,7 @@ def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
 
 
 def _limited_norm(module: nn.Module, limit: float) -> torch.Tensor:
-    """Return the norm of the gradient, and scale a larger gradient down to `limit`; 0 is no limit."""
+    """Return the norm of the gradient. Unless `limit` is 0, scale a gradient of larger norm down to `limit`."""
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])  # type: ignore[misc]
     if limit:
@@ -280,9 +280,9 @@ def _limited_norm(module: nn.Module, limit: float) -> torch.Tensor:
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return an AdamW optimiser of the trainable parameters of `module`.
+    """Return an AdamW optimiser for the trainable parameters of `module`.
 
-    Each parameter group has a ``factor``, by which the training loop multiplies the learning rate of the schedule.
+    Each parameter group has a ``factor``. The training loop multiplies the learning rate by this factor.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():

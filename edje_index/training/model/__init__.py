@@ -1,1 +1,1 @@
-"""The model in training: initial weights, objectives, losses and the teacher."""
+"""The parts of the model that only training needs: initial weights, objectives, losses and the teacher."""

@@ -1,7 +1,7 @@
-"""Adapter initialisation before alignment: queries at cluster centres of patch features.
+"""Adapter initialisation before alignment: the learned queries start at cluster centres of patch features.
 
-A token is then a soft mean of similar patches, as in NetVLAD (Arandjelovic et al., 2016). With random queries, every
-token would be close to the mean patch. Training updates all of these weights.
+Each token is then a weighted mean of similar patches, as in NetVLAD (Arandjelovic et al., 2016). With random queries,
+every token is close to the mean of all patches.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _SHARPNESS = 4.0  # standard deviation of attention scores over patches; one dev
 
 
 def init_from_features(adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int) -> None:
-    """Initialise `adapter` in place from patch features of random training images; `seed` determines the sample."""
+    """Initialise `adapter` in place from patch features of random training images. `seed` determines the images."""
     images = np.sort(stream(seed, CLUSTERING).permutation(data.images)[:_SAMPLE_IMAGES])
     init_queries(adapter, features.fetch(data.rows[images]), torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
 def init_queries(adapter: CompressionAdapter, patches: torch.Tensor, generator: torch.Generator) -> None:
-    """Set queries and attention weights of `adapter` from sample patches. MLP and language projection stay unchanged.
+    """Set the queries and attention weights of `adapter` from sample patches. The other weights do not change.
 
     Args:
         adapter: adapter to change in place.
-        patches: patch features of sample images [b, n, d_v]. If there are fewer patches than stored tokens per image,
-            or all patches are equal, the adapter stays unchanged.
-        generator: random number generator that chooses the patches to cluster.
+        patches: patch features of sample images [b, n, d_v]. If b * n is less than the number of tokens per image, or
+            all patches are equal, nothing changes.
+        generator: random number generator that selects the patches to cluster.
     """
     width, heads = adapter.config.vision_dim, adapter.config.num_heads
     points = patches.reshape(-1, width).float()

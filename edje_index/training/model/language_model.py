@@ -1,4 +1,4 @@
-"""Makes a joint encoder from a Hugging Face BERT model. Weights that the model lacks are random."""
+"""Makes a joint encoder from a Hugging Face BERT model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
     """Return a joint encoder with the weights of the BERT model in `folder`, in float32.
 
     ``<image>`` is appended to the vocabulary. The pooler becomes the first layer of the scoring head. A language-model
-    head is used too, if there is one. All other weights are random.
+    head in `folder` is loaded too. All other weights are random.
 
     Args:
         folder: folder with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.
-        embed_dim: width of the text embedding that the joint encoder learns to recover.
+        embed_dim: width of the text embeddings that the joint encoder learns to recover.
 
     Raises:
-        ModelError: `folder` holds no BERT model, or its weights do not fit its ``config.json``.
+        ModelError: `folder` does not contain a BERT model, or the weights do not fit ``config.json``.
     """
     tokenizer = load_joint_tokenizer(folder)
     config = bert_config(folder / "config.json")
@@ -44,7 +44,7 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
 
 
 def _read(folder: Path) -> State:
-    """Read the weights in `folder` as float32, by their names in a Hugging Face BERT model."""
+    """Read the weights in `folder` as float32, by name."""
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
         raise ModelError(

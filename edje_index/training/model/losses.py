@@ -1,6 +1,7 @@
-"""The losses as pure functions of tensors; see the section "Effective Discriminative Training" of the EDJE paper.
+"""The training losses, see the section "Effective Discriminative Training" of the EDJE paper.
 
-Shape letters: b pairs per batch, k negatives, m tokens per image, w distinct words, d width, e embedding width.
+Shape letters: b pairs per batch, k negatives per pair, m tokens per image, w distinct words, d width of a token, e
+width of an embedding.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from torch.nn import functional
 def itm_loss(positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor) -> torch.Tensor:
     """Image-text matching loss: cross-entropy of each positive pair against its negatives.
 
-    As in the published code, each caption competes with k other images, and each image with k other captions.
+    As in the published code, each caption has k negative images, and each image has k negative captions.
 
     Args:
         positive: logits of the positive pairs [b].
-        negative_images: logits of each caption with other images [b, k].
-        negative_texts: logits of each image with other captions [b, k].
+        negative_images: logits of each caption with k other images [b, k].
+        negative_texts: logits of each image with k other captions [b, k].
     """
     target = torch.zeros(positive.shape[0], dtype=torch.int64, device=positive.device)
     images = functional.cross_entropy(torch.cat([positive[:, None], negative_images], dim=1), target)
@@ -32,7 +33,7 @@ def binary_itm_loss(
 ) -> torch.Tensor:
     """Image-text matching loss of the EDJE paper: binary cross-entropy of positive and negative pairs.
 
-    Positive and negative pairs have the same total weight. The arguments are those of :func:`itm_loss`.
+    Positive and negative pairs have the same total weight. Arguments as in :func:`itm_loss`.
     """
     negatives = torch.cat([negative_images, negative_texts], dim=1)
     true = functional.binary_cross_entropy_with_logits(positive, torch.ones_like(positive))
@@ -41,7 +42,7 @@ def binary_itm_loss(
 
 
 def mlm_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Masked language modelling loss: mean cross-entropy over the masked tokens; 0 without masked tokens.
+    """Masked language modelling loss: mean cross-entropy over the masked tokens. The loss is 0 without masked tokens.
 
     Args:
         logits: logits of the masked tokens over the vocabulary [masked, vocabulary].
@@ -56,20 +57,20 @@ def recovery_loss(projected: torch.Tensor, embeddings: torch.Tensor) -> torch.Te
     """Text-embedding recovery loss: mean over captions of 1 - cos(projected, embeddings).
 
     Args:
-        projected: projected hidden states of ``[CLS]`` in the input rows without images [b, e].
-        embeddings: embeddings of the same captions by the text tower [b, e].
+        projected: hidden states of ``[CLS]`` in input rows without images, projected to the width e [b, e].
+        embeddings: embeddings of the same captions from the text tower [b, e].
     """
     return (1 - functional.cosine_similarity(projected, embeddings, dim=1)).mean()
 
 
 def distillation_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Distillation loss: binary cross-entropy of the student's probabilities against the teacher's.
+    """Distillation loss: binary cross-entropy between the probabilities of student and teacher.
 
-    It is averaged within each group of pairs and then over the groups.
+    The loss is averaged over the pairs of each group, and then over the three groups.
 
     Args:
-        student: logits of the student for three groups: positive pairs, pairs with negative images and pairs with
-            negative texts.
+        student: logits of the student for three groups of pairs: positive pairs, pairs with negative images, and pairs
+            with negative texts.
         teacher: logits of the teacher for the same groups.
     """
     losses = [
@@ -83,8 +84,8 @@ def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Ten
     """Alignment loss: symmetric InfoNCE of late-interaction scores, averaged over s sets of captions.
 
     Args:
-        scores: scores of b images with s sets of b captions [b, s b]. Caption j of each set belongs to image j. The
-            loss compares a caption only with captions of the same set.
+        scores: scores of b images with s sets of b captions [b, s b]. Caption j of each set belongs to image j. A
+            caption competes only with captions of the same set.
         temperature: temperature of the softmax, a scalar.
     """
     images = scores.shape[0]
@@ -95,12 +96,12 @@ def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Ten
 
 
 def alignment_scores(tokens: torch.Tensor, words: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return the late-interaction scores of b images with c captions [b, c].
+    """Return the late-interaction scores of all b images with all c captions, [b, c].
 
     Args:
         tokens: tokens of the images [b, m, d].
-        words: embeddings of the distinct words of all captions [w, d].
-        shares: share of each word among the words of each caption [w, c]. A caption without words has the score 0.
+        words: word embeddings of the distinct words of all captions [w, d].
+        shares: relative frequency of each word in each caption [w, c]. A caption without words has the score 0.
     """
     b, m, d = tokens.shape
     cosines = functional.normalize(tokens, dim=2).reshape(b * m, d) @ functional.normalize(words, dim=1).T

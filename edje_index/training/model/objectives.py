@@ -1,4 +1,4 @@
-"""The objectives of both phases: modules whose ``forward`` returns the losses of a batch."""
+"""The objectives of both phases. The ``forward`` method of an objective maps a batch to losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIRST_TEMPERATURE = 0.07
 
 
 class JointObjective(nn.Module):
-    """Joint-phase objective: matching, masked language modelling, text-embedding recovery and distillation."""
+    """Objective of the joint phase: matching, masked language modelling, text-embedding recovery and distillation."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class JointObjective(nn.Module):
         self._freeze_unused()
 
     def forward(self, batch: JointBatch) -> Losses:
-        """Return each loss by name, the weighted sum as ``loss``, and ``accuracy``.
+        """Return a dictionary with each loss by name, the weighted sum ``loss``, and ``accuracy``.
 
-        ``accuracy`` is the share of positive pairs with a higher logit than all their negatives.
+        ``accuracy`` is the fraction of positive pairs that have a higher logit than all negatives of the pair.
         """
         config = self._config
         tokens = random_subset(
@@ -83,7 +83,7 @@ class JointObjective(nn.Module):
         return recovery_loss(self.joint.text_projection(hidden[:, 0]).float(), embeddings)
 
     def _freeze_unused(self) -> None:
-        """Freeze heads without a loss, to exclude them from weight decay."""
+        """Freeze heads that no loss uses, to exclude these heads from weight decay."""
         head = self.joint.language_model.cls.predictions
         if not self._config.mlm_weight:
             for part in (head.transform, head.bias):
@@ -95,7 +95,7 @@ class JointObjective(nn.Module):
 
 
 class AlignmentObjective(nn.Module):
-    """Alignment-phase objective: late interaction of adapter tokens with caption words."""
+    """Objective of the alignment phase: late interaction of adapter tokens with caption words."""
 
     # The mean word embedding is subtracted from word embeddings and tokens first, because it carries no information.
     words: torch.Tensor
@@ -111,9 +111,9 @@ class AlignmentObjective(nn.Module):
         self.register_buffer("mean", words.mean(dim=0), persistent=False)
 
     def forward(self, batch: AlignmentBatch) -> Losses:
-        """Return ``loss`` and ``accuracy``.
+        """Return a dictionary with ``loss`` and ``accuracy``.
 
-        ``accuracy`` is the share of images whose own caption has the highest score in the first set of captions.
+        ``accuracy`` is the i2t R@1, between 0 and 1, of the images and the first set of captions.
         """
         tokens = self.adapter(kept_patches(batch.patches, self._augmentation)) - self.mean
         scores = alignment_scores(tokens, self.words[batch.words] - self.mean, batch.shares).float()
@@ -124,14 +124,14 @@ class AlignmentObjective(nn.Module):
 
 
 def kept_patches(patches: torch.Tensor, augmentation: AugmentationConfig) -> torch.Tensor:
-    """Return `patches` [b, n, d_v] after patch dropout, which removes the same patches from every image, as float32."""
+    """Return `patches` [b, n, d_v] after patch dropout, as float32. Every image loses the same patch positions."""
     return random_subset(patches, max(1, round(patches.shape[1] * (1 - augmentation.patch_dropout)))).float()
 
 
 def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
-    """Keep at most `count` random tokens of each block [b, n, d], at the same positions in every block.
+    """Keep at most `count` random tokens of each block in `blocks` [b, n, d]. None keeps all tokens.
 
-    A `count` of None keeps all tokens.
+    The kept positions are the same in every block.
     """
     n = blocks.shape[1]
     if count is None or count >= n:

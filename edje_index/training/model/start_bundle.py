@@ -1,4 +1,4 @@
-"""Makes the initial bundle of a training run: frozen towers, initial adapter and initial joint encoder."""
+"""Makes the initial bundle of a training run."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ NOTES = "start of a training"
 
 @dataclass(frozen=True)
 class Origin:
-    """Sources of the initial weights.
+    """The sources of the initial weights.
 
     Attributes:
         model: bundle that provides the towers; None takes the towers from `vision`.
-        vision: open_clip name of the model that provides the towers, or ``local-dir:FOLDER``.
-        language: folder of a Hugging Face BERT model, or a bundle that provides the joint encoder; None takes the joint
-            encoder of `model`.
-        init: bundle that provides the joint encoder, and also the adapter if its configuration equals the settings.
-            `init` takes precedence over `language`.
+        vision: open_clip name, or ``local-dir:FOLDER``, of the model that provides the towers.
+        language: folder of a Hugging Face BERT model, or a bundle, that provides the joint encoder. None takes the
+            joint encoder of `model`.
+        init: bundle that provides the joint encoder instead of `language`. If the adapter of this bundle has the
+            configuration in the settings, the bundle also provides the adapter.
     """
 
     model: Path | None
@@ -47,11 +47,11 @@ class Origin:
 
 
 def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBundle:
-    """Make the initial bundle of a training run. Weights without a source in `origin` are random, determined by `seed`.
+    """Make the initial bundle of a training run. Weights without a source in `origin` are random.
 
     Raises:
         HubUnreachableError: a source must be downloaded and the Hugging Face Hub cannot be reached.
-        ModelError: a source is missing, or does not fit the settings or the other sources.
+        ModelError: a source is missing, does not fit the settings, or does not fit another source.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -70,7 +70,7 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
 
 
 def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device) -> None:
-    """Prepare the modules of `bundle` for training: trainable parameters, dropout and attention implementation."""
+    """Set trainable parameters, dropout and the attention implementation of `bundle` for training on `device`."""
     bundle.adapter.requires_grad_(True)
     bundle.joint.requires_grad_(True)
     bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
@@ -79,10 +79,10 @@ def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device
 
 
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
-    """Return the fingerprints of the encoders whose indexes hold features for the adapter `trained`.
+    """Return the encoder fingerprints of indexes that the adapter `trained` can be trained on.
 
-    The first encoder makes exactly the features that the adapter reads. If the adapter reduces patches, the second
-    encoder stores all patches.
+    An index with the first fingerprint contains exactly the inputs of the adapter. If the adapter reduces patches,
+    there is a second fingerprint. An index with the second fingerprint contains all patches.
     """
     patches = int(info.vision["num_patches"])
     features = trained.features(patches)
@@ -102,7 +102,11 @@ def _feature_fingerprint(info: BundleInfo, features: AdapterConfig) -> str:
 
 
 def keep_layers(joint: JointEncoder, count: int) -> None:
-    """Keep only the first `count` layers of the language model. Raises ModelError if there are fewer layers."""
+    """Keep only the first `count` layers of the language model.
+
+    Raises:
+        ModelError: the language model has fewer layers.
+    """
     layers = joint.language_model.bert.encoder.layer
     if count > len(layers):
         raise ModelError(
@@ -115,7 +119,7 @@ def keep_layers(joint: JointEncoder, count: int) -> None:
 
 @torch.no_grad()
 def extend_positions(joint: JointEncoder, count: int) -> None:
-    """Extend the language model to at least `count` positions, with copies of the last one."""
+    """Extend the position table of the language model to at least `count` rows, with copies of the last row."""
     embeddings = joint.language_model.bert.embeddings
     table: nn.Embedding = embeddings.position_embeddings
     if table.num_embeddings >= count:
@@ -127,9 +131,9 @@ def extend_positions(joint: JointEncoder, count: int) -> None:
 
 
 def set_dropout(joint: JointEncoder, hidden: float | None, attention: float | None) -> None:
-    """Set the dropout probabilities of hidden states and of attention weights for training.
+    """Set the dropout probabilities of hidden states and attention weights. None leaves a probability unchanged.
 
-    None leaves a probability unchanged. The saved configuration of the language model does not change.
+    The configuration of the language model does not change.
     """
     for name, module in joint.named_modules():
         probability = attention if name.endswith(".self.dropout") else hidden
@@ -145,11 +149,11 @@ def set_attention(joint: JointEncoder, device: torch.device) -> None:
 
 
 def _towers(origin: Origin) -> ModelBundle:
-    """Load a bundle with the towers. Its adapter is a placeholder unless `origin.model` is set."""
+    """Load a bundle with the towers. If `origin.model` is None, the adapter of this bundle is a placeholder."""
     if origin.model is not None:
         return ModelBundle.load(origin.model)
     if origin.vision is None or not (origin.language or origin.init):
-        raise ModelError("no towers are given: set 'model', or set 'vision' together with 'language' or 'init'")
+        raise ModelError("no model provides the towers: set 'model', or set 'vision' and one of 'language' and 'init'")
     clip, config = load_clip(origin.vision, None)
     folder = Path(origin.vision.removeprefix(LOCAL_DIR)) if origin.vision.startswith(LOCAL_DIR) else None
     vision = vision_tower(clip.visual)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The teacher of a distillation."""
+"""The teacher in distillation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SCORE_BATCH = 256
 
 @dataclass(frozen=True)
 class Teacher:
-    """A trained joint encoder whose logits the student imitates.
+    """A trained joint encoder. The student learns to imitate its logits.
 
     Attributes:
         joint: the frozen joint encoder of the teacher.
-        adapter: adapter that maps features to the teacher's tokens; None if batches hold the teacher's tokens.
+        adapter: maps features to the teacher's tokens; None if batches contain the teacher's tokens.
     """
 
     joint: JointEncoder
@@ -32,14 +32,14 @@ class Teacher:
     def of(cls, bundle: ModelBundle, *, has_tokens: bool, device: torch.device) -> Teacher:
         """Load the teacher from `bundle` onto `device`.
 
-        `has_tokens` is True if batches hold the teacher's tokens, False if they hold features for its adapter.
+        `has_tokens` is True if batches contain tokens of the teacher. It is False if batches contain features.
         """
         joint = bundle.joint.requires_grad_(False).to(device)
         return cls(joint, None if has_tokens else trained_part(bundle.adapter).to(device))
 
     @torch.no_grad()
     def logits(self, batch: JointBatch) -> torch.Tensor:
-        """Compute the teacher's logits for all positive and negative pairs of `batch`, float32 [b (1 + 2 k)]."""
+        """Return the teacher's logits of all positive and negative pairs of `batch`, float32 [b (1 + 2 k)]."""
         assert batch.teacher is not None
         inputs, blocks = batch.teacher
         tokens = blocks.float() if self.adapter is None else self.adapter(blocks.float())

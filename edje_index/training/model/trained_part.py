@@ -8,8 +8,9 @@ from edje_index.models.adapter import Adapter, ReducedAdapter
 
 
 def trained_part(adapter: Adapter) -> nn.Module:
-    """Return the trainable module of `adapter`.
+    """Return the module of `adapter` that is trained.
 
-    For an adapter that reduces patches this is only the MLP, because the stored features are already reduced.
+    For an adapter that reduces patches, this module is the MLP, because training reads reduced features. For any other
+    adapter, it is the whole adapter.
     """
     return adapter.local if isinstance(adapter, ReducedAdapter) else adapter

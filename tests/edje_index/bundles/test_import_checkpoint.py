@@ -73,7 +73,7 @@ def test_refuses_early(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:
     with pytest.raises(ModelError, match="exists already"):
         import_checkpoint(checkpoint, tower[0], tmp_path / "run")
     (tmp_path / "run" / "tokenizer").rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match="there is no tokenizer"):
+    with pytest.raises(ModelError, match="tokenizer does not exist"):
         import_checkpoint(checkpoint, tower[0], tmp_path / "bundle")
     import_checkpoint(checkpoint, tower[0], tmp_path / "bundle", tokenizer_dir=tmp_path / "elsewhere")
 
