@@ -25,7 +25,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import Counts, Manifest, created_by
 from storage_formats.format.shard_table import FileEntry, write_shard_table
-from storage_formats.reading.embeddings import read_uncompared_embeddings
+from storage_formats.reading.embeddings import IndexedEmbeddings
 from storage_formats.writing.begin import begin_index
 
 _MODULE = "benchmarks.ann"
@@ -155,7 +155,7 @@ def _search(folder: str, queries: int = 200, k: int = 100) -> dict[str, Any]:
     index = AnnIndex.open(folder)
     rng = np.random.default_rng(5)
     spec = Manifest.load(folder).spec
-    vectors = read_uncompared_embeddings(folder, spec, rng.integers(0, spec.used_segments[0].rows, queries))
+    vectors = IndexedEmbeddings(Layout(Path(folder)), spec)[rng.integers(0, spec.used_segments[0].rows, queries)]
     index.nearest(vectors[0], k)
     started, cpu = time.monotonic(), time.process_time()
     for vector in vectors:

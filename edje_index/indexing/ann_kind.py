@@ -94,3 +94,8 @@ class AnnKind:
     def vector_bytes(self, width: int) -> int:
         """Return the number of bytes that one vector and its id take."""
         return _ID_BYTES + (-(-self.sub_vectors // 2) if self.sub_vectors else _FLOAT_BYTES * width)
+
+
+def ann_bytes(rows: int, width: int) -> int:
+    """Return the bytes that the FAISS index of `rows` embeddings of `width` values takes, in memory and on disk."""
+    return rows * AnnKind.choose(rows, width).vector_bytes(width)

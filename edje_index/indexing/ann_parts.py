@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.indexing.faiss_part import FaissIndex, Vectors, is_exact, number_of_lists, search_part
-from storage_formats.format.layout import IndexSpec
-from storage_formats.reading.embeddings import read_uncompared_embeddings
+from storage_formats.reading.embeddings import IndexedEmbeddings
 
 _CANDIDATES_PER_NEIGHBOUR = 2
 """Number of candidates per requested row if FAISS stores codes. Their stored embeddings are then compared."""
@@ -28,13 +26,11 @@ class AnnParts:
     """The FAISS indexes of a nearest-neighbour index. Each FAISS index contains the rows of some segments.
 
     Attributes:
-        root: directory of the index.
-        spec: shape of the index.
+        embeddings: the stored embeddings of the index.
         parts: the FAISS indexes.
     """
 
-    root: Path
-    spec: IndexSpec
+    embeddings: IndexedEmbeddings
     parts: Sequence[FaissIndex]
 
     def __len__(self) -> int:
@@ -74,7 +70,7 @@ class AnnParts:
             filled = its_rows >= 0  # FAISS returns -1 if the searched lists contain too few vectors
             candidates, similarities = its_rows[filled], its_scores[filled]
             if not exact:
-                similarities = read_uncompared_embeddings(self.root, self.spec, candidates) @ query
+                similarities = self.embeddings[candidates] @ query
             order = np.argsort(-similarities, kind="stable")[:k]
             neighbours.append((candidates[order], similarities[order]))
         return neighbours
@@ -96,7 +92,7 @@ class AnnParts:
         best = [(np.empty(0, np.int64), np.empty(0, np.float32)) for _ in queries]
         for start in range(0, len(row_ids), _ROWS_AT_ONCE):
             rows = row_ids[start : start + _ROWS_AT_ONCE]
-            vectors = read_uncompared_embeddings(self.root, self.spec, rows)
+            vectors = self.embeddings[rows]
             has_vector = ~np.isnan(vectors[:, 0])  # holes have none
             rows, similarities = rows[has_vector], queries @ vectors[has_vector].T
             best = [_best(kept, (rows, its), k) for kept, its in zip(best, similarities, strict=True)]

@@ -15,7 +15,7 @@ from edje_index.indexing.faiss_part import Vectors
 from edje_index.progress import OnProgress
 from storage_formats.errors import UsageError
 from storage_formats.format.tombstones import Tombstones
-from storage_formats.reading.embeddings import IndexedEmbeddings, read_uncompared_embeddings
+from storage_formats.reading.embeddings import IndexedEmbeddings
 
 TARGET_RECALL = 0.95
 _QUERIES = 200
@@ -65,12 +65,19 @@ class RecallQueries:
 
     @classmethod
     def draw(
-        cls, embeddings: IndexedEmbeddings, deleted: Tombstones, on_progress: OnProgress | None = None
+        cls, embeddings: IndexedEmbeddings, deleted: Tombstones | None, on_progress: OnProgress | None = None
     ) -> RecallQueries:
-        """Draw queries from all shards, and find the neighbours of each query by exact search."""
+        """Draw queries from all shards, and find the neighbours of each query by exact search.
+
+        Args:
+            embeddings: the embeddings of all shards of the index.
+            deleted: deleted rows, which are neither queries nor neighbours; None if no row is deleted.
+            on_progress: called after each shard.
+        """
         row_ids, vectors = held_out(embeddings, _QUERIES)
-        live = ~deleted.contain(row_ids)
-        row_ids, vectors = row_ids[live], vectors[live]
+        if deleted is not None:
+            live = ~deleted.contain(row_ids)
+            row_ids, vectors = row_ids[live], vectors[live]
         neighbours = _exact_neighbours(embeddings, deleted, row_ids, vectors, on_progress)
         return cls(row_ids, vectors, neighbours)
 
@@ -134,14 +141,14 @@ def held_out(embeddings: IndexedEmbeddings, count: int) -> tuple[NDArray[np.int6
         rows = spec.shard_rows(shard)
         row_ids[number] = min(int(rng.integers(rows.start, rows.stop)) | 1, rows.stop - 1)
     row_ids = np.unique(row_ids)
-    vectors = read_uncompared_embeddings(embeddings.layout.root, spec, row_ids)
+    vectors = embeddings[row_ids]
     indexed = ~np.isnan(vectors[:, 0])
     return row_ids[indexed], vectors[indexed]
 
 
 def _exact_neighbours(
     embeddings: IndexedEmbeddings,
-    deleted: Tombstones,
+    deleted: Tombstones | None,
     row_ids: NDArray[np.int64],
     queries: Vectors,
     on_progress: OnProgress | None,
@@ -152,7 +159,8 @@ def _exact_neighbours(
         if on_progress:
             on_progress("measuring the recall", done, len(embeddings.shards))
         scores = queries @ vectors.T
-        scores[:, deleted.contain(rows)] = -np.inf
+        if deleted is not None:
+            scores[:, deleted.contain(rows)] = -np.inf
         scores[row_ids[:, None] == rows] = -np.inf
         for query in np.flatnonzero(scores.max(axis=1, initial=-np.inf) > best_scores[:, -1]):
             both_scores = np.concatenate([best_scores[query], scores[query]])

@@ -37,7 +37,6 @@ from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.shard_table import FileEntry
-from storage_formats.format.tombstones import Tombstones
 from storage_formats.reading.embeddings import IndexedEmbeddings
 from storage_formats.writing.snapshots import kept_snapshots, named_files
 
@@ -119,8 +118,8 @@ def build_ann(
     fill_part(index, embeddings, on_progress)
     measured: list[Measurement] = []
     if number_of_lists(index):
-        queries = RecallQueries.draw(embeddings, Tombstones.none(spec.shard_size), on_progress)
-        measured = measure_probes(queries, AnnParts(layout.root, spec, [index]), request.recall)
+        queries = RecallQueries.draw(embeddings, None, on_progress)
+        measured = measure_probes(queries, AnnParts(embeddings, [index]), request.recall)
     else:
         kind = AnnKind()
     file = _write(layout, index, embeddings, layout.ann_index if replace_file else None)
@@ -269,7 +268,8 @@ class AnnIndex:
         files = [{"vectors": manifest.counts.indexed, **file} for file in manifest.ann.get("files", [])]
         if not files:
             raise UsageError(f"{root} has no nearest-neighbour index; build it with 'edje-index ann build'")
-        self.parts = AnnParts(root, manifest.spec, [_open_part(root, manifest.spec, file) for file in files])
+        embeddings = IndexedEmbeddings(Layout(root), manifest.spec)
+        self.parts = AnnParts(embeddings, [_open_part(root, manifest.spec, file) for file in files])
         self.live = _live_bitmap(index)
         probes = manifest.ann.get("probes")
         self._probes = None if probes is None else max(1, int(probes))
@@ -313,7 +313,7 @@ class AnnIndex:
         Raises:
             ModelError: the queries and the embeddings of the index differ in width.
         """
-        width = self.parts.spec.embed_dim
+        width = self.parts.embeddings.spec.embed_dim
         if queries.shape[1] != width:
             raise ModelError(
                 f"the query has width {queries.shape[1]}, but the embeddings of the index have width {width}; "

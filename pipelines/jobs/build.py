@@ -32,12 +32,13 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
     started = time.monotonic()
     check_output(config)
     is_finished = Layout(config.out).manifest.exists()
+    if is_finished:
+        remove_leftovers(config.out)
     with contextlib.nullcontext() if is_finished else locked_index(config.out):
         prepared = prepare_build(config, on_event, should_stop)
         run = None
         if prepared.finished is not None:
             manifest = prepared.finished.manifest
-            remove_leftovers(config.out)
         else:
             try:
                 run = encode_shards(config, prepared, on_event, should_stop)

@@ -72,8 +72,9 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
 
 def check_index_size(root: Path, spec: IndexSpec) -> None:
     """Raise UsageError if the disk is too small for the index, or the memory is too small for its embeddings."""
-    _check_memory(ann_memory_need(spec), "split the sources over several indexes", "sources")
-    need, free = disk_need(spec), free_disk(root)
+    need = disk_need(spec)
+    _check_memory(Need({"vectors": need.parts["ann"]}), "split the sources over several indexes", "sources")
+    free = free_disk(root)
     if need.total > free:
         raise UsageError(
             f"the index of {counted(spec.rows, 'input')} needs {need} of disk, but only "
@@ -85,12 +86,13 @@ def check_index_size(root: Path, spec: IndexSpec) -> None:
 
 def disk_need(spec: IndexSpec) -> Need:
     """Return the disk space that the whole index needs, plus 2 %."""
+    from edje_index.indexing.ann_kind import ann_bytes
     from storage_formats.codecs import codec
 
     tokens = sum(_token_bytes(spec, codec(name, spec.block_shape).record_bytes) for name in spec.precisions)
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
     rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES  # files end in a partial disk block
-    parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": _ann_bytes(spec)}
+    parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann_bytes(spec.rows, spec.embed_dim)}
     return Need({name: int(size * _SLACK) for name, size in parts.items()})
 
 
@@ -101,23 +103,12 @@ def worker_memory_need(workers: int, weights_bytes: int, batch_size: int, image_
     return Need({name: workers * size for name, size in parts.items()})
 
 
-def ann_memory_need(spec: IndexSpec) -> Need:
-    """Return the memory that is needed to build the nearest-neighbour index, after the workers have ended."""
-    return Need({"vectors": _ann_bytes(spec)})
-
-
 def _token_bytes(spec: IndexSpec, record_bytes: int) -> int:
     last = len(spec.shard_rows(spec.shards - 1))
     full_shard, last_shard = (
         padded_shard_bytes(rows, spec.shard_size, record_bytes)[1] for rows in (spec.shard_size, last)
     )
     return (spec.shards - 1) * full_shard + last_shard + spec.rows * CRC_BYTES
-
-
-def _ann_bytes(spec: IndexSpec) -> int:
-    from edje_index.indexing.ann_kind import AnnKind
-
-    return spec.rows * AnnKind.choose(spec.rows, spec.embed_dim).vector_bytes(spec.embed_dim)
 
 
 def _check_device(device: str) -> None:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -92,14 +91,18 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
 
 @dataclass(frozen=True)
 class IndexedEmbeddings:
-    """An iterable over the embeddings of the indexed rows of `shards`. It can be used several times and during a build.
+    """The stored embeddings, read without the shard table. Also works during a build.
 
-    Yields (row ids int64 [k], embeddings float32 [k, embed_dim]) for each shard.
+    `embeddings[row_ids]` reads the embeddings of `row_ids` as `read_embeddings` does. Iteration reads the indexed rows of
+    `shards`, shard by shard, and yields (row ids int64 [k], embeddings float32 [k, embed_dim]).
     """
 
     layout: Layout
     spec: IndexSpec
-    shards: Sequence[int]
+    shards: Sequence[int] = ()
+
+    def __getitem__(self, row_ids: RowIds) -> NDArray[np.float32]:
+        return _read_rows(self.layout, self.spec, check_row_ids(row_ids, self.spec.rows), {})
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         for shard in self.shards:
@@ -127,11 +130,6 @@ def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float3
         shards = shards[counts * _SPARSE >= spec.shard_size]
     committed = CommittedFiles(index, layout.embedding_shard).files(shards.tolist())
     return _read_rows(layout, spec, ids, committed)
-
-
-def read_uncompared_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArray[np.float32]:
-    """Read embeddings like `read_embeddings`, but skip all checks against the shard table. Works during a build."""
-    return _read_rows(Layout(Path(root)), spec, check_row_ids(row_ids, spec.rows), {})
 
 
 def _read_rows(

@@ -98,9 +98,7 @@ def test_the_stored_recall_is_that_of_a_search(root):
     assert (recall["k"], manifest.ann["factory"]) == (100, "IVF10,PQ8x4fs")
     assert 0.9 <= recall["value"] < 1
     assert probes in (4, 8)
-    queries = RecallQueries.draw(
-        IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers())), Tombstones.none(SPEC.shard_size)
-    )
+    queries = RecallQueries.draw(IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers())), None)
     results = AnnIndex.open(root).nearest_to_each(queries.vectors, 101)
     shares = [
         len((set(rows.tolist()) - {row}) & set(exact_rows.tolist())) / 100
