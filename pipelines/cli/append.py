@@ -7,34 +7,19 @@ from typing import Any
 
 import click
 
-from pipelines.cli.options import (
-    PATH,
-    POSITIVE,
-    address_option,
-    column_option,
-    engine_option,
-    json_option,
-    max_failed_option,
-    model_option,
-    quiet_option,
-)
-from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.cli.new_rows import new_rows_options, note_failures, run_job
+from pipelines.cli.options import PATH, column_option, max_failed_option
+from pipelines.cli.output import print_json, print_line
 from pipelines.planning.config import AppendConfig
 from pipelines.progress.wording import counted
-from storage_formats.format.layout import Layout
 
 
 @click.command()
 @click.argument("root", type=PATH, metavar="INDEX")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@model_option
-@engine_option("ray")
-@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']")
-@address_option
 @column_option
 @max_failed_option
-@quiet_option
-@json_option
+@new_rows_options
 def append(as_json: bool, quiet: bool, **options: Any) -> None:
     """Add the images of every SOURCE to INDEX.
 
@@ -52,8 +37,7 @@ def append(as_json: bool, quiet: bool, **options: Any) -> None:
     from pipelines.jobs.append import run_append
 
     config = AppendConfig(**{**options, "sources": tuple(options["sources"])})
-    with running_job(quiet=quiet, can_resume=Layout(config.root).append_plan.exists) as (on_event, should_stop):
-        result = run_append(config, on_event, should_stop)
+    result = run_job(run_append, config, quiet=quiet)
     if as_json:
         print_json(asdict(result))
     else:
@@ -63,6 +47,4 @@ def append(as_json: bool, quiet: bool, **options: Any) -> None:
             f"{result.duplicates:,} duplicates + {result.failed:,} failed, in {counted(result.shards, 'new shard')}; "
             f"{result.seconds:.1f} s"
         )
-    if result.failed:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
-        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures' lists them")
+    note_failures(result)

@@ -7,29 +7,16 @@ from typing import Any
 
 import click
 
-from pipelines.cli.options import (
-    PATH,
-    POSITIVE,
-    address_option,
-    engine_option,
-    json_option,
-    model_option,
-    quiet_option,
-)
-from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.cli.new_rows import new_rows_options, note_failures, run_job
+from pipelines.cli.options import PATH
+from pipelines.cli.output import print_json, print_line
 from pipelines.planning.config import AppendConfig
 from pipelines.progress.wording import counted
-from storage_formats.format.layout import Layout
 
 
 @click.command("retry-failed")
 @click.argument("root", type=PATH, metavar="INDEX")
-@model_option
-@engine_option("ray")
-@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']")
-@address_option
-@quiet_option
-@json_option
+@new_rows_options
 def retry_failed(as_json: bool, quiet: bool, **options: Any) -> None:
     """Try to index the failed inputs of INDEX again.
 
@@ -46,8 +33,7 @@ def retry_failed(as_json: bool, quiet: bool, **options: Any) -> None:
     from pipelines.jobs.retry_failed import run_retry_failed
 
     config = AppendConfig(sources=(), **options)
-    with running_job(quiet=quiet, can_resume=Layout(config.root).append_plan.exists) as (on_event, should_stop):
-        result = run_retry_failed(config, on_event, should_stop)
+    result = run_job(run_retry_failed, config, quiet=quiet)
     if as_json:
         print_json(asdict(result))
     else:
@@ -56,6 +42,4 @@ def retry_failed(as_json: bool, quiet: bool, **options: Any) -> None:
             f"{result.indexed:,} indexed + {result.duplicates:,} duplicates + {result.failed:,} failed; "
             f"{result.seconds:.1f} s"
         )
-    if result.failed:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
-        note(f"{counted(result.failed, 'input')} failed again: {reasons}")
+    note_failures(result, " again")

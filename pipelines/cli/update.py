@@ -7,21 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import (
-    PATH,
-    POSITIVE,
-    address_option,
-    column_option,
-    engine_option,
-    json_option,
-    max_failed_option,
-    model_option,
-    quiet_option,
-)
-from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.cli.new_rows import new_rows_options, note_failures, run_job
+from pipelines.cli.options import PATH, column_option, max_failed_option
+from pipelines.cli.output import print_json, print_line
 from pipelines.planning.config import UpdateConfig
 from pipelines.progress.wording import counted, duration
-from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from pipelines.jobs.update import UpdateResult
@@ -39,14 +29,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="Stop if the files of more than this share of the rows are missing.",
 )
-@model_option
-@engine_option("ray")
-@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']")
-@address_option
 @column_option
 @max_failed_option
-@quiet_option
-@json_option
+@new_rows_options
 def update(as_json: bool, quiet: bool, **options: Any) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
 
@@ -66,15 +51,13 @@ def update(as_json: bool, quiet: bool, **options: Any) -> None:
     from pipelines.jobs.update import run_update
 
     config = UpdateConfig(**{**options, "sources": tuple(options["sources"])})
-    with running_job(quiet=quiet, can_resume=Layout(config.root).append_plan.exists) as (on_event, should_stop):
-        result = run_update(config, on_event, should_stop)
+    result = run_job(run_update, config, quiet=quiet)
     if as_json:
         print_json(asdict(result))
     else:
         print_line(f"{config.root}: {_summary(result)}")
-    if result.failed and not config.dry_run:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
-        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures' lists them")
+    if not config.dry_run:
+        note_failures(result)
 
 
 def _summary(result: UpdateResult) -> str:

@@ -93,8 +93,8 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
 class IndexedEmbeddings:
     """The stored embeddings, read without the shard table. Also works during a build.
 
-    `embeddings[row_ids]` reads the embeddings of `row_ids` as `read_embeddings` does. Iteration reads the indexed rows of
-    `shards`, shard by shard, and yields (row ids int64 [k], embeddings float32 [k, embed_dim]).
+    `embeddings[row_ids]` reads the embeddings of `row_ids` as `read_embeddings` does. Iteration reads the indexed rows
+    of each shard in `shards` and yields (row ids int64 [k], embeddings float32 [k, embed_dim]).
     """
 
     layout: Layout

@@ -1,0 +1,68 @@
+"""What the commands that add rows to an index have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import click
+
+from pipelines.cli.options import (
+    POSITIVE,
+    address_option,
+    engine_option,
+    json_option,
+    model_option,
+    quiet_option,
+)
+from pipelines.cli.output import note, running_job
+from pipelines.planning.config import AppendConfig
+from pipelines.progress.events import OnEvent
+from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.wording import counted
+from storage_formats.format.layout import Layout
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_Config = TypeVar("_Config", bound=AppendConfig)
+_Result = TypeVar("_Result")
+
+_OPTIONS = (
+    model_option,
+    engine_option("ray"),
+    click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']"),
+    address_option,
+    quiet_option,
+    json_option,
+)
+
+
+class WithFailures(Protocol):
+    """A result that counts failed inputs."""
+
+    @property
+    def failed(self) -> int:
+        """Number of failed inputs."""
+
+    @property
+    def failed_by_reason(self) -> dict[str, int]:
+        """Number of failed inputs by reason."""
+
+
+def new_rows_options(command: _Command) -> _Command:
+    """Add the options that all these commands have."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def run_job(job: Callable[[_Config, OnEvent, ShouldStop], _Result], config: _Config, *, quiet: bool) -> _Result:
+    """Run `job` with a progress display. If `job` is stopped, say whether it can be resumed."""
+    with running_job(quiet=quiet, can_resume=Layout(config.root).append_plan.exists) as (on_event, should_stop):
+        return job(config, on_event, should_stop)
+
+
+def note_failures(result: WithFailures, again: str = "") -> None:
+    """Print how many inputs failed for which reasons, if any failed."""
+    if result.failed:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
+        note(f"{counted(result.failed, 'input')} failed{again}: {reasons}; 'edje-index failures' lists them")
