@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,8 +27,9 @@ from edje_index.captions.record import (
     parse_json,
 )
 from edje_index.filesystem import read_json_lines
+from edje_index.images.archive_damage import ArchiveDamage
 from edje_index.images.inputs import display_path
-from edje_index.images.tar_members import Kind, TarDamage, iter_members
+from edje_index.images.tar_members import Kind, iter_members
 from storage_formats.errors import UsageError
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
@@ -189,7 +191,7 @@ def _samples(path: Path) -> dict[str, _Sample]:
     samples: dict[str, _Sample] = {}
     try:
         with path.open("rb") as file:
-            for member in iter_members(file.fileno()):
+            for member in iter_members(functools.partial(os.pread, file.fileno())):
                 name = os.fsdecode(member.name)
                 folder, slash, base = name.rpartition("/")
                 stem, _, suffix = base.partition(".")
@@ -201,7 +203,7 @@ def _samples(path: Path) -> dict[str, _Sample]:
                 elif suffix.lower() in ("txt", "json"):
                     data = os.pread(file.fileno(), member.size, member.offset)
                     setattr(sample, "text" if suffix.lower() == "txt" else "json", data)
-    except TarDamage as damage:
+    except ArchiveDamage as damage:
         raise UsageError(
             f"{path} is not an intact uncompressed tar file: {damage.detail}; write or copy this file again"
         ) from damage

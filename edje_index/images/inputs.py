@@ -11,7 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edje_index.images.containers.container import Container
+from edje_index.images.containers.reading import read_packed
 from edje_index.images.decode import ImageError
+from edje_index.images.ranges import read_range
 from edje_index.images.transient import is_transient, retry_transient
 from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
@@ -29,10 +32,11 @@ class InputRef:
     """One input of a build.
 
     Attributes:
-        uri: readable name in the rows table: an absolute path, or "<tar path>!<member>". Bytes that are not UTF-8 are
-            written as %XX.
+        uri: readable name in the rows table: an absolute path, "<archive>!<member>" or
+            "<Parquet file>!<column>/<row>". Bytes that are not UTF-8 are written as %XX.
         path: path of the file that contains the input, as bytes (`os.fsencode`). Any file name works.
-        offset: offset of the input's bytes in the file.
+        offset: offset of the input's bytes in the file. For a compressed tar, the offset in the decompressed archive.
+            For a zip, the offset of the member's header. For a Parquet file, the row, counted from 0.
         size: number of bytes of the input when the build was planned; None if unknown.
         member: True if the input is a part of the file, the bytes [offset, offset + size). False if the input is the
             whole file.
@@ -41,6 +45,7 @@ class InputRef:
         problem: reason why the input cannot be encoded, one of `edje_index.images.decode.REASONS`. None if planning
             found no problem.
         metadata: values of the source columns by name; None if the input has no such values.
+        container: how the file packs the input; None if the input is a range of bytes or the whole file.
     """
 
     uri: str
@@ -52,6 +57,7 @@ class InputRef:
     duplicate_of: int | None = None
     problem: str | None = None
     metadata: Mapping[str, Value] | None = field(default=None, hash=False)
+    container: Container | None = None
 
     @property
     def uri_raw(self) -> bytes | None:
@@ -100,9 +106,12 @@ def read_bytes(ref: InputRef) -> bytes:
 
 def _open_and_read(ref: InputRef) -> bytes:
     try:
+        if ref.container is not None:
+            return read_packed(ref.path, ref.container, ref.offset, size=ref.size, max_bytes=MAX_INPUT_BYTES)
         fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except FileNotFoundError as error:
-        if ref.size is not None and _directory_vanished(ref.path):
+        was_there = ref.size is not None or ref.container is not None
+        if was_there and _directory_vanished(ref.path):
             raise OSError(errno.ESTALE, "the directory is gone or empty") from error
         raise
     try:
@@ -133,22 +142,11 @@ def _read(fd: int, ref: InputRef) -> bytes:
         )
     if size > MAX_INPUT_BYTES:
         raise ImageError(reason="too-many-bytes", detail=f"{size} bytes is over the limit of {MAX_INPUT_BYTES}")
-    data = _read_range(fd, ref.offset, size)
+    data = read_range(fd, size, ref.offset)
     if len(data) != size:
         if os.fstat(fd).st_size >= ref.offset + size:
             raise OSError(errno.EIO, f"a read ended {size - len(data)} bytes before the end of the file")
         raise ImageError(reason="changed-since-plan", detail=f"read only {len(data)} of {size} bytes")
-    return data
-
-
-def _read_range(fd: int, offset: int, size: int) -> bytes:
-    """Return the bytes [offset, offset + size) of a file, or fewer if the file ends earlier."""
-    data = os.pread(fd, size, offset)
-    while 0 < len(data) < size:
-        part = os.pread(fd, size - len(data), offset + len(data))
-        if not part:
-            break
-        data += part
     return data
 
 
@@ -167,6 +165,7 @@ def input_schema() -> pa.Schema:
             pa.field("duplicate_of", pa.int64()),
             pa.field("problem", pa.string()),
             pa.field("metadata", pa.string()),
+            pa.field("container", pa.string()),
         ]
     )
 
@@ -184,6 +183,7 @@ def write_inputs(path: Path, refs: Iterable[InputRef]) -> None:
     columns = {field.name: [getattr(ref, field.name) for ref in inputs] for field in fields(InputRef)}
     columns["content_hash"] = [digits and bytes.fromhex(digits) for digits in columns["content_hash"]]
     columns["metadata"] = [values and metadata_text(values) for values in columns["metadata"]]
+    columns["container"] = [container and str(container) for container in columns["container"]]
     with naming(path):
         pq.write_table(pa.table(columns, schema=input_schema()), path, compression="zstd")
 
@@ -201,11 +201,13 @@ def read_inputs(path: Path) -> list[InputRef]:
 
     try:
         table = read_table(path.read_bytes())
-        if "metadata" not in table.column_names:  # an earlier version of this program made the plan
-            table = table.append_column("metadata", pa.nulls(len(table), pa.string()))
-        table = table.cast(input_schema())
+        for name in ("metadata", "container"):
+            if name not in table.column_names:  # an earlier version of this program made the plan
+                table = table.append_column(name, pa.nulls(len(table), pa.string()))
+        table = table.select(input_schema().names).cast(input_schema())
         columns = {name: table[name].to_pylist() for name in table.column_names}
         columns["metadata"] = [text and json.loads(text) for text in columns["metadata"]]
+        columns["container"] = [text and Container.parse(text) for text in columns["container"]]
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
             raise

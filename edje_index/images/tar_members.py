@@ -1,4 +1,4 @@
-"""Lists the members of an uncompressed tar archive and the byte offset of each member's data.
+"""Lists the members of a tar archive and the byte offset of each member's data.
 
 This module does not iterate over a `tarfile.TarFile`, for three reasons. `TarFile` ends without an error at a damaged
 header. It reads only the first of several concatenated archives. It keeps all members in memory.
@@ -6,12 +6,14 @@ header. It reads only the first of several concatenated archives. It keeps all m
 
 from __future__ import annotations
 
-import os
 import tarfile
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import IO, cast
+
+from edje_index.images.archive_damage import ArchiveDamage
+from edje_index.images.ranges import ReadAt
 
 _MAX_READ = 1 << 20  # bytes of one header; longer pax records and names are damage
 _MAX_SIZE = 1 << 62  # bytes of one member; larger sizes exceed the range of file offsets
@@ -45,48 +47,34 @@ class TarMember:
     size: int
 
 
-class TarDamage(Exception):
-    """The archive is damaged, and further members cannot be read.
-
-    Attributes:
-        reason: "truncated-archive" or "damaged-archive".
-        detail: description of the damage.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
-
-
-def iter_members(fd: int) -> Iterator[TarMember]:
+def iter_members(read_at: ReadAt) -> Iterator[TarMember]:
     """Yield the members of an archive in order. Only headers are read.
 
     Args:
-        fd: file descriptor of the archive. The file position is neither used nor changed.
+        read_at: reads a byte range of the archive.
 
     Raises:
-        TarDamage: the archive is damaged after the last yielded member. The reason is "truncated-archive" if the file
-            ends before the end-of-archive marker, and "damaged-archive" if a header is invalid.
+        ArchiveDamage: the archive is damaged after the last yielded member. The reason is "truncated-archive" if the
+            file ends before the end-of-archive marker, and "damaged-archive" if a header is invalid.
         OSError: the file cannot be read.
     """
     start: int | None = 0
     while start is not None:
-        end = yield from _archive_members(fd, start)
-        start = _next_archive(fd, end)
+        end = yield from _archive_members(read_at, start)
+        start = _next_archive(read_at, end)
 
 
 class _HeaderFile:
     """File object from which `tarfile` reads headers.
 
-    A damaged header can request a long read, which raises TarDamage.
+    A damaged header can request a long read, which raises ArchiveDamage.
     """
 
     name = None
     mode = "rb"
 
-    def __init__(self, fd: int, position: int) -> None:
-        self._fd = fd
+    def __init__(self, read_at: ReadAt, position: int) -> None:
+        self._read_at = read_at
         self._position = position
         self.reached_end = False
 
@@ -98,18 +86,18 @@ class _HeaderFile:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _MAX_READ:
-            raise TarDamage(
+            raise ArchiveDamage(
                 reason="damaged-archive", detail=f"the header at byte {self._position} has the invalid size {size}"
             )
-        data = os.pread(self._fd, size, self._position)
+        data = self._read_at(size, self._position)
         self.reached_end |= len(data) < size
         self._position += len(data)
         return data
 
 
-def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
+def _archive_members(read_at: ReadAt, start: int) -> Generator[TarMember, None, int]:
     """Yield the members of the archive that starts at the offset `start`. Return the offset after the last member."""
-    file = _HeaderFile(fd, start)
+    file = _HeaderFile(read_at, start)
     end = start
     try:
         archive = tarfile.TarFile(fileobj=cast(IO[bytes], file), encoding="utf-8", errors="surrogateescape")
@@ -118,12 +106,14 @@ def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
             info = tarfile.TarInfo.fromtarfile(archive)
             yield _member(info)
             if archive.offset <= end:
-                raise TarDamage(reason="damaged-archive", detail=f"the header at byte {end} leads to an earlier byte")
+                raise ArchiveDamage(
+                    reason="damaged-archive", detail=f"the header at byte {end} leads to an earlier byte"
+                )
             end = archive.offset
     except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         # `tarfile` raises such an error at the end marker too; the caller checks for the marker.
         if file.reached_end:
-            raise TarDamage(
+            raise ArchiveDamage(
                 reason="truncated-archive", detail=f"the file ends inside the header at byte {end}"
             ) from error
     return end
@@ -132,11 +122,11 @@ def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
 def _member(info: tarfile.TarInfo) -> TarMember:
     name = info.name.encode("utf-8", "surrogateescape")
     if not 0 <= info.size < _MAX_SIZE:
-        raise TarDamage(
+        raise ArchiveDamage(
             reason="damaged-archive", detail=f"the member at byte {info.offset} has the invalid size {info.size}"
         )
     if b"\0" in name:
-        raise TarDamage(
+        raise ArchiveDamage(
             reason="damaged-archive", detail=f"the member at byte {info.offset} has the invalid name {name[:100]!r}"
         )
     return TarMember(name, _kind(info), info.offset_data, info.size)
@@ -152,16 +142,16 @@ def _kind(info: tarfile.TarInfo) -> Kind:
     return Kind.REGULAR if info.isreg() else Kind.OTHER
 
 
-def _next_archive(fd: int, end: int) -> int | None:
+def _next_archive(read_at: ReadAt, end: int) -> int | None:
     """Return the offset of the next concatenated archive; None if there is none."""
     # `tarfile` takes a damaged header for the marker, so this function checks that the bytes at `end` are the marker.
-    marker = os.pread(fd, tarfile.BLOCKSIZE, end)
+    marker = read_at(tarfile.BLOCKSIZE, end)
     if len(marker) < tarfile.BLOCKSIZE:
-        raise TarDamage(
+        raise ArchiveDamage(
             reason="truncated-archive", detail=f"the file ends at byte {end + len(marker)} without an end marker"
         )
     if marker != _ZEROS:
-        raise TarDamage(reason="damaged-archive", detail=f"the header at byte {end} is invalid")
-    following = os.pread(fd, tarfile.RECORDSIZE, end + tarfile.BLOCKSIZE)
+        raise ArchiveDamage(reason="damaged-archive", detail=f"the header at byte {end} is invalid")
+    following = read_at(tarfile.RECORDSIZE, end + tarfile.BLOCKSIZE)
     zeros = len(following) - len(following.lstrip(b"\0"))
     return None if zeros == len(following) else end + tarfile.BLOCKSIZE * (1 + zeros // tarfile.BLOCKSIZE)

@@ -7,17 +7,15 @@ could show any file of the reader's machine.
 from __future__ import annotations
 
 import base64
-import functools
 import io
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, content_hash, decode_rgb
-from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.tar_members import Kind, TarDamage, iter_members
+from edje_index.images.inputs import read_bytes
+from edje_index.images.locate import locate
 from edje_index.images.transient import TransientInputError
 from storage_formats.format.rows import INDEXED, read_rows
 
@@ -27,7 +25,6 @@ MAX_PHOTO_BYTES = 1 << 26
 DEFAULT_SIDE = 256
 """Pixels of the longer side of a thumbnail."""
 
-_MAX_MEMBERS = 1_000_000  # of one archive; the names of more would fill the memory
 _JPEG_QUALITY = 82
 _COLUMNS = ["uri", "uri_raw", "size", "content_hash", "status", "reason", "detail"]
 
@@ -88,7 +85,7 @@ def read_photo(row: dict[str, Any]) -> bytes:
         raise ImageError(
             reason="too-many-bytes", detail=f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}"
         )
-    data = read_bytes(_locate(row))
+    data = read_bytes(locate(row))
     if content_hash(data) != row["content_hash"]:
         raise ImageError(reason="changed-since-plan", detail="the photo has changed since it was indexed")
     return data
@@ -113,46 +110,3 @@ def _shrink(data: bytes, side: int) -> bytes:
     out = io.BytesIO()
     image.save(out, "JPEG", quality=_JPEG_QUALITY)
     return out.getvalue()
-
-
-def _locate(row: dict[str, Any]) -> InputRef:
-    """Return the file, or the part of a tar archive, that contains the photo now."""
-    uri, size = row["uri"], row["size"]
-    path = row["uri_raw"] or os.fsencode(uri)
-    archive, separator, member = uri.partition(".tar!")
-    if separator and not os.path.isfile(path):
-        path = row["uri_raw"] or os.fsencode(archive + ".tar")
-    if not os.path.isabs(path):
-        raise ImageError(reason="not-a-local-path", detail="the index names the photo by a relative path")
-    if not os.path.isfile(path):  # before `read_bytes`, which waits for a directory that has vanished
-        raise ImageError(reason="missing", detail="no such file")
-    if not separator or path == os.fsencode(uri):
-        return InputRef(uri, path, size=size)
-    offset = _offset_in_archive(path, member.encode("utf-8", "surrogateescape"), size)
-    return InputRef(uri, path, offset=offset, size=size, member=True)
-
-
-def _offset_in_archive(archive: bytes, member: bytes, size: int) -> int:
-    status = os.stat(archive)
-    offsets = _archive_offsets(archive, status.st_mtime_ns, status.st_size)
-    if (member, size) not in offsets:
-        raise ImageError(reason="missing", detail="the archive has no such member")
-    return offsets[member, size]
-
-
-@functools.lru_cache(maxsize=4)
-def _archive_offsets(archive: bytes, _modified: int, _size: int) -> dict[tuple[bytes, int], int]:
-    """Return the data offset of each regular member by (name, size). If members share both, the first wins."""
-    offsets: dict[tuple[bytes, int], int] = {}
-    fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        for member in iter_members(fd):
-            if member.kind == Kind.REGULAR:
-                offsets.setdefault((member.name, member.size), member.offset)
-            if len(offsets) > _MAX_MEMBERS:
-                break
-    except TarDamage:
-        pass  # what precedes the damage can be read
-    finally:
-        os.close(fd)
-    return offsets

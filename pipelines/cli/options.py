@@ -70,7 +70,8 @@ address_option = click.option(
 column_option = click.option(
     "--column",
     metavar="NAME",
-    help="Column with the image paths, if SOURCE is a list.  [default: the first of path, image, file, uri, ...]",
+    help="Column with the images or image paths, if SOURCE is a table.  [default: a column of images, or the first of "
+    "path, image, file, uri, ...]",
 )
 max_failed_option = click.option(
     "--max-failed",

@@ -162,5 +162,4 @@ def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> Non
 
 def _no_images(ignored: dict[str, int]) -> str:
     kinds = ", ".join(f"{name} {count}" for name, count in ignored.items())
-    hint = "; to index the images in .tar files, give these files as sources" if ".tar" in ignored else ""
-    return f"none of the files is an image ({kinds}){hint}" if kinds else "there are no files"
+    return f"none of the files is an image ({kinds})" if kinds else "there are no files"

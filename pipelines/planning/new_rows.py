@@ -5,7 +5,6 @@ The new rows form a new segment (SPEC.md section 12). A stopped change resumes f
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -206,10 +205,10 @@ def settings_of_rows(config: AppendConfig, index: CommittedIndex) -> BuildSettin
     Raises:
         UsageError: the index was not made by a build.
     """
-    from edje_index.images.inputs import display_path
+    from pipelines.sources.specs import absolute_spec
 
     built = plan_of_manifest(config.root, index.manifest).settings
-    sources = tuple(display_path(os.fsencode(os.path.abspath(source))) for source in config.sources)
+    sources = tuple(absolute_spec(source) for source in config.sources)
     precisions = index.manifest.spec.precisions
     return replace(built, sources=sources, column=config.column, dedupe=True, precisions=precisions)
 

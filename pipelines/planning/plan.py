@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +51,7 @@ class BuildSettings:
                 hardware of this machine.
         """
         from edje_index.images.decode import DEFAULT_MAX_PIXELS
-        from edje_index.images.inputs import display_path
+        from pipelines.sources.specs import absolute_spec
 
         device, dtype, threads = config.device, config.dtype, config.threads
         if device == "auto":
@@ -62,7 +61,7 @@ class BuildSettings:
         if threads is None:
             threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
         return cls(
-            sources=tuple(display_path(os.fsencode(os.path.abspath(source))) for source in config.sources),
+            sources=tuple(absolute_spec(source) for source in config.sources),
             column=config.column,
             dedupe=config.dedupe,
             shard_size=config.shard_size,

@@ -71,7 +71,13 @@ def open_recorded(groups: tuple[SourceGroup, ...] | None) -> list[Source]:
         UsageError: the sources are not recorded, or a source cannot be used.
     """
     from pipelines.sources import open_sources, without_nested
+    from pipelines.sources.specs import STANDARD_INPUT
 
     if groups is None:
         raise UsageError("the index does not record the sources of all its rows; name all sources", parameter="sources")
+    if any(STANDARD_INPUT in group.sources for group in groups):
+        raise UsageError(
+            "the index was made from a list on standard input, which cannot be read again; name all sources",
+            parameter="sources",
+        )
     return without_nested([source for group in groups for source in open_sources(group.sources, group.column)])

@@ -66,12 +66,13 @@ def find_failed(index: CommittedIndex) -> FailedInputs:
 
 def _refs_of(failed: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
     """Yield the inputs of failed rows, with the stored values of the source columns `names`."""
-    from pipelines.sources.folder import FolderSource, file_input
+    from pipelines.sources.files import file_input
+    from pipelines.sources.folder import FolderSource
 
-    rows_of_archive: dict[bytes, list[dict[str, Any]]] = {}
+    rows_of_archive: dict[tuple[bytes, str | None], list[dict[str, Any]]] = {}
     for row in failed:
         path = row["uri_raw"] or os.fsencode(row["uri"])
-        archive = _archive_of(path)
+        archive = _archive_of(path, row["uri"])
         if archive is not None:
             rows_of_archive.setdefault(archive, []).append(row)
         elif os.path.isdir(path):
@@ -80,32 +81,42 @@ def _refs_of(failed: list[dict[str, Any]], names: list[str]) -> Iterator[InputRe
             yield InputRef(row["uri"], path, problem=row["reason"], metadata=_metadata(row, names))
         else:
             yield replace(file_input(path, row["uri"]), metadata=_metadata(row, names))
-    for archive, rows in rows_of_archive.items():
-        yield from _members(archive, rows, names)
+    for (archive_path, column), rows in rows_of_archive.items():
+        yield from _members(archive_path, column, rows, names)
 
 
-def _archive_of(path: bytes) -> bytes | None:
-    """Return the tar archive that contains the input named `path`; None if the input is not in an archive."""
-    if path.lower().endswith(b".tar"):
-        return path
-    prefix, mark, _ = path.partition(b".tar!")
-    return None if not mark or os.path.lexists(path) else prefix + b".tar"
+def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
+    """Return the archive or Parquet file that an input is a part of, and the column of images of a Parquet file.
+
+    None if the input is a file of its own.
+    """
+    from edje_index.images.containers.container import split_uri
+    from pipelines.sources.archives import is_archive_name
+
+    if is_archive_name(os.fsdecode(path)):
+        return path, None
+    parts = split_uri(uri)
+    if parts is None or os.path.lexists(path):
+        return None
+    archive, member = parts
+    return os.fsencode(archive), member.rpartition("/")[0] if archive.lower().endswith(".parquet") else None
 
 
-def _members(archive: bytes, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
+def _members(archive: bytes, column: str | None, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
     """Yield the members of `archive` that are named in `rows`. If the archive was damaged, yield all members."""
-    from pipelines.sources.webdataset import WebDatasetSource
+    from edje_index.images.containers.container import split_uri
+    from pipelines.sources.archives import ArchiveFile
 
     rows_of_uri = {row["uri"]: row for row in rows}
-    was_damaged = any(row["reason"] in _DAMAGED or ".tar!" not in row["uri"] for row in rows)
-    for ref in WebDatasetSource(os.fsdecode(archive)).iter_inputs():
+    was_damaged = any(row["reason"] in _DAMAGED or split_uri(row["uri"]) is None for row in rows)
+    for ref in ArchiveFile(os.fsdecode(archive), column).iter_inputs():
         row = rows_of_uri.pop(ref.uri, None)
         if row is not None:
             yield replace(ref, metadata=_metadata(row, names))
         elif was_damaged:
             yield ref
     for uri, row in rows_of_uri.items():
-        if ".tar!" in uri:
+        if split_uri(uri) is not None:
             yield InputRef(uri, archive, problem="missing", metadata=_metadata(row, names))
 
 

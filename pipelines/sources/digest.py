@@ -28,6 +28,8 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
         if should_stop():
             raise JobStopped("stopped while listing the sources; nothing was stored")
         digest.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
+        if ref.container is not None:
+            digest.update(str(ref.container).encode())
         if ref.metadata is not None:
             digest.update(metadata_text(ref.metadata).encode())
         if number % _REPORT_EVERY == 0:

@@ -1,4 +1,4 @@
-"""Sources that list image files: a directory tree, or a single image file."""
+"""Sources that list files: a directory tree, or a single image file."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 import functools
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
-from edje_index.images.transient import is_transient, transient_error
+from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
+from pipelines.sources.files import file_input, problem_of, read_head
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
 
-_DirectoryId = tuple[int, int]  # device and inode: the same for every path to a directory
+_FileId = tuple[int, int]  # device and inode: the same for every path to a file or directory
 
 
 @dataclass
@@ -25,6 +25,9 @@ class FolderSource:
     In each directory, the files come first and the subdirectories follow, both sorted by the bytes of their names.
     Symbolic links are followed. If several paths lead to one file, only the first path is used. Hidden files and
     directories are ignored. The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg.
+
+    Archives and Parquet files are read if no image file lies in the same directory, as in the output of img2dataset.
+    Elsewhere they are ignored and counted.
     """
 
     spec: str
@@ -56,42 +59,6 @@ class ImageFileSource:
         yield file_input(self.path)
 
 
-def file_input(path: bytes, uri: str | None = None) -> InputRef:
-    """Return an input for the file at `path`.
-
-    The input has a `problem` if the file is missing, unreadable or not a regular file.
-
-    Args:
-        path: path of the file.
-        uri: uri of the input; None derives the uri from `path`.
-    """
-    uri = display_path(path) if uri is None else uri
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError) as error:
-        return InputRef(uri, path, problem=problem_of(error))
-    if not stat.S_ISREG(status.st_mode):
-        return InputRef(uri, path, problem="unreadable")
-    return InputRef(uri, path, size=status.st_size)
-
-
-def problem_of(error: Exception) -> str:
-    """Return the `problem` of an input that could not be read because of `error`.
-
-    Raises:
-        TransientInputError: the error has a temporary reason, so a later attempt may succeed.
-    """
-    if isinstance(error, OSError) and is_transient(error):
-        raise transient_error(display_path(os.fsencode(error.filename or "a source")), error) from error
-    return "missing" if isinstance(error, FileNotFoundError | NotADirectoryError) else "unreadable"
-
-
-def read_head(path: bytes) -> bytes:
-    """Return the first `HEAD_BYTES` bytes of a regular file. Raises OSError if the file cannot be read."""
-    with open(path, "rb", buffering=0) as file:
-        return file.read(HEAD_BYTES)
-
-
 @dataclass
 class _Entries:
     """The names of the files, subdirectories and symbolic links in a directory."""
@@ -106,15 +73,16 @@ class _Walk:
 
     def __init__(self, ignored: Ignored) -> None:
         self._ignored = ignored
-        self._visited: set[_DirectoryId] = set()
-        self._linked: dict[_DirectoryId, set[bytes]] = {}  # files already used through a link, by directory
+        self._visited: set[_FileId] = set()
+        self._linked: dict[_FileId, set[bytes]] = {}  # files already used through a link, by directory
+        self._archives_seen: set[_FileId] = set()
 
     def below(self, root: bytes) -> Iterator[InputRef]:
         pending = [root]
         while pending:
             directory = pending.pop()
             try:
-                identity = _directory_id(directory)
+                identity = _file_id(directory)
                 entries = _Entries() if identity in self._visited else self._list(directory)
             except OSError as error:
                 yield InputRef(display_path(directory), directory, problem=problem_of(error))
@@ -141,17 +109,22 @@ class _Walk:
                     entries.directories.append(entry.name)
         return entries
 
-    def _files(self, directory: bytes, identity: _DirectoryId, entries: _Entries) -> Iterator[InputRef]:
+    def _files(self, directory: bytes, identity: _FileId, entries: _Entries) -> Iterator[InputRef]:
         prefix = os.path.join(directory, b"")
         prefix_uri = display_path(prefix)
         linked = self._linked.get(identity, ())
         sidecars = _sidecars(entries.files)
+        reads_archives = not holds_images([*entries.files, *entries.links])
+        archives: list[bytes] = []
         for name in sorted([*entries.files, *entries.links]):
             path = prefix + name
             link = name in entries.links
             if link and not self._leads_to_file(path, name, entries):
                 continue
             if name in sidecars:
+                continue
+            if reads_archives and is_archive_name(os.fsdecode(name)) and not name.startswith(b"."):
+                archives.append(path)
                 continue
             ref = self._input(path, name, prefix_uri + display_path(name))
             if ref is None:
@@ -160,6 +133,24 @@ class _Walk:
                 self._ignored.count("(link seen)")
             else:
                 yield self._with_metadata(ref, sidecars)
+        yield from self._archives(archives)
+
+    def _archives(self, paths: list[bytes]) -> Iterator[InputRef]:
+        sources: list[ArchiveFile] = []
+        for path in paths:
+            try:
+                identity = _file_id(path)
+            except OSError as error:
+                yield InputRef(display_path(path), path, problem=problem_of(error))
+                continue
+            if identity in self._archives_seen:
+                self._ignored.count("(link seen)")
+            else:
+                sources.append(ArchiveFile(os.fsdecode(path)))
+            self._archives_seen.add(identity)
+        yield from scan_ahead(sources)
+        for source in sources:
+            self._ignored.add(source.ignored)
 
     def _with_metadata(self, ref: InputRef, sidecars: frozenset[bytes]) -> InputRef:
         stem = os.path.splitext(ref.path)[0]
@@ -203,7 +194,7 @@ class _Walk:
         """Record the target of a link. Return False if the target was recorded before."""
         directory, name = os.path.split(os.path.realpath(link))
         try:
-            home = _directory_id(directory)
+            home = _file_id(directory)
             if home in self._visited and ignored_as(name, lambda: read_head(link)) is None:
                 return False
         except OSError:
@@ -213,6 +204,11 @@ class _Walk:
             return False
         linked.add(name)
         return True
+
+
+def holds_images(names: Iterable[bytes]) -> bool:
+    """Return True if one of the file names in a directory is that of an image."""
+    return any(has_image_suffix(name) and not name.startswith(b".") for name in names)
 
 
 def _sidecars(names: Sequence[bytes]) -> frozenset[bytes]:
@@ -232,6 +228,6 @@ def _read_sidecar(path: bytes) -> bytes:
         raise ValueError(problem_of(error)) from error
 
 
-def _directory_id(directory: bytes) -> _DirectoryId:
-    status = os.stat(directory)
+def _file_id(path: bytes) -> _FileId:
+    status = os.stat(path)
     return status.st_dev, status.st_ino

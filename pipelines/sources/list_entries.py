@@ -1,4 +1,4 @@
-"""Reads the entries of a list of paths (a Parquet, CSV or JSON Lines file) as a stream."""
+"""Reads the entries of a list of paths (a Parquet, CSV, TSV or JSON Lines file) as a stream."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def json_entries(path: bytes) -> Iterator[Entry]:
         yield line.number, line.value if isinstance(line.value, dict) else {}
 
 
-def csv_rows(path: bytes) -> Iterator[tuple[int, list[str] | None]]:
+def csv_rows(path: bytes, delimiter: str = ",") -> Iterator[tuple[int, list[str] | None]]:
     """Yield (line number, fields) of each row, including the header. The fields of an invalid row are None."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file)
+        rows = csv.reader(file, delimiter=delimiter)
         while True:
             try:
                 row: list[str] | None = next(rows)
@@ -43,9 +43,9 @@ def csv_rows(path: bytes) -> Iterator[tuple[int, list[str] | None]]:
                 yield rows.line_num, row
 
 
-def csv_entries(path: bytes, ignored: Ignored) -> Iterator[Entry]:
-    """Yield the entries of a CSV file without empty fields. If two columns have the same name, the first wins."""
-    rows = csv_rows(path)
+def csv_entries(path: bytes, ignored: Ignored, delimiter: str = ",") -> Iterator[Entry]:
+    """Yield the entries of a CSV or TSV file without empty fields. If two columns share a name, the first wins."""
+    rows = csv_rows(path, delimiter)
     names = next(rows)[1] or []
     for _ in range(len(names) - len(set(names))):
         ignored.count(BAD_NAME)
@@ -91,10 +91,10 @@ def parquet_entries(path: bytes, path_column: str, spec: str, ignored: Ignored) 
     number = 0
     try:
         with open_parquet(os.fsdecode(path)) as file:
-            names = _readable_columns(file.schema_arrow, path_column, ignored)
+            names = [path_column, *metadata_columns(file.schema_arrow, path_column, ignored)]
             for batch in iter_batches(file, _PARQUET_BATCH, names):
                 positions = [batch.schema.get_all_field_indices(name)[0] for name in names]
-                columns = [_to_python(batch.column(position)) for position in positions]
+                columns = [to_python(batch.column(position)) for position in positions]
                 for values in zip(*columns, strict=True):
                     number += 1
                     yield number, dict(zip(names, values, strict=True))
@@ -102,12 +102,12 @@ def parquet_entries(path: bytes, path_column: str, spec: str, ignored: Ignored) 
         raise UsageError(f"the list {spec} is damaged after row {number}: {error}; write the list again") from error
 
 
-def _readable_columns(schema: Any, path_column: str, ignored: Ignored) -> list[str]:
-    """Return the names of the path column and of all columns without binary values. Count the other columns."""
+def metadata_columns(schema: Any, input_column: str, ignored: Ignored) -> list[str]:
+    """Return the names of all columns but `input_column` that have no binary values. Count the other columns."""
     copies = Counter(schema.names)
-    names = [path_column]
+    names: list[str] = []
     for field in schema:
-        if field.name == path_column:
+        if field.name == input_column:
             continue
         if copies[field.name] > 1:
             ignored.count(BAD_NAME)
@@ -128,7 +128,7 @@ def _holds_binary(arrow_type: Any) -> bool:
     return any(test(arrow_type) for test in tests) or any(_holds_binary(field.type) for field in fields)
 
 
-def _to_python(column: Any) -> Sequence[Any]:
+def to_python(column: Any) -> Sequence[Any]:
     """Return the values of an Arrow column as Python objects.
 
     If a text is not UTF-8, all texts become bytes. If a value has no Python object, all values become text.

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 import re
 import stat
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
+from edje_index.images.containers.container import TAR_SUFFIXES
 from edje_index.images.headers import image_format
 from edje_index.images.inputs import InputRef
+from pipelines.sources.archives import ARCHIVE_KINDS, archive_source, compression_of, is_archive_name, scan_ahead
 from pipelines.sources.base import Source
 from pipelines.sources.braces import expand_braces
-from pipelines.sources.folder import FolderSource, ImageFileSource, read_head
+from pipelines.sources.files import read_head
+from pipelines.sources.folder import FolderSource, ImageFileSource, holds_images
+from pipelines.sources.lines import LINES_SUFFIX, LinesSource
 from pipelines.sources.path_list import LIST_SUFFIXES, PathListSource
 from pipelines.sources.selection import has_image_suffix
-from pipelines.sources.webdataset import WebDatasetSource
+from pipelines.sources.specs import STANDARD_INPUT
 from storage_formats.errors import UsageError
 
 ACCEPTED = (
-    "a directory, an uncompressed .tar (or a pattern such as shards-{0000..0127}.tar), "
-    f"a list of paths ({', '.join(LIST_SUFFIXES)}), or an image file"
+    "a directory, a .tar (also .tar.gz, .tar.xz, .tar.zst), a .zip, a Parquet file of images, a list of paths "
+    f"({', '.join((*LIST_SUFFIXES, LINES_SUFFIX))}, or - for standard input), an image file, or a quoted pattern "
+    "such as 'shards-{0000..0127}.tar' or 'shards/*.tar'"
 )
-_COMPRESSED = {
-    b"\x1f\x8b": "gzip",
-    b"\xfd7zXZ": "xz",
-    b"BZh": "bzip2",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"PK\x03\x04": "zip",
-}
-_ARCHIVES_AT_ONCE = 8
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -47,9 +44,10 @@ def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source
             is given but no source is a list of paths.
     """
     sources = [open_source(name, column) for spec in specs for name in _expanded(spec)]
-    if column is not None and not any(source.kind == "list" for source in sources):
+    if column is not None and not any(source.kind in ("list", "parquet") for source in sources):
         raise UsageError(
-            f"the column {column} is given, but no source is a list of paths; leave the column out", parameter="column"
+            f"the column {column} is given, but no source is a table with columns; leave the column out",
+            parameter="column",
         )
     _refuse_overlaps(sources)
     return sources
@@ -57,30 +55,13 @@ def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source
 
 def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
     """Yield the inputs of all sources in row order."""
-    # Consecutive tar archives are read in parallel, because reading the headers mostly waits for the disk.
-    for are_tars, group in itertools.groupby(sources, lambda source: source.kind == "webdataset"):
-        if are_tars:
-            yield from _scan_ahead(list(group))
+    # Consecutive archives are read in parallel, because reading the headers mostly waits for the disk.
+    for are_archives, group in itertools.groupby(sources, lambda source: source.kind in ARCHIVE_KINDS):
+        if are_archives:
+            yield from scan_ahead(list(group))
         else:
             for source in group:
                 yield from source.iter_inputs()
-
-
-def _scan_ahead(archives: list[Source]) -> Iterator[InputRef]:
-    if len(archives) == 1:
-        yield from archives[0].iter_inputs()
-        return
-    pending: deque[Future[list[InputRef]]] = deque()
-    with ThreadPoolExecutor(_ARCHIVES_AT_ONCE, "edje-scan") as pool:
-        try:
-            for archive in archives:
-                pending.append(pool.submit(list, archive.iter_inputs()))
-                if len(pending) >= _ARCHIVES_AT_ONCE:
-                    yield from pending.popleft().result()
-            while pending:
-                yield from pending.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def open_source(spec: str, column: str | None = None) -> Source:
@@ -94,7 +75,8 @@ def open_source(spec: str, column: str | None = None) -> Source:
     Raises:
         UsageError: the path does not exist, cannot be read, or is not a source.
     """
-    suffix = os.path.splitext(spec)[1].lower()
+    if spec == STANDARD_INPUT:
+        return LinesSource(spec)
     if _SCHEME.match(spec):
         raise UsageError(
             f"{spec} is not a local path; mount the storage, or copy the files to this machine", parameter="sources"
@@ -105,25 +87,52 @@ def open_source(spec: str, column: str | None = None) -> Source:
                 f"cannot list the directory {spec}: permission denied; change its permissions", parameter="sources"
             )
         return FolderSource(spec)
-    if suffix in LIST_SUFFIXES and os.path.isfile(spec):
-        return PathListSource(spec, column)
     head = _head(spec)
-    compression = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
-    if compression:
+    return _archive(spec, head, column) or _list(spec, column) or _image(spec, head)
+
+
+def _archive(spec: str, head: bytes, column: str | None) -> Source | None:
+    import pyarrow as pa
+
+    if compression_of(head) and not is_archive_name(spec):
         raise UsageError(
-            f"{spec} is compressed ({compression}), so its members cannot be read in place; decompress "
-            "the archive first",
+            f"{spec} is compressed ({compression_of(head)}), but its name does not end in {', '.join(TAR_SUFFIXES)}; "
+            "rename the file if it is a tar archive",
             parameter="sources",
         )
-    if suffix == ".tar":
-        return WebDatasetSource(spec)
+    try:
+        return archive_source(spec, head, column)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UsageError(f"cannot read {spec}: {error}; check the file and its format", parameter="sources") from error
+
+
+def _list(spec: str, column: str | None) -> Source | None:
+    suffix = os.path.splitext(spec)[1].lower()
+    if suffix in LIST_SUFFIXES:
+        return PathListSource(spec, column)
+    return LinesSource(spec) if suffix == LINES_SUFFIX else None
+
+
+def _image(spec: str, head: bytes) -> Source:
     if image_format(head) or has_image_suffix(os.fsencode(spec)):
         return ImageFileSource(spec)
     raise UsageError(f"{spec} is not a source of images; give {ACCEPTED}", parameter="sources")
 
 
 def _expanded(spec: str) -> list[str]:
-    return [spec] if os.path.exists(spec) else expand_braces(spec)
+    """Return the names that a pattern of braces and wildcards means. The matches of a wildcard are sorted."""
+    if spec == STANDARD_INPUT or os.path.exists(spec):
+        return [spec]
+    return [name for pattern in expand_braces(spec) for name in _matches(pattern)]
+
+
+def _matches(pattern: str) -> list[str]:
+    if not glob.has_magic(pattern) or os.path.exists(pattern):
+        return [pattern]
+    names = sorted(glob.glob(pattern, recursive=True), key=os.fsencode)
+    if not names:
+        raise UsageError(f"no file matches {pattern}; check the pattern", parameter="sources")
+    return names
 
 
 def _head(spec: str) -> bytes:
@@ -147,12 +156,19 @@ def _refuse_overlaps(sources: Sequence[Source]) -> None:
                 f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
             )
     for path, source in source_of_path.items():
-        for parent in _parents(path) if source.kind in ("folder", "image") else ():
+        for parent in _parents(path) if _is_part_of_folder(source) else ():
             outer = source_of_path.get(parent)
             if outer is not None and outer.kind == "folder":
                 raise UsageError(
                     f"{source.spec} is inside {outer.spec}; leave out one of these sources", parameter="sources"
                 )
+
+
+def _is_part_of_folder(source: Source) -> bool:
+    """Return True if a directory that holds the source reads it, too."""
+    if source.kind in ARCHIVE_KINDS:
+        return not holds_images(os.listdir(os.path.dirname(os.path.realpath(source.path))))
+    return source.kind in ("folder", "image")
 
 
 def without_nested(sources: Sequence[Source]) -> list[Source]:
@@ -161,7 +177,7 @@ def without_nested(sources: Sequence[Source]) -> list[Source]:
     kept: dict[bytes, Source] = {}
     for source in sources:
         path = os.path.realpath(source.path)
-        is_nested = source.kind in ("folder", "image") and any(parent in directories for parent in _parents(path))
+        is_nested = _is_part_of_folder(source) and any(parent in directories for parent in _parents(path))
         if not is_nested:
             kept.setdefault(path, source)
     return list(kept.values())

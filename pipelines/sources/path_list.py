@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edje_index.images.inputs import InputRef, display_path
-from pipelines.sources.folder import file_input
+from pipelines.sources.files import file_input
 from pipelines.sources.list_entries import (
     Entry,
     csv_entries,
@@ -26,7 +26,8 @@ from pipelines.sources.metadata import source_values
 from pipelines.sources.selection import Ignored
 from storage_formats.errors import UsageError
 
-LIST_SUFFIXES = (".parquet", ".csv", ".jsonl", ".ndjson")
+LIST_SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PATH_COLUMNS = ("path", "image", "image_path", "file", "file_name", "filename", "filepath", "uri", "url")
 """Names of path columns. Unless the user names a column, the first of these names in the list is the path column."""
 
@@ -68,7 +69,7 @@ class PathListSource:
         uri = display_path(self.path)
         self.ignored.clear()
         for number, values in self._entries():
-            ref = _listed_input(values.pop(self.column, None), directory)
+            ref = listed_input(values.pop(self.column, None), directory)
             ref = ref or InputRef(f"{uri}#{number}", self.path, problem="bad-list-line")
             yield dataclasses.replace(ref, metadata=source_values(values, self.ignored))
 
@@ -77,30 +78,29 @@ class PathListSource:
         for name in candidates:
             if name in columns:
                 return name
-        hint = ""
-        if self._suffix == ".parquet":
-            hint = "; if the file holds images and no paths, write them to image files or .tar files, and give these"
         raise UsageError(
             f"{self.spec} has no column {' or '.join(candidates)}; name the column with the paths "
-            f"(columns: {', '.join(columns) or 'none'}){hint}",
+            f"(columns: {', '.join(columns) or 'none'})",
             parameter="column",
         )
 
     def _columns(self) -> list[str]:
         if self._suffix == ".parquet":
             return parquet_text_columns(self.path)
-        if self._suffix == ".csv":
-            return next((row for _, row in csv_rows(self.path)), None) or []
+        if self._suffix in _DELIMITERS:
+            return next((row for _, row in csv_rows(self.path, _DELIMITERS[self._suffix])), None) or []
         objects = (values for _, values in itertools.islice(json_entries(self.path), _LINES_WITH_COLUMNS))
         return list(next(filter(None, objects), {}))
 
     def _entries(self) -> Iterator[Entry]:
         if self._suffix == ".parquet":
             return parquet_entries(self.path, str(self.column), self.spec, self.ignored)
-        return csv_entries(self.path, self.ignored) if self._suffix == ".csv" else json_entries(self.path)
+        if self._suffix in _DELIMITERS:
+            return csv_entries(self.path, self.ignored, _DELIMITERS[self._suffix])
+        return json_entries(self.path)
 
 
-def _listed_input(value: Any, directory: bytes) -> InputRef | None:
+def listed_input(value: Any, directory: bytes) -> InputRef | None:
     """Return the input with the path `value`; None if `value` is not a path."""
     if isinstance(value, str):
         scheme = _SCHEME.match(value)

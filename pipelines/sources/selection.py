@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from edje_index.images.headers import image_format
 from edje_index.images.inputs import display_path
@@ -26,6 +26,11 @@ class Ignored(dict[str, int]):
         if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
             key = "(other)"
         self[key] = self.get(key, 0) + 1
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add the counts of another source."""
+        for key, count in counts.items():
+            self[key] = self.get(key, 0) + count
 
 
 def has_image_suffix(name: bytes) -> bool:

@@ -6,6 +6,7 @@ Threads of pyarrow can continue after a read and then abort the interpreter at e
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,22 +21,35 @@ _MAX_TEXT_EXPANSION = 100
 _MIN_TEXT_BYTES = 64 << 20
 
 
-def open_parquet(source: str | Path | pa.Buffer) -> pq.ParquetFile:
-    """Open a Parquet file. Use the result in a `with` statement, which closes the file.
+def open_parquet(source: str | Path | pa.Buffer | RawIOBase, *, buffer_size: int = 0) -> pq.ParquetFile:
+    """Open a Parquet file. The returned object is a context manager that closes the file.
+
+    Args:
+        source: path, contents, or a seekable file.
+        buffer_size: bytes of a column that are read at once. 0 reads each column of a row group as a whole.
 
     Raises:
         OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet file.
     """
-    return pq.ParquetFile(pa.BufferReader(source) if isinstance(source, pa.Buffer) else source, pre_buffer=False)
+    data = pa.BufferReader(source) if isinstance(source, pa.Buffer) else source
+    return pq.ParquetFile(data, pre_buffer=False, buffer_size=buffer_size)
 
 
-def iter_batches(file: pq.ParquetFile, rows: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the columns named `columns` of an open file, in batches of at most `rows` rows.
+def iter_batches(
+    file: pq.ParquetFile, rows: int, columns: list[str], row_groups: list[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield `columns` of an open file in batches of at most `rows` rows.
+
+    Args:
+        file: the open file.
+        rows: largest number of rows of a batch.
+        columns: names of the columns to read.
+        row_groups: numbers of the row groups to read; None reads all.
 
     Raises:
         OSError, pyarrow.ArrowException: the file is damaged.
     """
-    yield from file.iter_batches(rows, columns=columns, use_threads=False)
+    yield from file.iter_batches(rows, row_groups=row_groups, columns=columns, use_threads=False)
 
 
 def read_table(data: bytes, columns: list[str] | None = None, *, optional: Collection[str] = ()) -> pa.Table:

@@ -105,13 +105,6 @@ def test_nothing_to_index_is_refused_and_leaves_nothing(config, tmp_path, photos
     assert not Layout(tmp_path / "index").inputs(0).parent.exists()
 
 
-def test_a_folder_of_archives_gets_a_hint(config, photos):
-    for photo in photos.glob("*.jpg"):
-        photo.rename(photo.with_suffix(".tar"))
-    with pytest.raises(UsageError, match=r"to index the images in \.tar files, give these files as sources"):
-        plan(config())
-
-
 def test_a_full_disk_is_refused_with_numbers(config, monkeypatch):
     monkeypatch.setattr(resources, "free_disk", lambda _: 12_345)
     with pytest.raises(UsageError, match=r"10 inputs needs .* \(tokens .*embeddings .* but only 12\.3 kB are free"):

@@ -46,10 +46,10 @@ def test_inputs_in_the_order_of_the_sources(photos: Path) -> None:
 
 
 def test_unknown_kinds_are_refused_with_what_is_accepted(photos: Path) -> None:
-    (photos / "notes.txt").write_text("x")
-    for name in ("notes.txt", "missing", "missing.tar", "missing.csv", "missing-{00..03}.tar"):
+    (photos / "notes.md").write_text("x")
+    for name in ("notes.md", "missing", "missing.tar", "missing.csv", "missing-{00..03}.tar"):
         assert name.partition("{")[0] in refused(photos / name)
-    assert "a directory, an uncompressed .tar" in refused(photos / "notes.txt")
+    assert "a directory, a .tar" in refused(photos / "notes.md")
     assert "not a local path" in refused("s3://bucket/photos")
     os.mkfifo(photos / "pipe.jpg")
     assert "neither a directory nor a regular file" in refused(photos / "pipe.jpg")
@@ -62,10 +62,14 @@ def test_images_are_known_by_suffix_or_content(photos: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "zipped.tar"])
-def test_compressed_archives_are_refused(photos: Path, name: str) -> None:
+def test_compressed_archives_are_opened(photos: Path, name: str) -> None:
     (photos / name).write_bytes(gzip.compress(bytes(10240)))
-    assert "gzip" in refused(photos / name)
-    assert "decompress the archive" in refused(photos / name)
+    assert open_source(str(photos / name)).compression == "gzip"
+
+
+def test_compressed_files_that_are_no_archives_are_refused(photos: Path) -> None:
+    (photos / "list.csv.gz").write_bytes(gzip.compress(b"path\na.jpg\n"))
+    assert "is compressed (gzip), but its name does not end in .tar" in refused(photos / "list.csv.gz")
 
 
 def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
@@ -80,6 +84,7 @@ def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
         ("photos", "photos/a.jpg"),
         ("photos", "photos/sub/b.jpg"),
         ("a.tar", "a.tar"),
+        (".", "a.tar"),
         ("{a,b}.tar", "b.tar"),
         ("list.csv", "list.csv"),
     ]:
@@ -91,11 +96,13 @@ def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
 def test_neighbours_do_not_overlap(photos: Path) -> None:
     specs = ["photos", "photos2", "a.tar", "b.tar", "list.csv"]
     assert len(open_sources([str(photos / spec) for spec in specs])) == 5
-    assert len(open_sources([str(photos), str(photos / "a.tar")])) == 2  # a tar in a folder is no input of the folder
+    (photos / "photos/b.tar").write_bytes(bytes(10240))
+    specs = [str(photos / "photos"), str(photos / "photos/b.tar")]
+    assert len(open_sources(specs)) == 2  # a folder does not read a tar beside images
 
 
 def test_a_column_needs_a_list(photos: Path) -> None:
-    assert "is given, but no source is a list of paths" in refused(photos / "photos", column="path")
+    assert "is given, but no source is a table with columns" in refused(photos / "photos", column="path")
 
 
 def test_a_name_with_braces_that_exists_is_that_file(photos: Path) -> None:

@@ -25,16 +25,18 @@ def scan(path: Path, column: str | None = None) -> list[InputRef]:
 def write_list(path: Path, values: list[str], column: str = "path") -> Path:
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"id": range(len(values)), column: values}), path)
-    elif path.suffix == ".csv":
+    elif path.suffix in (".csv", ".tsv"):
         with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([["id", column], *enumerate(values)])
+            csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(
+                [["id", column], *enumerate(values)]
+            )
     else:
         lines = [json.dumps({"id": number, column: value}) for number, value in enumerate(values)]
         path.write_text("\n".join(lines) + "\n")
     return path
 
 
-SUFFIXES = pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl", ".ndjson"])
+SUFFIXES = pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"])
 
 
 @SUFFIXES
@@ -50,7 +52,7 @@ def test_paths_in_their_order(tmp_path: Path, suffix: str) -> None:
         f"{tmp_path}/photos/b.jpg",
         os.fsencode(tmp_path / "photos/b.jpg"),
         size=5,
-        metadata={"id": 0 if suffix != ".csv" else "0"},
+        metadata={"id": "0" if suffix in (".csv", ".tsv") else 0},
     )
     assert refs[3].uri == f"{tmp_path}/photos/gone.jpg"
 
@@ -71,13 +73,6 @@ def test_other_columns_are_named(tmp_path: Path, suffix: str) -> None:
     assert scan(path, "photo")[0].uri == f"{tmp_path}/a.jpg"
     with pytest.raises(UsageError, match="no column nonesuch"):
         open_source(str(path), "nonesuch")
-
-
-def test_a_parquet_file_of_images_gets_a_hint(tmp_path: Path) -> None:
-    path = tmp_path / "photos.parquet"
-    pq.write_table(pa.table({"jpg": [b"\xff\xd8"], "caption": ["a dog"]}), path)
-    with pytest.raises(UsageError, match=r"write them to image files or \.tar files, and give these"):
-        open_source(str(path))
 
 
 @SUFFIXES
@@ -148,7 +143,7 @@ def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_parquet_column_that_is_no_text(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"image": [{"bytes": b"x", "path": "a"}], "id": [1]}), tmp_path / "list.parquet")
+    pq.write_table(pa.table({"image": [{"width": 1, "path": "a"}], "id": [1]}), tmp_path / "list.parquet")
     with pytest.raises(UsageError, match="no column"):
         open_source(str(tmp_path / "list.parquet"))
 
@@ -157,7 +152,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
     path = write_list(tmp_path / "list.parquet", [f"{number}.jpg" for number in range(1000)])
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-30])
-    with pytest.raises(UsageError, match="cannot read the list"):
+    with pytest.raises(UsageError, match=r"cannot read .*footer"):
         open_source(str(path))
     data[4 : data.index(b"PAR1", 4) - 2000] = b""
     path.write_bytes(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import tarfile
@@ -11,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edje_index.images.archive_damage import ArchiveDamage
 from edje_index.images.decode import REASONS
 from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.tar_members import Kind, TarDamage, TarMember, iter_members
+from edje_index.images.tar_members import Kind, TarMember, iter_members
 from pipelines.sources import iter_all, open_sources
 from pipelines.sources.webdataset import WebDatasetSource
 
@@ -41,7 +43,7 @@ def read_all(path: Path) -> list[tuple[str, bytes | str]]:
 
 def headers(path: Path) -> list[TarMember]:
     with open(path, "rb") as file:
-        return list(iter_members(file.fileno()))
+        return list(iter_members(functools.partial(os.pread, file.fileno())))
 
 
 MEMBERS = [("0001.jpg", b"first"), ("0001.txt", b"caption"), ("0001.json", b"{}"), ("0002.png", b"x" * 512)]
@@ -257,7 +259,7 @@ def test_senseless_sizes(tmp_path: Path, size: bytes) -> None:
     info[148:155] = b"%06o\0" % sum(info)
     path = tmp_path / "a.tar"
     path.write_bytes(bytes(info) + bytes(10240))
-    with pytest.raises(TarDamage, match="damaged-archive"):
+    with pytest.raises(ArchiveDamage, match="damaged-archive"):
         headers(path)
 
 

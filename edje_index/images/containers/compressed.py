@@ -1,0 +1,172 @@
+"""Reads byte ranges of a compressed file, fast if the ranges come in about ascending order."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from edje_index.images.archive_damage import ArchiveDamage
+from edje_index.images.ranges import RangedFile
+
+KEPT_BYTES = 16 << 20
+"""Decompressed bytes that stay in memory after they were read, because threads ask slightly out of order."""
+
+MAX_EXPANSION = 100
+FREE_EXPANSION = 256 << 20
+"""A file may expand to this many bytes, and beyond that to `MAX_EXPANSION` times the bytes that were read."""
+
+_CHUNK = 1 << 20
+_XZ_MEMORY = 256 << 20  # xz -9 needs 65 MiB; a damaged header asks for up to 4 GiB
+
+
+class _Stream(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+class DecompressedFile:
+    """The decompressed content of a file. Thread-safe.
+
+    Reading backwards by more than `KEPT_BYTES` starts again at the beginning of the file.
+
+    Args:
+        file: the compressed file. It is closed with this object.
+        kind: "gzip", "bzip2", "xz" or "zstd".
+    """
+
+    def __init__(self, file: RangedFile, kind: str) -> None:
+        self._file = file
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._restart()
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return the bytes [offset, offset + size) of the content, or fewer if the content ends earlier.
+
+        Raises:
+            ArchiveDamage: the file is damaged or truncated, or expands to far more bytes than an archive of images
+                ("too-expensive").
+            OSError: the file cannot be read.
+        """
+        with self._lock:
+            if offset < self._start:
+                self._restart()
+            while self._end < offset + size and not self._ended:
+                self._read_next(offset)
+            return b"".join(self._parts(size, offset))
+
+    def close(self) -> None:
+        """Close the compressed file."""
+        self._file.close()
+
+    def _restart(self) -> None:
+        self._file.seek(0)
+        self._chunks: deque[bytes] = deque()
+        self._start = self._end = 0
+        self._ended = False
+        self._damage: ArchiveDamage | None = None
+        with _named_damage(0):
+            self._stream = _open_stream(self._file, self._kind)
+
+    def _read_next(self, needed_from: int) -> None:
+        """Read the next chunk. Damage is raised again by later calls, because the decompressor cannot go on."""
+        if self._damage is not None:
+            raise self._damage
+        try:
+            self._read_chunk(needed_from)
+        except ArchiveDamage as damage:
+            self._damage = damage
+            raise
+
+    def _read_chunk(self, needed_from: int) -> None:
+        """Read the next chunk. Forget chunks before the byte `needed_from` that are not to be kept."""
+        with _named_damage(self._end):
+            chunk = self._stream.read(_CHUNK)
+        self._ended = not chunk
+        self._chunks.append(chunk)
+        self._end += len(chunk)
+        if self._end > FREE_EXPANSION + MAX_EXPANSION * self._file.tell():
+            raise ArchiveDamage(
+                reason="too-expensive",
+                detail=f"{self._file.tell()} compressed bytes expand to more than {self._end} bytes",
+            )
+        while self._end - self._start > KEPT_BYTES and self._start + len(self._chunks[0]) <= needed_from:
+            self._start += len(self._chunks.popleft())
+
+    def _parts(self, size: int, offset: int) -> Iterator[bytes]:
+        start = self._start
+        for chunk in self._chunks:
+            yield chunk[max(0, offset - start) : max(0, offset + size - start)]
+            start += len(chunk)
+
+
+def _open_stream(file: RangedFile, kind: str) -> _Stream:
+    if kind == "gzip":
+        return gzip.GzipFile(fileobj=file)
+    if kind == "bzip2":
+        return bz2.BZ2File(file)
+    if kind == "xz":
+        return _XzStream(file)
+    import pyarrow as pa  # the Python versions before 3.14 have no zstd of their own
+
+    stream: _Stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+    return stream
+
+
+class _XzStream:
+    """Decompresses an xz file with bounded memory, which `lzma.LZMAFile` does not offer."""
+
+    def __init__(self, file: RangedFile) -> None:
+        self._file = file
+        self._decompressor = _xz_decompressor()
+
+    def read(self, size: int, /) -> bytes:
+        while True:
+            data = b""
+            if self._decompressor.eof:
+                data = self._next_stream()
+                if not data:
+                    return b""
+                self._decompressor = _xz_decompressor()
+            elif self._decompressor.needs_input:
+                data = self._file.read(_CHUNK) or b""
+                if not data:
+                    raise EOFError("the file ends inside the compressed data")
+            content = self._decompressor.decompress(data, size)
+            if content:
+                return content
+
+    def _next_stream(self) -> bytes:
+        """Return the first bytes of the next stream, which can follow zeros; nothing at the end of the file."""
+        data = self._decompressor.unused_data or self._file.read(_CHUNK)
+        while data and not data.lstrip(b"\0"):
+            data = self._file.read(_CHUNK)
+        return (data or b"").lstrip(b"\0")
+
+
+def _xz_decompressor() -> lzma.LZMADecompressor:
+    return lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY)
+
+
+@contextmanager
+def _named_damage(position: int) -> Iterator[None]:
+    """Turn the errors of all decompressors into ArchiveDamage. Errors of the operating system pass."""
+    try:
+        yield
+    except EOFError as error:
+        raise ArchiveDamage(
+            reason="truncated-archive", detail=f"the compressed data end after {position} bytes of content"
+        ) from error
+    except (zlib.error, lzma.LZMAError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = "truncated-archive" if "runcated" in str(error) else "damaged-archive"
+        raise ArchiveDamage(
+            reason=reason, detail=f"the compressed data are damaged after {position} bytes of content: {error}"
+        ) from error

@@ -1,0 +1,103 @@
+"""Seekable files that are read by byte ranges."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+ReadAt: TypeAlias = Callable[[int, int], bytes]
+"""A function `read_at(size, offset)` that returns the bytes of a range, or fewer if the file ends earlier."""
+
+MAX_READ = 64 << 20
+"""Largest number of bytes that a parser may read at once. Damaged sizes in a file cause larger reads."""
+
+
+class OversizedReadError(ValueError):
+    """A parser tried to read more than `MAX_READ` bytes at once."""
+
+
+class RangedFile(io.RawIOBase):
+    """A seekable file over a function that reads byte ranges.
+
+    Args:
+        read_at: reads a byte range.
+        length: number of bytes of the file.
+        close: called once, when the file is closed.
+    """
+
+    def __init__(self, read_at: ReadAt, length: int, close: Callable[[], None] = lambda: None) -> None:
+        self.length = length
+        self._read_at = read_at
+        self._close = close
+        self._position = 0
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return the bytes [offset, offset + size), or fewer if the file ends earlier. The position stays.
+
+        Raises:
+            OversizedReadError: `size` is larger than `MAX_READ`.
+            OSError: the file cannot be read.
+        """
+        if size > MAX_READ:
+            raise OversizedReadError(f"a read of {size} bytes at byte {offset} is over the limit of {MAX_READ}")
+        size = max(0, min(size, self.length - offset))
+        return self._read_at(size, offset) if size else b""
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self.pread(len(view), self._position)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[whence]
+        if position < 0:
+            raise ValueError(f"the position {position} is before the first byte")
+        self._position = position
+        return position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._close()
+
+
+def open_ranged(path: bytes) -> RangedFile:
+    """Open a file to read byte ranges.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise OSError("not a regular file")
+    return RangedFile(lambda size, offset: read_range(fd, size, offset), status.st_size, lambda: os.close(fd))
+
+
+def read_range(fd: int, size: int, offset: int) -> bytes:
+    """Return the bytes [offset, offset + size) of an open file, or fewer if the file ends earlier."""
+    data = os.pread(fd, size, offset)
+    while 0 < len(data) < size:
+        part = os.pread(fd, size - len(data), offset + len(data))
+        if not part:
+            break
+        data += part
+    return data

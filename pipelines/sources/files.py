@@ -1,0 +1,46 @@
+"""Inputs that are whole files."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.inputs import InputRef, display_path
+from edje_index.images.transient import is_transient, transient_error
+
+
+def file_input(path: bytes, uri: str | None = None) -> InputRef:
+    """Return an input for the file at `path`.
+
+    The input has a `problem` if the file is missing, unreadable or not a regular file.
+
+    Args:
+        path: path of the file.
+        uri: uri of the input; None derives the uri from `path`.
+    """
+    uri = display_path(path) if uri is None else uri
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        return InputRef(uri, path, problem=problem_of(error))
+    if not stat.S_ISREG(status.st_mode):
+        return InputRef(uri, path, problem="unreadable")
+    return InputRef(uri, path, size=status.st_size)
+
+
+def problem_of(error: Exception) -> str:
+    """Return the `problem` of an input that could not be read because of `error`.
+
+    Raises:
+        TransientInputError: the error has a temporary reason, so a later attempt may succeed.
+    """
+    if isinstance(error, OSError) and is_transient(error):
+        raise transient_error(display_path(os.fsencode(error.filename or "a source")), error) from error
+    return "missing" if isinstance(error, FileNotFoundError | NotADirectoryError) else "unreadable"
+
+
+def read_head(path: bytes) -> bytes:
+    """Return the first `HEAD_BYTES` bytes of a regular file. Raises OSError if the file cannot be read."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read(HEAD_BYTES)

@@ -1,0 +1,69 @@
+"""A source that is a plain list of paths: a text file or standard input, with one path per line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from edje_index.images.inputs import InputRef, display_path
+from pipelines.sources.path_list import listed_input
+from pipelines.sources.selection import Ignored
+from pipelines.sources.specs import STANDARD_INPUT
+from storage_formats.errors import UsageError
+
+LINES_SUFFIX = ".txt"
+_MAX_LINE = 1 << 16
+
+
+@dataclass
+class LinesSource:
+    """The files that the lines of a list name, in the order of the lines. Blank lines are skipped.
+
+    Relative paths start at the directory of the list, or at the working directory for standard input. A line that is no
+    path gives an input with the problem "bad-list-line".
+
+    Raises:
+        UsageError: standard input is a terminal, or has been read already.
+    """
+
+    spec: str
+    kind: str = "lines"
+    path: bytes = field(init=False)
+    ignored: Ignored = field(init=False, default_factory=Ignored)
+
+    def __post_init__(self) -> None:
+        is_standard_input = self.spec == STANDARD_INPUT
+        self.path = b"-" if is_standard_input else os.path.abspath(os.fsencode(self.spec))
+        self._directory = os.fsencode(os.getcwd()) if is_standard_input else os.path.dirname(self.path)
+        if is_standard_input and (sys.stdin is None or sys.stdin.isatty()):
+            raise UsageError("standard input is a terminal; pipe a list of paths into the command", parameter="sources")
+
+    def iter_inputs(self) -> Iterator[InputRef]:
+        self.ignored.clear()
+        with self._open() as file:
+            for number, line in enumerate(_lines(file), 1):
+                text = None if line is None else os.fsdecode(line.strip())
+                if text == "":
+                    continue
+                ref = listed_input(text, self._directory)
+                yield ref or InputRef(f"{display_path(self.path)}#{number}", self.path, problem="bad-list-line")
+
+    def _open(self) -> AbstractContextManager[BinaryIO]:
+        if self.spec == STANDARD_INPUT:
+            return nullcontext(sys.stdin.buffer)
+        return open(self.path, "rb")
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """Yield the lines of a file; None for a line that is too long."""
+    while line := file.readline(_MAX_LINE):
+        if line.endswith(b"\n") or len(line) < _MAX_LINE:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_MAX_LINE)
+        yield None

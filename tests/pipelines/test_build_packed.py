@@ -1,0 +1,78 @@
+"""Builds, retries and thumbnails of images in zips, compressed tars and Parquet files."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from edje_index.images.thumbnails import read_thumbnails
+from pipelines.cli.failures import failed_rows
+from pipelines.jobs.build import run_build
+from pipelines.jobs.retry_failed import run_retry_failed
+from pipelines.planning.config import AppendConfig
+from storage_formats import TokenStore, read_rows, verify_index
+from tests.pipelines.conftest import write_photo
+
+
+@pytest.fixture
+def packed(tmp_path: Path, photos: Path) -> Path:
+    """The ten photos, of which 07 is not an image, in an archive or Parquet file each."""
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    _pack(photos, folder)
+    return folder
+
+
+def _pack(photos: Path, folder: Path) -> None:
+    names = sorted(path.name for path in photos.glob("*.jpg"))
+    subprocess.run(["tar", "-C", photos, "-czf", folder / "a.tar.gz", *names], check=True)
+    subprocess.run(["zip", "-q", folder / "b.zip", *names], check=True, cwd=photos)
+    rows = [{"bytes": (photos / name).read_bytes(), "path": name} for name in names]
+    pq.write_table(pa.table({"image": rows, "label": range(len(rows))}), folder / "c.parquet", row_group_size=3)
+
+
+def test_packed_photos_give_the_tokens_of_files(
+    tmp_path: Path, photos: Path, packed: Path, config: Callable[..., Any]
+) -> None:
+    run_build(config(), lambda event: None)
+    request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
+    result = run_build(request, lambda event: None)
+    assert (result.inputs, result.indexed, result.failed) == (30, 27, 3)
+    assert verify_index(request.out) == []
+    files, rows = TokenStore.open(config().out), TokenStore.open(request.out)
+    ids = [row for row in range(10) if row != 7]
+    for start in (0, 10, 20):
+        assert (rows.fetch([start + row for row in ids]) == files.fetch(ids)).all()
+    table = read_rows(request.out)
+    assert table["uri"].to_pylist()[22] == f"{packed}/c.parquet!image/2"
+    assert table["label"].to_pylist()[20:] == list(range(10))
+    assert run_build(request, lambda event: None).rows == 30  # finished, and the sources are unchanged
+
+
+def test_failed_members_are_retried(tmp_path: Path, photos: Path, packed: Path, config: Callable[..., Any]) -> None:
+    request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
+    run_build(request, lambda event: None)
+    names = {row["uri"] for row in failed_rows(request.out)}
+    assert names == {f"{packed}/a.tar.gz!07.jpg", f"{packed}/b.zip!07.jpg", f"{packed}/c.parquet!image/7"}
+    write_photo(photos / "07.jpg", 7)
+    _pack(photos, packed)
+    result = run_retry_failed(AppendConfig(request.out, (), engine="inline"), lambda event: None)
+    assert (result.retried, result.indexed) == (3, 3)
+    assert list(failed_rows(request.out)) == []
+
+
+def test_thumbnails_of_packed_photos(tmp_path: Path, packed: Path, config: Callable[..., Any]) -> None:
+    request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
+    run_build(request, lambda event: None)
+    tar, member, cell = read_thumbnails(request.out, [1, 11, 21])
+    assert tar.jpeg is None
+    assert "compressed tar" in tar.problem
+    assert member.jpeg is not None
+    assert member.jpeg == cell.jpeg

@@ -1,0 +1,91 @@
+"""Lists of lines: text files, standard input and tables with tabs; and patterns that name several sources."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edje_index.images.inputs import InputRef
+from pipelines.sources import open_source, open_sources
+from storage_formats.errors import UsageError
+
+
+def scan(path: Path) -> list[InputRef]:
+    return list(open_source(str(path)).iter_inputs())
+
+
+def test_lines_name_files(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for name in (b"a.jpg", b"b c.jpg", b"\xff.jpg"):
+        (tmp_path / "photos" / os.fsdecode(name)).write_bytes(name)
+    path = tmp_path / "list.txt"
+    long = b"x" * 70_000
+    path.write_bytes(
+        b"photos/a.jpg\r\n\n  \nphotos/b c.jpg\nphotos/\xff.jpg\ngone.jpg\n" + long + b"\na\0b\nphotos/a.jpg"
+    )
+    refs = scan(path)
+    assert [ref.problem for ref in refs] == [None, None, None, "missing", "bad-list-line", "bad-list-line", None]
+    assert [ref.size for ref in refs[:3]] == [5, 7, 5]
+    assert refs[4].uri == f"{path}#7"
+
+
+def test_a_list_of_lines_is_a_stream(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("".join(f"{number}.jpg\n" for number in range(20_000)))
+    refs = open_source(str(path)).iter_inputs()
+    assert next(refs).uri == f"{tmp_path}/0.jpg"
+    assert sum(1 for _ in refs) == 19_999
+
+
+def test_tables_with_tabs(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"abc")
+    path = tmp_path / "list.tsv"
+    path.write_text("caption\tpath\na dog, brown\ta.jpg\nnothing\tgone.jpg\n")
+    refs = scan(path)
+    assert [ref.problem for ref in refs] == [None, "missing"]
+    assert refs[0].metadata == {"caption": "a dog, brown"}
+
+
+STDIN = """
+from pipelines.sources import open_sources, iter_all
+for ref in iter_all(open_sources(["-"])):
+    print(ref.uri, ref.problem)
+"""
+
+
+def test_standard_input(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"abc")
+    done = subprocess.run(
+        [sys.executable, "-c", STDIN], input=b"a.jpg\ngone.jpg\n", capture_output=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout.decode() == f"{tmp_path}/a.jpg None\n{tmp_path}/gone.jpg missing\n"
+
+
+def test_a_terminal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, child = os.openpty()
+    with os.fdopen(child, "r") as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        with pytest.raises(UsageError, match="standard input is a terminal"):
+            open_sources(["-"])
+    os.close(parent)
+
+
+def test_quoted_patterns(tmp_path: Path) -> None:
+    for name in ("b.jpg", "a.jpg", "sub/c.jpg", "sub/deep/d.jpg", "[x].jpg"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"abc")
+
+    def names(pattern: str) -> list[str]:
+        return [source.spec.removeprefix(f"{tmp_path}/") for source in open_sources([f"{tmp_path}/{pattern}"])]
+
+    assert names("?.jpg") == ["a.jpg", "b.jpg"]
+    assert names("sub/**/*.jpg") == ["sub/c.jpg", "sub/deep/d.jpg"]
+    assert names("{b,a}*.jpg") == ["b.jpg", "a.jpg"]
+    assert names("[x].jpg") == ["[x].jpg"]
+    with pytest.raises(UsageError, match=r"no file matches .*\*\.png"):
+        names("*.png")

@@ -1,0 +1,252 @@
+"""Zips and compressed tars: the images that other tools packed come back byte for byte; damage is always reported."""
+
+from __future__ import annotations
+
+import io
+import lzma
+import os
+import random
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edje_index.images.containers import compressed, zips
+from edje_index.images.containers.compressed import DecompressedFile
+from edje_index.images.decode import REASONS, ImageError
+from edje_index.images.inputs import InputRef, read_bytes, read_inputs, write_inputs
+from edje_index.images.ranges import open_ranged
+from pipelines.sources import count_ignored, iter_all, open_source, open_sources
+from storage_formats.errors import UsageError
+
+PHOTOS = {f"{number:03d}.jpg": b"\xff\xd8\xff" + random.Random(number).randbytes(40_000) for number in range(12)}
+COMPRESSORS = {".tar.gz": "gzip", ".tgz": "gzip", ".tar.bz2": "bzip2", ".tar.xz": "xz", ".tar.zst": "zstd"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve photos in the sub-directory `photos`, with captions beside two of them."""
+    (tmp_path / "photos").mkdir()
+    for name, data in PHOTOS.items():
+        (tmp_path / "photos" / name).write_bytes(data)
+    (tmp_path / "photos/003.txt").write_text("a dog\nsome dog\n")
+    (tmp_path / "photos/004.json").write_text('{"licence": "cc0", "likes": 7}')
+    return tmp_path
+
+
+def pack(folder: Path, suffix: str) -> Path:
+    """The photos in a tar that the system's `tar` and compressor wrote."""
+    tar = folder / "photos.tar"
+    subprocess.run(["tar", "-C", folder, "--sort=name", "-cf", tar, "photos"], check=True)
+    path = folder / f"packed{suffix}"
+    with path.open("wb") as file:
+        subprocess.run([COMPRESSORS[suffix], "-c", tar], check=True, stdout=file)
+    tar.unlink()
+    return path
+
+
+def contents(refs: list[InputRef]) -> dict[str, bytes | str]:
+    """The bytes or the problem of every input, by the last part of its name."""
+    return {ref.uri.rpartition("/")[2]: ref.problem or _bytes_or_reason(ref) for ref in refs}
+
+
+def _bytes_or_reason(ref: InputRef) -> bytes | str:
+    try:
+        return read_bytes(ref)
+    except ImageError as error:
+        return error.reason
+
+
+def scan(path: Path) -> list[InputRef]:
+    return list(open_source(str(path)).iter_inputs())
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_compressed_tars(folder: Path, suffix: str) -> None:
+    path = pack(folder, suffix)
+    refs = scan(path)
+    assert contents(refs) == PHOTOS
+    assert refs[3].uri == f"{path}!photos/003.jpg"
+    assert refs[3].metadata == {"captions": ["a dog", "some dog"]}
+    assert refs[4].metadata == {"licence": "cc0", "likes": 7}
+
+
+def test_a_zip_as_the_zip_command_writes_it(folder: Path) -> None:
+    subprocess.run(["zip", "-q", "-r", "-X", "photos.zip", "photos"], cwd=folder, check=True)
+    refs = scan(folder / "photos.zip")
+    assert contents(refs) == PHOTOS
+    by_name = {ref.uri: ref for ref in refs}
+    assert by_name[f"{folder}/photos.zip!photos/003.jpg"].metadata == {"captions": ["a dog", "some dog"]}
+    assert by_name[f"{folder}/photos.zip!photos/004.jpg"].metadata == {"licence": "cc0", "likes": 7}
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".zip"])
+def test_inputs_survive_their_list(folder: Path, suffix: str) -> None:
+    if suffix == ".zip":
+        subprocess.run(["zip", "-q", "-r", "packed.zip", "photos"], cwd=folder, check=True)
+    else:
+        pack(folder, suffix)
+    refs = scan(folder / f"packed{suffix}")
+    write_inputs(folder / "inputs.parquet", refs)
+    assert read_inputs(folder / "inputs.parquet") == refs
+
+
+def test_members_are_read_in_any_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "KEPT_BYTES", 100_000)
+    monkeypatch.setattr(compressed, "_CHUNK", 30_000)
+    refs = scan(pack(folder, ".tar.gz"))
+    random.Random(0).shuffle(refs)
+    assert contents(refs) == PHOTOS
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3000)), max_size=12), st.integers(1, 4000))
+@settings(max_examples=50)
+def test_ranges_of_decompressed_files(
+    tmp_path_factory: pytest.TempPathFactory, ranges: list[tuple[int, int]], kept: int
+) -> None:
+    content = random.Random(1).randbytes(4000)
+    path = tmp_path_factory.getbasetemp() / "content.xz"
+    path.write_bytes(lzma.compress(content[:2500]) + bytes(8) + lzma.compress(content[2500:]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compressed, "KEPT_BYTES", kept)
+        patch.setattr(compressed, "_CHUNK", 512)
+        file = DecompressedFile(open_ranged(os.fsencode(path)), "xz")
+        for offset, size in ranges:
+            assert file.pread(size, offset) == content[offset : offset + size]
+        file.close()
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_damaged_compressed_tars_lose_nothing_silently(folder: Path, suffix: str, damage: str) -> None:
+    path = pack(folder, suffix)
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    if damage == "cut":
+        del data[middle:]
+    else:
+        data[middle : middle + 64] = bytes(64)
+    path.write_bytes(data)
+    found = contents(scan(path))
+    assert found.pop(path.name) in ("truncated-archive", "damaged-archive")
+    for name, content in found.items():
+        assert content == PHOTOS[name] or content in ("truncated-archive", "damaged-archive")
+    assert len(found) < len(PHOTOS) or any(isinstance(content, str) for content in found.values())
+
+
+def test_an_archive_that_changed_after_the_plan(folder: Path) -> None:
+    refs = scan(pack(folder, ".tar.gz"))
+    (folder / "photos/000.jpg").write_bytes(b"other")
+    pack(folder, ".tar.gz")
+    assert set(contents(refs).values()) == {"changed-since-plan"}
+
+
+def test_a_bomb_in_a_compressed_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "FREE_EXPANSION", 4 << 20)
+    path = tmp_path / "bomb.tar.xz"
+    with tarfile.open(path, "w:xz", preset=0) as archive:
+        for name in ("a.jpg", "b.jpg"):
+            info = tarfile.TarInfo(name)
+            info.size = compressed.FREE_EXPANSION
+            archive.addfile(info, _Zeros())
+    assert contents(scan(path))["bomb.tar.xz"] == "too-expensive"
+
+
+class _Zeros(io.RawIOBase):
+    def read(self, size: int = -1) -> bytes:
+        return bytes(size)
+
+
+def test_an_xz_header_cannot_ask_for_memory(tmp_path: Path) -> None:
+    path = tmp_path / "greedy.tar.xz"
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 30}]
+    path.write_bytes(lzma.compress(bytes(1024), filters=filters))
+    (ref,) = scan(path)
+    assert ref.problem == "damaged-archive"
+
+
+def test_members_of_a_zip_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "odd.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        link = zipfile.ZipInfo("link.jpg")
+        link.external_attr = 0o120777 << 16
+        archive.writestr(link, "/etc/passwd")
+        archive.writestr("../up.jpg", b"up")
+        archive.writestr("lzma.jpg", b"x" * 100, compress_type=zipfile.ZIP_LZMA)
+        archive.writestr("bomb.jpg", bytes(zips.FREE_EXPANSION * 2), compress_type=zipfile.ZIP_DEFLATED)
+        archive.writestr("notes.md", b"")
+        archive.writestr("__MACOSX/._a.jpg", b"attributes")
+        archive.writestr(".hidden/a.jpg", b"hidden")
+    source = open_source(str(path))
+    found = contents(list(source.iter_inputs()))
+    assert found == {
+        "odd.zip!link.jpg": "unsupported-member",
+        "up.jpg": b"up",
+        "odd.zip!lzma.jpg": "unsupported-member",
+        "odd.zip!bomb.jpg": "too-expensive",
+    }
+    assert source.ignored == {".md": 1, "(hidden)": 2}
+
+
+def test_an_encrypted_zip(folder: Path) -> None:
+    subprocess.run(["zip", "-q", "-P", "secret", "e.zip", "photos/000.jpg"], cwd=folder, check=True)
+    assert contents(scan(folder / "e.zip")) == {"000.jpg": "unsupported-member"}
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_damaged_zips_never_raise(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.jpg", b"first" * 50)
+        archive.writestr("b.jpg", b"second" * 50)
+    content = bytearray(buffer.getvalue())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "damaged.zip"
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
+    for value in contents(scan(path)).values():
+        assert isinstance(value, bytes) or value in REASONS
+
+
+def test_a_large_list_of_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "many.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(200):
+            archive.writestr(f"{number:050d}.jpg", b"x")
+    monkeypatch.setattr("edje_index.images.ranges.MAX_READ", 10_000)
+    (ref,) = scan(path)
+    assert ref.problem == "damaged-archive"
+
+
+def test_a_folder_of_archives_is_read(folder: Path) -> None:
+    packed = folder / "packed"
+    packed.mkdir()
+    pack(folder, ".tar.gz").rename(packed / "a.tar.gz")
+    subprocess.run(["zip", "-q", "-r", packed / "b.zip", "photos"], cwd=folder, check=True)
+    (packed / "again.zip").symlink_to("b.zip")
+    (packed / "stats.json").write_text("{}")
+    (packed / "damaged.zip").write_bytes(b"PK")
+    source = open_source(str(packed))
+    refs = list(source.iter_inputs())
+    assert [ref.uri.partition("!")[0].rpartition("/")[2] for ref in refs[:12]] == ["a.tar.gz"] * 12
+    assert len(refs) == 25
+    assert [(ref.uri, ref.problem) for ref in refs if ref.problem] == [(f"{packed}/damaged.zip", "damaged-archive")]
+    assert source.ignored == {".json": 1, "(link seen)": 1}
+
+
+def test_archives_beside_images_are_ignored_and_counted(folder: Path) -> None:
+    pack(folder, ".tar.gz").rename(folder / "photos/backup.tar.gz")
+    sources = open_sources([str(folder / "photos")])
+    assert len(list(iter_all(sources))) == 12
+    assert count_ignored(sources) == {".gz": 1}
+
+
+def test_an_archive_inside_a_folder_that_reads_it_is_refused(folder: Path) -> None:
+    path = pack(folder, ".tar.gz")
+    with pytest.raises(UsageError, match="is inside"):
+        open_sources([str(folder), str(path)])

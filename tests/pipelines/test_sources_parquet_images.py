@@ -1,0 +1,161 @@
+"""Parquet files that hold images: which column holds them, and every row is an image, a failed input or counted."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edje_index.images.containers import parquet_images
+from edje_index.images.decode import REASONS, ImageError
+from edje_index.images.inputs import read_bytes
+from pipelines.sources import open_source, open_sources
+from storage_formats.errors import UsageError
+
+PHOTOS = [b"\xff\xd8\xff" + random.Random(number).randbytes(30_000) for number in range(10)]
+STRUCT = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+
+
+def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def values(path: Path, column: str | None = None) -> list[bytes | str]:
+    """The bytes of every input, or the reason why it has none."""
+    result: list[bytes | str] = []
+    for ref in open_source(str(path), column).iter_inputs():
+        try:
+            result.append(read_bytes(ref))
+        except ImageError as error:
+            result.append(error.reason)
+    return result
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_binary_columns(tmp_path: Path, compression: str, dictionary: bool) -> None:
+    columns = {"key": [str(number) for number in range(10)], "jpg": PHOTOS, "width": list(range(10))}
+    path = write(tmp_path / "a.parquet", columns, compression=compression, use_dictionary=dictionary, row_group_size=3)
+    refs = list(open_source(str(path)).iter_inputs())
+    assert [read_bytes(ref) for ref in refs] == PHOTOS
+    assert refs[7].uri == f"{path}!jpg/7"
+    assert refs[7].metadata == {"key": "7", "source_width": 7}
+
+
+def test_a_column_named_image_with_bytes_is_no_list_of_paths(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"url": ["https://example.org/a.jpg"] * 10, "image": PHOTOS})
+    assert values(path) == PHOTOS
+
+
+def test_a_binary_column_of_paths_stays_a_list(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(PHOTOS[0])
+    path = write(tmp_path / "a.parquet", {"image": [b"a.jpg", b"gone.jpg"]})
+    assert open_source(str(path)).kind == "list"
+    assert values(path) == [PHOTOS[0], "missing"]
+
+
+def test_struct_columns_with_bytes_or_paths(tmp_path: Path) -> None:
+    (tmp_path / "b.jpg").write_bytes(PHOTOS[1])
+    rows = [
+        {"bytes": PHOTOS[0], "path": "a.jpg"},
+        {"bytes": None, "path": "b.jpg"},
+        {"bytes": None, "path": "gone.jpg"},
+        {"bytes": PHOTOS[2], "path": None},
+        {"bytes": None, "path": None},
+        None,
+    ]
+    path = write(tmp_path / "a.parquet", {"image": pa.array(rows, STRUCT), "label": [1, 2, 3, 4, 5, 6]})
+    source = open_source(str(path))
+    refs = list(source.iter_inputs())
+    assert values(path) == [PHOTOS[0], PHOTOS[1], "missing", PHOTOS[2]]
+    assert [ref.metadata["label"] for ref in refs] == [1, 2, 3, 4]
+    assert refs[0].metadata["image_path"] == "a.jpg"
+    assert refs[1].uri == f"{tmp_path}/b.jpg"
+    assert source.ignored == {"(row without an image)": 2}
+
+
+def test_rows_of_failed_downloads_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"jpg": [None, *PHOTOS[:3], None], "status": ["x", "s", "s", "s", "x"]})
+    source = open_source(str(path))
+    refs = list(source.iter_inputs())
+    assert [ref.uri.rpartition("/")[2] for ref in refs] == ["1", "2", "3"]
+    assert [read_bytes(ref) for ref in refs] == PHOTOS[:3]
+    assert source.ignored == {"(row without an image)": 2}
+
+
+def test_the_column_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"left": PHOTOS, "right": PHOTOS[::-1]})
+    with pytest.raises(UsageError, match="several columns of images \\(left, right\\); name the column"):
+        open_source(str(path))
+    assert values(path, "right") == PHOTOS[::-1]
+    with pytest.raises(UsageError, match="no column middle"):
+        open_source(str(path), "middle")
+    assert len(open_sources([str(path)], "left")) == 1
+
+
+def test_sounds_are_no_images(tmp_path: Path) -> None:
+    features = {"audio": {"_type": "Audio"}, "image": {"_type": "Image"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    rows = pa.array([{"bytes": data, "path": None} for data in PHOTOS], STRUCT)
+    table = pa.table({"audio": rows, "image": rows}).replace_schema_metadata(metadata)
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = open_source(str(tmp_path / "a.parquet"))
+    assert source.column == "image"
+    assert source.ignored == {}
+    assert len(list(source.iter_inputs())) == 10
+    assert source.ignored == {"(binary column)": 1}
+
+
+def test_images_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_images, "KEPT_BYTES", 50_000)
+    path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=4)
+    refs = list(open_source(str(path)).iter_inputs())
+    for seed in range(5):
+        random.Random(seed).shuffle(refs)
+        assert [read_bytes(ref) for ref in refs] == [PHOTOS[ref.offset] for ref in refs]
+
+
+def test_a_changed_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"jpg": PHOTOS})
+    (ref, *_) = open_source(str(path)).iter_inputs()
+    write(path, {"jpg": PHOTOS[:3]})
+    with pytest.raises(ImageError, match="changed-since-plan"):
+        read_bytes(ref)
+
+
+def test_repeated_images_take_the_memory_of_one(tmp_path: Path) -> None:
+    import tracemalloc
+
+    path = write(tmp_path / "a.parquet", {"jpg": [b"\xff\xd8\xff" + bytes(1 << 18)] * 500})
+    (first, *_) = open_source(str(path)).iter_inputs()
+    pool = pa.default_memory_pool()
+    tracemalloc.start()
+    before = pool.bytes_allocated()
+    assert len(read_bytes(first)) == (1 << 18) + 3
+    assert pool.bytes_allocated() - before + tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_damaged_files_never_raise(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.parquet"
+    write(path, {"jpg": [photo[:200] for photo in PHOTOS], "caption": ["a dog"] * 10}, row_group_size=4)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(4, len(content) - 9))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        found = values(path)
+    except UsageError:
+        return
+    for value in found:
+        assert isinstance(value, bytes) or value in REASONS
