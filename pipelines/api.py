@@ -37,6 +37,7 @@ class BuildOptions(TypedDict, total=False):
     dedupe: bool
     column: str | None
     max_pixels: int | None
+    truncated: Literal["fail", "load"]
     max_failed: float | None
     address: str | None
 

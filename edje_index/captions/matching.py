@@ -22,7 +22,7 @@ from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED
 
 NOT_IN_INDEX = "not-in-index"
 DELETED = "deleted"
-NAME_COLUMNS = ("row_id", "uri", "uri_raw", "status", "reason", "duplicate_of")
+NAME_COLUMNS = ("row_id", "uri", "uri_raw", "status", "reason", "detail", "duplicate_of")
 """Columns of the rows table that `match_items` reads."""
 
 
@@ -34,10 +34,12 @@ class MatchedRows:
         rows: row id of each image, int64 [n]; -1 for an image without a row.
         reasons: one entry per image: None for an image with a row, otherwise the reason why the image has no row:
             "not-in-index", "deleted", or the reason why a build could not encode the image.
+        truncated: True for an image of which only a part was indexed, because its file is truncated, bool [n].
     """
 
     rows: NDArray[np.int64]
     reasons: tuple[str | None, ...]
+    truncated: NDArray[np.bool_]
 
     def missing(self) -> dict[str, int]:
         """Return the number of images without a row, by reason."""
@@ -45,8 +47,10 @@ class MatchedRows:
 
     def split(self, count: int) -> tuple[MatchedRows, MatchedRows]:
         """Return the rows of the first `count` images, and the rows of the remaining images."""
-        rows, reasons = self.rows, self.reasons
-        return MatchedRows(rows[:count], reasons[:count]), MatchedRows(rows[count:], reasons[count:])
+        return self._part(slice(None, count)), self._part(slice(count, None))
+
+    def _part(self, part: slice) -> MatchedRows:
+        return MatchedRows(self.rows[part], self.reasons[part], self.truncated[part])
 
     def indexed(self, items: Sequence[CaptionedImage]) -> tuple[list[CaptionedImage], NDArray[np.int64]]:
         """Return the k images in `items` that have a row, and their row ids, int64 [k]."""
@@ -81,7 +85,8 @@ def match_items(
     reasons = tuple(NOT_IN_INDEX if match is None else match.reason for match in matches)
     if not allow_none and not (rows >= 0).any():
         raise UsageError(_nothing_matches(root, table, items, reasons))
-    return MatchedRows(rows, reasons)
+    truncated = np.array([match is not None and match.truncated for match in matches], dtype=bool)
+    return MatchedRows(rows, reasons, truncated)
 
 
 @dataclass
@@ -90,6 +95,7 @@ class _Match:
 
     row_id: int
     reason: str | None = None
+    truncated: bool = False
 
 
 def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], bytes]) -> list[_Match | None]:
@@ -108,7 +114,8 @@ def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], byte
         name = _row_name(row, convert, names_of_texts)
         if name not in requested or name in matches:
             continue
-        matches[name] = _Match(row["row_id"] if row["status"] == INDEXED else -1, row["reason"])
+        indexed = row["status"] == INDEXED
+        matches[name] = _Match(row["row_id"] if indexed else -1, row["reason"], indexed and row["detail"] is not None)
         if row["status"] == DUPLICATE:
             duplicates.setdefault(row["duplicate_of"], []).append(matches[name])
     _follow_duplicates(table, duplicates)
@@ -132,7 +139,7 @@ def _row_name(
 
 def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> None:
     """Replace the match of each duplicate with the match of its original."""
-    originals = table.select(["row_id", "status", "reason"]).filter(
+    originals = table.select(["row_id", "status", "reason", "detail"]).filter(
         pc.is_in(table["row_id"], pa.array(sorted(duplicates), pa.int64()))
     )
     by_row = {row["row_id"]: row for row in originals.to_pylist()}
@@ -144,7 +151,7 @@ def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> 
             elif original["status"] == FAILED:
                 match.reason = original["reason"]
             else:
-                match.row_id = row_id
+                match.row_id, match.truncated = row_id, original["detail"] is not None
 
 
 def _resolved(name: bytes) -> bytes:

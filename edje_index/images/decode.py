@@ -20,7 +20,7 @@ from edje_index.images.decode_limits import (
     check_cost,
 )
 from edje_index.images.headers import HEAD_BYTES, canvas_size, image_format, undecoded_format
-from edje_index.images.pillow_setup import ignore_warnings, openers
+from edje_index.images.pillow_setup import ignore_warnings, loading_truncated, openers
 from edje_index.images.to_rgb import to_rgb
 
 REASONS = (
@@ -52,6 +52,9 @@ DEFAULT_MAX_PIXELS = 89_478_485
 MAX_ASPECT_RATIO = 256
 """Largest ratio of the longer side to the shorter side, to bound the size of the resized image."""
 
+TRUNCATED = "truncated"
+"""The reason of a file that ends before its last pixel."""
+
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -63,7 +66,7 @@ _TRANSPOSE = {
 }
 # Pattern in a decoder's message -> reason; anything else is "corrupt".
 _REASONS_OF_MESSAGES = (
-    ("truncat|unexpected end|EOF", "truncated"),
+    ("truncat|unexpected end|EOF", TRUNCATED),
     ("unknown pixel mode|unsupported", "unsupported-image"),
 )
 _TIFF_TILE_SIZE = (322, 323)
@@ -118,6 +121,28 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         raise ImageError(reason="too-expensive", detail=str(error)) from error
     except Exception as error:  # decoders raise any exception on damaged input
         raise _damaged(error, name) from error
+
+
+def decode_partial(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[Image.Image, str | None]:
+    """Do the same as `decode_rgb`, but load a truncated file as far as it goes. The missing pixels are grey or black.
+
+    Returns:
+        The image, and a description of the truncation; None for a complete file.
+
+    Raises:
+        ImageError, MemoryError: as in `decode_rgb`. A file without any pixels is "truncated".
+    """
+    try:
+        return decode_rgb(data, max_pixels), None
+    except ImageError as error:
+        if error.reason != TRUNCATED:
+            raise
+        problem = error
+    with loading_truncated():
+        try:
+            return decode_rgb(data, max_pixels), str(problem)
+        except ImageError:
+            raise problem from None
 
 
 def _decode_with_any_text(data: bytes, name: str, max_pixels: int) -> Image.Image:

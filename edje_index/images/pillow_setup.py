@@ -7,12 +7,15 @@ import ctypes
 import functools
 import logging
 import re
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageFile
 
+_this_thread = threading.local()
 _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 
@@ -30,6 +33,33 @@ def ignore_warnings() -> None:
     # `warnings.catch_warnings` around each call would not be thread-safe.
     if not warnings.filters or warnings.filters[0] != _WARNINGS:
         warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+@contextlib.contextmanager
+def loading_truncated() -> Iterator[None]:
+    """Context manager in which Pillow loads truncated files in this thread. Other threads are not affected."""
+    setting: Any = ImageFile.LOAD_TRUNCATED_IMAGES
+    if not isinstance(setting, _PerThread):
+        setting = _PerThread(setting)
+        ImageFile.LOAD_TRUNCATED_IMAGES = setting
+    _this_thread.loads_truncated = True
+    try:
+        yield
+    finally:
+        _this_thread.loads_truncated = False
+
+
+class _PerThread:
+    """A value of Pillow's global setting LOAD_TRUNCATED_IMAGES that is true only inside `loading_truncated`.
+
+    Outside, it has the truth value `otherwise`, which the process had set before.
+    """
+
+    def __init__(self, otherwise: bool) -> None:
+        self._otherwise = otherwise
+
+    def __bool__(self) -> bool:
+        return getattr(_this_thread, "loads_truncated", False) or self._otherwise
 
 
 def _silence_libtiff() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, content_hash, decode_rgb
+from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, content_hash, decode_partial
 from edje_index.images.inputs import read_bytes
 from edje_index.images.locate import locate
 from edje_index.images.transient import TransientInputError
@@ -105,7 +105,7 @@ def _thumbnail(row_id: int, row: dict[str, Any], side: int) -> Thumbnail:
 
 
 def _shrink(data: bytes, side: int) -> bytes:
-    image = decode_rgb(data, DEFAULT_MAX_PIXELS)
+    image, _ = decode_partial(data, DEFAULT_MAX_PIXELS)
     image.thumbnail((side, side))
     out = io.BytesIO()
     image.save(out, "JPEG", quality=_JPEG_QUALITY)

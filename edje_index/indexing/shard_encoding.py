@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.images.decode import ImageError, content_hash, decode_rgb
-from edje_index.images.decode_limits import BYTES_PER_PIXEL
-from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, read_bytes, read_inputs
-from edje_index.images.transient import retry_memory
+from edje_index.images.decode import ImageError, content_hash
+from edje_index.images.decoded_input import FAIL, DecodeSettings, decode_input, read_input
+from edje_index.images.inputs import InputRef, read_inputs
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
@@ -66,6 +65,7 @@ class ShardTask:
             "too-many-pixels".
         decode_threads: number of threads that read and decode images. This number does not affect the result.
         columns: source columns of the rows table.
+        truncated: what to do with truncated images, `decoded_input.FAIL` or `decoded_input.LOAD`.
     """
 
     root: str
@@ -76,6 +76,7 @@ class ShardTask:
     max_pixels: int
     decode_threads: int
     columns: tuple[SourceColumn, ...] = ()
+    truncated: str = FAIL
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,14 @@ def encode_shard(
     entries = [image.entry for image in images]
     pieces = ShardPieces(layout, task.spec, task.shard, task.plan)
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
+    decode_settings = DecodeSettings(task.max_pixels, task.truncated)
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard) as attempt,
         _decode_pool(task.decode_threads, one_at_a_time=attempt.careful) as pool,
     ):
         done = _restore(pieces, writer, entries)
-        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.max_pixels)
+        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, decode_settings)
         for batch in _batches_ahead(task, images[done:], prepare, pool):
             if should_stop():
                 pieces.save()
@@ -210,41 +212,37 @@ def _batches_ahead(
     yield from pending
 
 
-def _prepare_watched(attempt: Attempt, first_row: int, encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
+def _prepare_watched(
+    attempt: Attempt, first_row: int, encoder: Encoder, settings: DecodeSettings, image: _Image
+) -> _Image:
     """Prepare an image. If the image has ended too many worker processes, mark its row as failed instead."""
     position = image.entry.row_id - first_row
     if attempt.ended_workers(position):
         image.entry.fail("worker-died", f"{DEATHS} worker processes died or hung while they read or decoded the image")
         return image
     with attempt.preparing(position):
-        return _prepare(encoder, max_pixels, image)
+        return _prepare(encoder, settings, image)
 
 
-def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
+def _prepare(encoder: Encoder, settings: DecodeSettings, image: _Image) -> _Image:
     """Read, decode and preprocess one image. If this fails, mark the row of the image as failed."""
     entry = image.entry
     if entry.status != INDEXED:
         return image
     started = time.perf_counter()
     try:
-        data = retry_memory(lambda: read_bytes(image.ref), entry.uri, MAX_INPUT_BYTES)
+        data = read_input(image.ref)
         entry.size, entry.content_hash = len(data), content_hash(data)
         if image.ref.content_hash not in (None, entry.content_hash):
             raise ImageError(reason="changed-since-plan", detail="the file has changed since the build was planned")
         entry.read_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        (entry.width, entry.height), image.pixels = retry_memory(
-            lambda: _decode(encoder, data, max_pixels), entry.uri, BYTES_PER_PIXEL * max_pixels
-        )
+        decoded = decode_input(data, entry.uri, settings, encoder.preprocess)
+        (entry.width, entry.height), image.pixels, entry.detail = decoded.size, decoded.pixels, decoded.truncation
         entry.decode_seconds = time.perf_counter() - started
     except ImageError as error:
         entry.fail(error.reason, error.detail)
     return image
-
-
-def _decode(encoder: Encoder, data: bytes, max_pixels: int) -> tuple[tuple[int, int], torch.Tensor]:
-    rgb = decode_rgb(data, max_pixels)
-    return rgb.size, encoder.preprocess(rgb)
 
 
 def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:

@@ -21,6 +21,7 @@ from pipelines.cli.options import (
     quiet_option,
     shard_size_option,
     stored_precisions_option,
+    truncated_option,
 )
 from pipelines.cli.output import note, print_json, print_line, running_job, this_command
 from pipelines.planning.config import BATCH_SIZE, BuildConfig
@@ -68,6 +69,7 @@ _NO_MODEL = (
 @column_option
 @max_failed_option
 @click.option("--max-pixels", type=POSITIVE, help="Maximum number of pixels of an image.  [default: 89478485]")
+@truncated_option
 @quiet_option
 @json_option
 def build(as_json: bool, quiet: bool, **options: Any) -> None:
@@ -114,6 +116,8 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
     if result.failed:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
         note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures {config.out}' lists them")
+    if result.truncated:
+        note(f"{counted(result.truncated, 'truncated image')} indexed by the part that could be decoded")
 
 
 def _print(result: BuildResult, out: Path) -> None:

@@ -80,6 +80,14 @@ max_failed_option = click.option(
     help="Stop if a larger share of the images fails.  [default: 0.01, but 20 images may always fail]",
 )
 
+truncated_option = click.option(
+    "--truncated",
+    type=click.Choice(["fail", "load"]),
+    default="fail",
+    show_default=True,
+    help="What to do with a truncated image. load indexes the part that is there, and counts the image.",
+)
+
 images_option = click.option(
     "--images", type=PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]"
 )

@@ -30,6 +30,7 @@ class BuildResult:
         images_per_second: rows that this run encoded per second; 0 if this run encoded no row.
         bottleneck: stage in which the workers spent the most time; None if no times are known.
         already_finished: True if an earlier run had finished the index.
+        truncated: indexed images of which only a part could be decoded; None if an earlier run had finished the index.
 
     Example:
         >>> from pipelines import build_index
@@ -49,6 +50,7 @@ class BuildResult:
     images_per_second: float
     bottleneck: Bottleneck | None
     already_finished: bool = False
+    truncated: int | None = None
 
 
 def build_result(manifest: Manifest, run: ShardRun | None, seconds: float) -> BuildResult:
@@ -72,4 +74,5 @@ def build_result(manifest: Manifest, run: ShardRun | None, seconds: float) -> Bu
         images_per_second=run.rows / run.seconds if run and run.rows else 0.0,
         bottleneck=bottleneck(stage_seconds),
         already_finished=run is None,
+        truncated=sum(receipt.truncated for receipt in run.receipts) if run else None,
     )

@@ -75,6 +75,7 @@ def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
         max_pixels=plan.settings.max_pixels,
         decode_threads=_decode_threads(prepared),
         columns=plan.columns,
+        truncated=plan.settings.truncated,
     )
 
 

@@ -40,6 +40,7 @@ class BuildSettings:
     threads: int
     device: str
     dtype: str
+    truncated: str = "fail"
 
     @classmethod
     def choose(cls, config: BuildConfig, stored: BuildSettings | None = None) -> BuildSettings:
@@ -71,6 +72,7 @@ class BuildSettings:
             threads=threads,
             device=device,
             dtype=dtype,
+            truncated=config.truncated,
         )
 
     @classmethod
@@ -80,7 +82,8 @@ class BuildSettings:
         Raises:
             KeyError, TypeError: `value` is not a JSON object with the settings of a plan.
         """
-        settings = {field.name: value[field.name] for field in fields(cls)}
+        settings = {field.name: value[field.name] for field in fields(cls) if field.name != "truncated"}
+        settings["truncated"] = value.get("truncated", "fail")  # an earlier version of this program made the plan
         settings["sources"], settings["precisions"] = tuple(settings["sources"]), tuple(settings["precisions"])
         return cls(**settings)
 
@@ -226,10 +229,13 @@ def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
 
 def plan_fingerprint(model: dict[str, Any], settings: BuildSettings, inputs_digest: str) -> str:
     """Return the SHA-256 of the encoder fingerprint, the settings and the inputs digest, in hexadecimal."""
+    values = asdict(settings)
+    if settings.truncated == "fail":  # without this setting, plans of earlier versions keep their fingerprints
+        del values["truncated"]
     parts = {
         "version": PLAN_VERSION,
         "encoder": model["fingerprint"],
-        "settings": asdict(settings),
+        "settings": values,
         "inputs": inputs_digest,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -27,6 +27,7 @@ class ShardReceipt:
         failed: number of failed rows for each reason.
         files: file entries of all files of the shard.
         seconds: time spent in each stage (read, decode, wait, encode, write), summed over threads.
+        truncated: number of indexed rows with a `detail`, whose images are truncated.
     """
 
     shard: int
@@ -37,6 +38,7 @@ class ShardReceipt:
     failed: dict[str, int]
     files: tuple[FileEntry, ...]
     seconds: dict[str, float]
+    truncated: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the receipt as a JSON object. The member `crc32c` is the checksum of the other members."""

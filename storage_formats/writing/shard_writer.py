@@ -120,6 +120,10 @@ class ShardWriter:
             indexed=statuses.count(INDEXED),
             duplicates=statuses.count(DUPLICATE),
             failed=failures_by_reason(rows),
+            truncated=sum(
+                status == INDEXED and detail is not None
+                for status, detail in zip(statuses, rows["detail"].to_pylist(), strict=True)
+            ),
             files=files,
             seconds=seconds,
         )

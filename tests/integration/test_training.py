@@ -23,6 +23,7 @@ from pipelines.cli import main
 from storage_formats.token_store import TokenStore
 from tests.command_line import command, environment, run_here, run_process
 
+TRUNCATED = 6  # number of the photo whose file ends early
 COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200), "white": (240, 240, 240)}
 PLACES = {"left": np.s_[:, :24], "right": np.s_[:, 24:], "top": np.s_[:24], "bottom": np.s_[24:]}
 OPTIONS = [
@@ -41,7 +42,10 @@ def write_captions(folder: Path) -> None:
         colour, place = list(COLOURS)[at % 4], list(PLACES)[at // 4 % 4]
         pixels = np.random.default_rng(at).integers(90, 130, (48, 48, 3)).astype(np.uint8)
         pixels[PLACES[place]] = COLOURS[colour]
-        Image.fromarray(pixels).save(folder / "photos" / f"{at}.png")
+        path = folder / "photos" / f"{at}.png"
+        Image.fromarray(pixels).save(path)
+        if at == TRUNCATED:
+            path.write_bytes(path.read_bytes()[:-2000])
         texts = [f"{colour} at the {place} of number {at}", f"the {place} is {colour}", *([" "] if at == 3 else [])]
         lines.append(json.dumps({"image": f"{at}.png", "captions": texts}) + "\n")
     (folder / "train.jsonl").write_text("".join(lines[:24]))
@@ -57,6 +61,7 @@ def case(tmp_path_factory):
     calm = run_here(*training(folder, folder / "calm", features=False), "--dev", folder / "dev.jsonl")
     assert calm["steps"] == 30
     assert (calm["captions"], calm["left_out"]) == (48, {"blank-caption": 1})
+    assert calm["truncated"] == 1
     assert (calm["dev"]["images"]["queries"], calm["dev"]["captions"]["queries"]) == (16, 8)
     return folder
 
@@ -366,7 +371,7 @@ def test_a_student_learns_from_a_teacher(case, tmp_path):
     result = run_here(*student, "--init", tmp_path / "teacher")
     assert result["last"]["distillation"] > 0
     built = ["build", case / "photos", "--out", tmp_path / "tokens", "--model", tmp_path / "teacher"]
-    run_here(*built, "--engine", "inline")
+    run_here(*built, "--engine", "inline", "--truncated", "load")
     again = [*training(case, tmp_path / "again"), "--steps", "3", "--teacher", tmp_path / "teacher"]
     other = run_here(*again, "--init", tmp_path / "teacher", "--set", f"inputs.teacher_features={tmp_path}/tokens")
     # The same teacher, by its stored tokens, which are rounded.

@@ -64,6 +64,21 @@ def test_failures_lists_each_failed_input_with_its_reason(run, build, index, pho
     assert out == f"8  truncated  {photos / '08.jpg'}  {listed[1]['detail']}\n"
 
 
+def test_truncated_images_are_loaded_on_request_and_counted(run, build, index, photos):
+    (photos / "08.jpg").write_bytes((photos / "08.jpg").read_bytes()[:-300])
+    code, out, err = run(*build, "--truncated", "load", "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert (result["indexed"], result["truncated"], result["failed_by_reason"]) == (9, 1, {"not-an-image": 1})
+    assert "1 truncated image indexed by the part that could be decoded" in err
+    row = read_rows(index, [8]).to_pylist()[0]
+    assert (row["status"], row["reason"], row["width"] > 0) == ("indexed", None, True)
+    assert "truncated" in row["detail"]
+    assert run("verify", index)[0] == 0
+    assert json.loads(run(*build, "--truncated", "load", "--json")[1])["truncated"] is None
+    assert "truncated load in the index, fail requested" in run(*build)[2]
+
+
 def test_failures_of_an_unfinished_index_are_those_of_its_finished_shards(run, build, index, photos):
     for name in range(10):
         (photos / f"{name:02d}.jpg").write_bytes(b"not a photo")

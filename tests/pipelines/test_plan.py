@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from pipelines.planning.prepare import prepare_build
 from pipelines.planning.resources import choose_workers, disk_need
 from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 
@@ -52,6 +54,19 @@ def test_duplicates_are_decided_in_the_plan(config):
     assert made.duplicates == 1
 
 
+def test_plans_of_earlier_versions_keep_their_fingerprints(config):
+    layout, made = Layout(config().out), plan(config())
+    earlier = json.loads(layout.plan.read_text())
+    del earlier["settings"]["truncated"], earlier["crc32c"]
+    layout.plan.write_text(json.dumps({**earlier, "crc32c": json_checksum(earlier)}))
+    assert read_plan(made.root) == made
+    parts = {"version": 1, "encoder": made.model["fingerprint"], "settings": earlier["settings"]}
+    text = json.dumps({**parts, "inputs": made.inputs_digest}, sort_keys=True)
+    assert made.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+    loading = dataclasses.replace(made.settings, truncated="load")
+    assert dataclasses.replace(made, settings=loading).fingerprint != made.fingerprint
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -60,6 +75,7 @@ def test_duplicates_are_decided_in_the_plan(config):
         ({"threads": 2}, "threads 1 in the index, 2 requested"),
         ({"dedupe": True}, "dedupe False in the index, True requested"),
         ({"max_pixels": 100}, "max_pixels .* in the index, 100 requested"),
+        ({"truncated": "load"}, "truncated fail in the index, load requested"),
         ({"dtype": "bfloat16"}, "dtype float32 in the index, bfloat16 requested"),
     ],
 )

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edje_index.images.decoded_input import DecodeSettings
 from edje_index.images.inputs import display_path
-from pipelines.jobs.training.view_images import write_views
+from pipelines.jobs.training.view_images import Crops, write_views
 from pipelines.planning.config import BuildConfig
 from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.stopping import ShouldStop
@@ -43,6 +44,7 @@ class IndexBuilder:
         dtype: data type of matrix products.
         on_event: called with each progress event.
         should_stop: the build stops once `should_stop()` returns True.
+        truncated: "load" or "fail", see `BuildConfig`.
     """
 
     folder: Path
@@ -50,6 +52,7 @@ class IndexBuilder:
     dtype: str
     on_event: OnEvent
     should_stop: ShouldStop
+    truncated: str = "fail"
 
     def build(self, name: str, model: Path, sources: tuple[str, ...], announcement: str) -> CommittedIndex:
         """Build the index `name` in the run folder, or resume the build.
@@ -80,6 +83,7 @@ class IndexBuilder:
             dtype=self.dtype,
             address=self.run.address,
             column=_path_column(sources),
+            truncated=self.truncated,
             max_failed=1.0,  # training has its own message about missing images
         )
         try:
@@ -224,7 +228,8 @@ def _crop(
     sources = _image_sources(builder.folder / "viewed.jsonl", photos)
     refs = (ref for ref in iter_all(open_sources(sources, _path_column(sources))) if ref.uri in names)
     builder.on_event(StatusMessage(f"cropping {views} views of {len(names):,} photos"))
-    return write_views(refs, files, views, start.bundle.vision.image_size, config.loop.seed, builder.should_stop)
+    crops = Crops(views, start.bundle.vision.image_size, config.loop.seed, DecodeSettings(truncated=builder.truncated))
+    return write_views(refs, files, crops, builder.should_stop)
 
 
 def _feature_model(folder: Path, start: StartModel) -> Path:

@@ -42,6 +42,7 @@ class MatchedCaptions:
         captions: captions of `items`, and the rows of `items` in `features`.
         dev: dev captions, and the rows of the dev images in `features`; None without dev captions.
         left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
+        truncated: number of images to train on of which only a part could be decoded.
     """
 
     features: CommittedIndex
@@ -49,6 +50,7 @@ class MatchedCaptions:
     captions: CaptionSet
     dev: CaptionSet | None
     left_out: dict[str, int]
+    truncated: int = 0
 
 
 def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent) -> MatchedCaptions:
@@ -72,9 +74,11 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
     if captions.blank:
         on_event(StatusMessage(f"blank captions left out: {captions.blank:,}"))
         left_out = {**left_out, "blank-caption": captions.blank}
+    if truncated := int(trained_rows.truncated.sum()):
+        on_event(StatusMessage(f"truncated images of which a part is used: {truncated:,}"))
     trained_items, trained = _caption_set(trained_rows, captions.trained, "inputs.captions")
     dev = _caption_set(dev_rows, captions.dev, "inputs.dev")[1] if captions.dev else None
-    return MatchedCaptions(index, trained_items, trained, dev, left_out)
+    return MatchedCaptions(index, trained_items, trained, dev, left_out, truncated)
 
 
 def _caption_set(
@@ -156,7 +160,10 @@ def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
         return matched.captions.rows
     rows = _match(index, matched.items).rows
     if missing := int((rows < 0).sum()):
-        raise UsageError(f"{index.root} lacks {missing:,} training images; build that index from all training images")
+        raise UsageError(
+            f"{index.root} lacks {missing:,} training images; build that index from all training images, with the same "
+            "treatment of truncated images (inputs.truncated)"
+        )
     return rows
 
 

@@ -46,7 +46,7 @@ def prepare_training(
     from edje_index.training.loop.task import TrainTask
 
     inputs, folder, captions = request.inputs, request.run.folder, given.captions
-    builder = IndexBuilder(folder, request.run, config.loop.dtype, on_event, should_stop)
+    builder = IndexBuilder(folder, request.run, config.loop.dtype, on_event, should_stop, inputs.truncated)
     on_event(StatusMessage("loading the initial model"))
     start = start_model(folder, inputs, config.architecture, config.loop.seed)
     features = feature_index(given.features, start, [*captions.trained, *captions.dev], builder)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.training.read_inputs import ReadInputs
     from pipelines.jobs.training.request import TrainingInputs
 
-FORMAT = 2
+FORMAT = 3
 _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
 
 
@@ -26,6 +26,7 @@ def training_record(inputs: TrainingInputs, given: ReadInputs, config: TrainConf
         "captions": [_file_digest(path) for path in inputs.captions],
         "images": None if inputs.images is None else str(inputs.images.absolute()),
         "split": inputs.split,
+        "truncated": inputs.truncated,
         "dev": None if inputs.dev is None else _file_digest(inputs.dev),  # the features include the dev images
         "dev_split": inputs.dev_split,
         "model": _bundle_digest(inputs.model),

@@ -40,6 +40,10 @@ class TrainingInputs(Settings):
         default=None,
         description="Bundle with the initial joint encoder. The adapter of the bundle is used too if its sizes match.",
     )
+    truncated: Literal["load", "fail"] = Field(
+        default="load",
+        description="Truncated images: load trains on the part that is there, fail leaves the image out.",
+    )
     features: SettingPath | None = Field(
         default=None, description="Index of the frozen tower's features. None computes the features."
     )

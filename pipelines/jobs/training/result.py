@@ -32,6 +32,7 @@ class TrainResult:
         dev: fitted weights and recalls on the dev captions; see `edje_index.training.fitting.fit_weights`. The key
             "images" is for text-to-image search, "captions" for image-to-text search. None without dev captions.
         already_finished: True if an earlier run had finished the training run. Nothing was done in this case.
+        truncated: number of images to train on of which only a part could be decoded.
 
     Example:
         >>> from pipelines import TrainResult
@@ -57,6 +58,7 @@ class TrainResult:
     bank_unused: bool = False
     fitting: dict[str, Any] = field(default_factory=dict)
     dev: dict[str, Any] | None = None
+    truncated: int = 0
     already_finished: bool = False
 
 
@@ -88,4 +90,5 @@ def training_result(task: RunTask, model: FinishedModel) -> TrainResult:
         bank_unused=model.bank_unused,
         fitting=train.config.fitting.model_dump(),
         dev=dev,
+        truncated=finish.truncated,
     )

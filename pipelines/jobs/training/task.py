@@ -23,6 +23,7 @@ class FinishTask:
         trained_on: description of the training data, for the notes of the bundle.
         images, captions: numbers of training images and training captions.
         left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
+        truncated: number of images of which only a part could be decoded.
         step: step of the checkpoint to export; None takes the last checkpoint.
     """
 
@@ -32,6 +33,7 @@ class FinishTask:
     images: int
     captions: int
     left_out: dict[str, int]
+    truncated: int
     step: int | None
 
     @classmethod
@@ -47,6 +49,7 @@ class FinishTask:
             images=images,
             captions=captions,
             left_out=matched.left_out,
+            truncated=matched.truncated,
             step=request.run.step,
         )
 

@@ -12,14 +12,15 @@ import json
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from edje_index.images.decode import ImageError, content_hash, decode_rgb
-from edje_index.images.inputs import read_bytes
+from edje_index.images.decode import ImageError, content_hash
+from edje_index.images.decoded_input import DecodeSettings, decode_input, read_input
 from edje_index.training.data.sampling import VIEWS, stream
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.atomic import write_bytes_atomic
@@ -35,17 +36,30 @@ _AHEAD = 256
 LIST = "views.jsonl"
 
 
-def write_views(
-    refs: Iterable[InputRef], folder: Path, views: int, size: tuple[int, int], seed: int, should_stop: ShouldStop
-) -> Path:
+@dataclass(frozen=True)
+class Crops:
+    """Which views to make of every photo.
+
+    Attributes:
+        views: number of views per photo.
+        size: (height, width) of a view in pixels.
+        seed: seed of the random crops.
+        decoding: settings of decoding.
+    """
+
+    views: int
+    size: tuple[int, int]
+    seed: int
+    decoding: DecodeSettings = field(default_factory=DecodeSettings)
+
+
+def write_views(refs: Iterable[InputRef], folder: Path, crops: Crops, should_stop: ShouldStop) -> Path:
     """Write the views of all photos and a list of their files. Return the path of the list.
 
     Args:
         refs: the photos. A photo that cannot be decoded gets no views.
         folder: directory for the list and the views. `view_path` names the files of the views.
-        views: number of views per photo.
-        size: (height, width) of a view in pixels.
-        seed: seed of the random crops.
+        crops: the views to make.
         should_stop: the cropping stops once `should_stop()` returns True.
 
     Raises:
@@ -63,7 +77,7 @@ def write_views(
         while batch := list(itertools.islice(photos, _AHEAD)):
             if should_stop():
                 raise JobStopped(f"stopped after cropping {done:,} photos; the next run crops all photos again")
-            for written in pool.map(lambda ref: _write(ref, folder, views, size, seed), batch):
+            for written in pool.map(lambda ref: _write(ref, folder, crops), batch):
                 lines += [json.dumps({"path": str(path)}) + "\n" for path in written]
             done += len(batch)
     write_bytes_atomic(list_file, "".join(lines).encode())
@@ -75,16 +89,16 @@ def view_path(folder: Path, uri: str, view: int) -> Path:
     return folder / f"{hashlib.sha256(uri.encode()).hexdigest()[:32]}-{view}.jpg"
 
 
-def _write(ref: InputRef, folder: Path, views: int, size: tuple[int, int], seed: int) -> list[Path]:
+def _write(ref: InputRef, folder: Path, crops: Crops) -> list[Path]:
     try:
-        data = read_bytes(ref)
-        photo = decode_rgb(data)
+        data = read_input(ref)
+        photo = decode_input(data, ref.uri, crops.decoding, lambda image: image).pixels
     except ImageError:  # the photo has no features either; the build of the feature index reports the failure
         return []
-    paths = [view_path(folder, ref.uri, view) for view in range(views)]
+    paths = [view_path(folder, ref.uri, view) for view in range(crops.views)]
     content = int(content_hash(data)[:32], 16)  # the seed depends on the content, so a moved photo gets the same views
     for view, path in enumerate(paths):
-        random_view(photo, size, stream(seed, VIEWS, content, view)).save(path, quality=_QUALITY)
+        random_view(photo, crops.size, stream(crops.seed, VIEWS, content, view)).save(path, quality=_QUALITY)
     return paths
 
 

@@ -36,9 +36,13 @@ def match(root: Path, wanted: list[CaptionedImage], *, allow_none: bool = False)
 
 
 def rename(index: Path, row: int, uri: str, raw: bytes | None = None) -> None:
+    set_values(index, row, uri=uri, uri_raw=raw)
+
+
+def set_values(index: Path, row: int, **changes: object) -> None:
     shard, offset = divmod(row, SPEC.shard_size)
     table = read_shard_rows(Layout(index), shard)
-    for name, value in (("uri", uri), ("uri_raw", raw)):
+    for name, value in changes.items():
         column = table.column_names.index(name)
         values = table[name].to_pylist()
         values[offset] = value
@@ -55,6 +59,15 @@ def test_rows_and_what_is_missing(index):
     assert matched.reasons == (None, None, "truncated", "not-in-index", None, None)
     assert matched.missing() == {"not-in-index": 1, "truncated": 1}
     assert match(index, wanted).rows.dtype == np.int64
+
+
+def test_truncated_images_are_known_also_as_duplicates(index):
+    for row in (0, 3):
+        set_values(index, row, detail="truncated: JPEG: image file is truncated")
+    matched = match(index, items("/photos/0.jpg", "/photos/1.jpg", "/photos/3.jpg", "/photos/6.jpg", "/photos/9.jpg"))
+    assert matched.truncated.tolist() == [True, False, True, False, True]
+    assert matched.missing() == {"truncated": 1}
+    assert [part.truncated.tolist() for part in matched.split(2)] == [[True, False], [True, False, True]]
 
 
 def test_a_duplicate_of_a_failed_row_failed_like_it(tmp_path):

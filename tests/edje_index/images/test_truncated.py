@@ -1,0 +1,83 @@
+"""Truncated files: Pillow's own LOAD_TRUNCATED_IMAGES is the oracle of what is loaded."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFile
+
+from edje_index.images.decode import ImageError, decode_partial, decode_rgb
+from edje_index.images.decoded_input import FAIL, LOAD, DecodeSettings, decode_input
+from edje_index.images.pillow_setup import loading_truncated
+
+PIXELS = np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)
+KINDS = {"baseline": ("JPEG", {}), "progressive": ("JPEG", {"progressive": True}), "png": ("PNG", {})}
+
+
+def encoded(kind: str) -> bytes:
+    name, options = KINDS[kind]
+    file = io.BytesIO()
+    Image.fromarray(PIXELS).save(file, name, **options)
+    return file.getvalue()
+
+
+def by_pillow(data: bytes) -> np.ndarray:
+    """Decode with the setting of the published code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+        return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15)
+@given(kept=st.floats(0.2, 0.95))
+def test_the_loaded_part_is_that_of_the_published_code(kind, kept):
+    whole = encoded(kind)
+    data = whole[: int(len(whole) * kept)]
+    with pytest.raises(ImageError, match="truncated"):
+        decode_rgb(data)
+    image, truncation = decode_partial(data)
+    assert truncation is not None
+    assert truncation.startswith("truncated: ")
+    np.testing.assert_array_equal(np.asarray(image), by_pillow(data))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_complete_file_is_the_same_either_way(kind):
+    data = encoded(kind)
+    image, truncation = decode_partial(data)
+    assert truncation is None
+    assert image.tobytes() == decode_rgb(data).tobytes()
+
+
+def test_other_damage_is_not_loaded():
+    data = bytearray(encoded("png"))
+    data[len(data) // 2] ^= 0xFF
+    with pytest.raises(ImageError, match="corrupt"):
+        decode_partial(bytes(data))
+    with pytest.raises(ImageError, match="empty"):
+        decode_partial(b"")
+
+
+def test_other_threads_still_refuse_truncated_files():
+    data = encoded("baseline")[:-500]
+    with loading_truncated(), ThreadPoolExecutor(1) as pool:
+        decode_rgb(data)
+        with pytest.raises(ImageError, match="truncated"):
+            pool.submit(decode_rgb, data).result()
+    with pytest.raises(ImageError, match="truncated"):
+        decode_rgb(data)
+
+
+def test_the_setting_decides():
+    data = encoded("progressive")[:-500]
+    with pytest.raises(ImageError, match="truncated"):
+        decode_input(data, "photo.jpg", DecodeSettings(truncated=FAIL), np.asarray)
+    decoded = decode_input(data, "photo.jpg", DecodeSettings(truncated=LOAD), np.asarray)
+    assert decoded.size == (80, 60)
+    assert decoded.truncation is not None
