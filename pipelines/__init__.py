@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         append_index,
         build_index,
         compact_index,
+        copy_index,
         delete_rows,
         merge_indexes,
         quantize_index,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.append import AppendResult
     from pipelines.jobs.build_result import BuildResult
     from pipelines.jobs.compact import CompactResult
+    from pipelines.jobs.copy import CopyResult
     from pipelines.jobs.merge import MergeResult
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.repair import RepairResult
@@ -37,6 +39,7 @@ _MODULES = {
     "AppendResult": "pipelines.jobs.append",
     "BuildResult": "pipelines.jobs.build_result",
     "CompactResult": "pipelines.jobs.compact",
+    "CopyResult": "pipelines.jobs.copy",
     "DeleteResult": "pipelines.jobs.snapshots",
     "JobStopped": "pipelines.progress.stopping",
     "MergeResult": "pipelines.jobs.merge",
@@ -48,6 +51,7 @@ _MODULES = {
     "append_index": "pipelines.api",
     "build_index": "pipelines.api",
     "compact_index": "pipelines.api",
+    "copy_index": "pipelines.api",
     "delete_rows": "pipelines.api",
     "merge_indexes": "pipelines.api",
     "quantize_index": "pipelines.api",
@@ -61,6 +65,7 @@ __all__ = [
     "AppendResult",
     "BuildResult",
     "CompactResult",
+    "CopyResult",
     "DeleteResult",
     "JobStopped",
     "MergeResult",
@@ -72,6 +77,7 @@ __all__ = [
     "append_index",
     "build_index",
     "compact_index",
+    "copy_index",
     "delete_rows",
     "merge_indexes",
     "quantize_index",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.append import AppendResult
     from pipelines.jobs.build_result import BuildResult
     from pipelines.jobs.compact import CompactResult
+    from pipelines.jobs.copy import CopyResult
     from pipelines.jobs.merge import MergeResult
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.repair import RepairResult
@@ -349,6 +350,46 @@ def merge_indexes(
     from pipelines.jobs.merge import run_merge
 
     return run_merge([Path(index) for index in indexes], Path(out), on_event, should_stop)
+
+
+def copy_index(
+    index: str | Path,
+    out: str | Path,
+    *,
+    snapshot: int | None = None,
+    replace: bool = False,
+    on_event: OnEvent = _ignore,
+    should_stop: ShouldStop = _never,
+) -> CopyResult:
+    """Copy one snapshot of an index, as `edje-index copy` does. Checks every file and decodes none.
+
+    Args:
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://`, `az://`, `https://`).
+        out: new directory, or a URL to write to (`s3://`, `gs://` or `az://`). If a URL holds an earlier snapshot of
+            the same index, only the missing files are copied.
+        snapshot: number of the snapshot; None copies the current snapshot.
+        replace: whether to remove an index that the URL `out` holds before the copy.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`. The same call resumes a stopped copy.
+
+    Raises:
+        UsageError: there is no such index or snapshot, the directory `out` exists, or the URL `out` holds another
+            index.
+        CorruptIndexError: a file of `index` is missing or damaged.
+        JobStopped: the copy stopped early.
+        EdjeError: another copy to `out` is running, or an object store does not respond.
+        MissingExtraError: obstore, which URLs need, is not installed.
+
+    Example:
+        >>> from pipelines import copy_index
+        >>> from storage_formats import TokenStore
+        >>> _ = copy_index("photos.edje", "backup.edje")
+        >>> len(TokenStore.open("backup.edje"))
+        6
+    """
+    from pipelines.jobs.copy import run_copy
+
+    return run_copy(index, out, on_event, should_stop, snapshot=snapshot, replace=replace)
 
 
 @name_missing_extra("search")

@@ -17,6 +17,7 @@ EXTRAS_OF_MODULE = {
     "lark": ("search", "build", "train"),
     "lmdb": ("bench",),
     "matplotlib": ("search", "build", "train", "bench"),
+    "obstore": ("remote",),
     "onnx": ("towers", "demo"),
     "open_clip": ("search", "build", "train"),
     "prometheus_client": ("serve",),

@@ -21,6 +21,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import Tombstones, live_rows, refuse_renumbered, rows_in_use
 from storage_formats.reading.base import Batch, DestinationFactory
@@ -28,6 +29,7 @@ from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
 from storage_formats.reading.engine_selection import ReadEngines, StoreFiles
 from storage_formats.reading.memory import aligned_blocks, aligned_bytes, copy_memory
+from storage_formats.reading.object_engine import RemoteEngines, RemoteFiles
 from storage_formats.row_ids import RowIds, check_row_ids
 
 if TYPE_CHECKING:
@@ -61,12 +63,13 @@ class TokenStore:
         self.precision = precision
         self._verify_reads = verify_reads
         self._view = self._view_of(index)
-        self._engines = ReadEngines(self._view.files, engine)
+        files = self._view.files
+        self._engines = ReadEngines(files, engine) if isinstance(files, StoreFiles) else RemoteEngines(files, engine)
 
     @classmethod
     def open(
         cls,
-        root: str | Path,
+        root: IndexLocation,
         precision: str = "bf16",
         engine: str = "auto",
         *,
@@ -76,10 +79,10 @@ class TokenStore:
         """Open the store of the index at `root`.
 
         Args:
-            root: directory of the index.
+            root: directory of the index, or its URL on an object store (`s3://`, `gs://`, `az://`, `https://`).
             precision: one of the precisions of the index. Fetched blocks are bfloat16 for every precision.
             engine: name of a read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each
-                record by the state of the page cache.
+                record by the state of the page cache. For a URL, only `auto` is allowed.
             snapshot: number of the snapshot to read. None reads the current snapshot. If the index changes, the store
                 still reads this snapshot until `refresh` is called.
             verify_reads: whether to compare the CRC-32C of every record with the stored checksum.
@@ -89,6 +92,8 @@ class TokenStore:
                 not work on this machine.
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged, or the first or last shard file has a wrong length.
+            ObjectStoreError: the object store refused a request or cannot be reached. `fetch` raises it too.
+            MissingExtraError: obstore, which a URL needs, is not installed.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -116,9 +121,9 @@ class TokenStore:
             >>> store.refresh()
             1
         """
-        before, index = self._view.index.manifest, CommittedIndex.open(self._view.index.root)
+        before, index = self._view.index.manifest, CommittedIndex.open(self._view.index.location)
         if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
-            raise UsageError(f"the index at {index.root} was replaced by another index; open the index again")
+            raise UsageError(f"the index at {index.location} was replaced by another index; open the index again")
         self._view = self._view_of(index)
         return index.manifest.snapshot.number
 
@@ -359,11 +364,11 @@ class TokenStore:
 
     def _view_of(self, index: CommittedIndex) -> _View:
         codec = _held_codec(index, self.precision)
-        path = functools.partial(_shard_path, Layout(index.root), codec)
-        files = StoreFiles(path, codec.record_bytes, index.manifest.spec)
+        files = _token_files(index, codec)
         files.check_lengths()
         checksum_path = functools.partial(Layout(index.root).checksums, codec.name)
-        checksums = BlockChecksums(index, checksum_path, path) if self._verify_reads else None
+        token_path = files.path if isinstance(files, StoreFiles) else files.url
+        checksums = BlockChecksums(index, checksum_path, token_path) if self._verify_reads else None
         return _View(index, codec, files, index.deleted, checksums)
 
     def _read(
@@ -403,7 +408,7 @@ class _View:
 
     index: CommittedIndex
     codec: Codec
-    files: StoreFiles
+    files: StoreFiles | RemoteFiles
     deleted: Tombstones
     checksums: BlockChecksums | None
 
@@ -436,8 +441,21 @@ def _held_codec(index: CommittedIndex, precision: str) -> Codec:
     spec = index.manifest.spec
     if precision not in spec.precisions:
         held = ", ".join(spec.precisions)
-        raise UsageError(f"the index at {index.root} does not have precision '{precision}'; choose one of: {held}")
+        raise UsageError(f"the index at {index.location} does not have precision '{precision}'; choose one of: {held}")
     return codec(precision, spec.block_shape)
+
+
+def _token_files(index: CommittedIndex, token_codec: Codec) -> StoreFiles | RemoteFiles:
+    spec, layout, size = index.manifest.spec, Layout(index.root), token_codec.record_bytes
+    if index.remote is None:
+        return StoreFiles(functools.partial(_shard_path, layout, token_codec), size, spec)
+    dimensions = len(token_codec.record_shape)
+    return RemoteFiles(
+        folder=index.remote,
+        key=lambda shard: layout.relative(layout.token_shard(token_codec.name, shard, dimensions)),
+        record_bytes=size,
+        spec=spec,
+    )
 
 
 def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:

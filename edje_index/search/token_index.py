@@ -27,6 +27,7 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.object_store import IndexLocation
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
@@ -69,7 +70,7 @@ class TokenIndex:
 
     @property
     def root(self) -> Path:
-        """Absolute path of the index."""
+        """Absolute path of the index, or of the local cache of an index on an object store."""
         return self.committed.root
 
     @property
@@ -96,7 +97,7 @@ class TokenIndex:
     @name_missing_extra("search")
     def open(
         cls,
-        root: str | Path,
+        root: IndexLocation,
         model: str | Path | None = None,
         *,
         precision: str | None = None,
@@ -107,7 +108,7 @@ class TokenIndex:
         """Open the index at `root`.
 
         Args:
-            root: directory of the index.
+            root: directory of the index, or its URL on an object store.
             model: directory of the model bundle; None selects the bundle that built the index.
             precision: precision of the tokens that re-ranking reads; None selects the first precision of the index.
             snapshot: number of the snapshot to open; None selects the current snapshot. If the index changes later,
@@ -120,6 +121,7 @@ class TokenIndex:
             UsageError: there is no index at `root`, the index does not contain `snapshot` or `precision`, or `score` is
                 invalid.
             ModelError: the bundle is missing, did not build this index, or has no model for a part of `score`.
+            ObjectStoreError: the object store refused a request or cannot be reached. Searches raise it too.
         """
         index = CommittedIndex.open(root, snapshot)
         bundle = SearchModel.of_index(index, model, **options)
@@ -155,11 +157,11 @@ class TokenIndex:
         Raises:
             UsageError, CorruptIndexError: as for `refresh`.
         """
-        index = CommittedIndex.open(self.root)
+        index = CommittedIndex.open(self.committed.location)
         if index.manifest == self.manifest:
             return self
         if index.manifest.model.get("fingerprint") != self.manifest.model.get("fingerprint"):
-            raise UsageError(f"{self.root} was built again with another model; open the index again")
+            raise UsageError(f"{self.committed.location} was built again with another model; open the index again")
         held = index.manifest.spec.precisions
         precision = self.precision if self.precision in held else held[0]
         return TokenIndex(index, self.model, precision=precision, score=self._score)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import PATH, json_option
+from pipelines.cli.options import json_option, location
 from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.layout import Layout
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@click.argument("index", type=location)
 @json_option
-def info(index: Path, as_json: bool) -> None:
+def info(index: Path | str, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the rows table, and the model that
@@ -42,33 +42,18 @@ def info(index: Path, as_json: bool) -> None:
             print_line(f"{name:<14}{text}")
 
 
-def describe_index(root: Path) -> dict[str, Any]:
+def describe_index(root: Path | str) -> dict[str, Any]:
     """Return a JSON object that describes a finished or unfinished index. Raises EdjeError if there is no index."""
-    from pipelines.planning.plan import read_plan
-    from storage_formats.format.receipts import read_receipts
-
-    layout = Layout(root)
-    if not layout.manifest.exists() and (plan := read_plan(root)) is not None:
-        return {
-            "index": str(root),
-            "state": "begun",
-            "rows": plan.spec.rows,
-            "shards": plan.spec.shards,
-            "finished_shards": len(read_receipts(layout, plan.shards, plan.fingerprint)),
-            "shard_size": plan.spec.shard_size,
-            "block_shape": list(plan.spec.block_shape),
-            "embed_dim": plan.spec.embed_dim,
-            "precisions": list(plan.spec.precisions),
-            "model": plan.model,
-            "plan": plan.fingerprint,
-        }
+    if isinstance(root, Path) and (begun := _describe_begun(root)):
+        return begun
     from dataclasses import asdict
 
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.shard_table import read_shard_tables
 
-    manifest = Manifest.load(root)
-    files = [*(file for _, file in read_shard_tables(root, manifest.shard_tables)), *manifest.ann_files]
+    index = CommittedIndex.open(root)
+    manifest = index.manifest
+    files = [*(file for _, file in read_shard_tables(index.root, manifest.shard_tables)), *manifest.ann_files]
     spec, counts = manifest.spec, manifest.counts
     return {
         "index": str(root),
@@ -91,6 +76,29 @@ def describe_index(root: Path) -> dict[str, Any]:
         "plan": manifest.plan,
         "format_version": manifest.format_version,
         "created_by": manifest.created_by,
+    }
+
+
+def _describe_begun(root: Path) -> dict[str, Any] | None:
+    """Describe an unfinished index; None if there is none at `root`."""
+    from pipelines.planning.plan import read_plan
+    from storage_formats.format.receipts import read_receipts
+
+    layout = Layout(root)
+    if layout.manifest.exists() or (plan := read_plan(root)) is None:
+        return None
+    return {
+        "index": str(root),
+        "state": "begun",
+        "rows": plan.spec.rows,
+        "shards": plan.spec.shards,
+        "finished_shards": len(read_receipts(layout, plan.shards, plan.fingerprint)),
+        "shard_size": plan.spec.shard_size,
+        "block_shape": list(plan.spec.block_shape),
+        "embed_dim": plan.spec.embed_dim,
+        "precisions": list(plan.spec.precisions),
+        "model": plan.model,
+        "plan": plan.fingerprint,
     }
 
 

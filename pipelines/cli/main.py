@@ -37,6 +37,7 @@ SECTIONS = {
         "delete": "pipelines.cli.delete:delete",
         "compact": "pipelines.cli.compact:compact",
         "merge": "pipelines.cli.merge:merge",
+        "copy": "pipelines.cli.copy:copy",
         "history": "pipelines.cli.history:history",
         "rollback": "pipelines.cli.history:rollback",
         "gc": "pipelines.cli.history:gc",

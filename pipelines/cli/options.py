@@ -10,10 +10,18 @@ import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
 from pipelines.planning.config import SHARD_SIZE
+from storage_formats.format.object_store import is_url
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 PATH = click.Path(path_type=Path)
+
+
+def location(value: str) -> Path | str:
+    """Convert an argument that is a path, or the URL of an index on an object store. A URL stays a string."""
+    return value if is_url(value) else Path(value)
+
+
 FILE = click.Path(path_type=Path, dir_okay=False)
 POSITIVE = click.IntRange(min=1)
 DEVICE = click.Choice(["auto", "cpu", "cuda"])

@@ -14,11 +14,11 @@ import click
 from edje_index.scoring.weights import BUNDLE_SCORE
 from pipelines.cli.options import (
     FILE,
-    PATH,
     POSITIVE,
     device_option,
     dtype_option,
     json_option,
+    location,
     model_option,
     read_precision_option,
     score_option,
@@ -51,7 +51,7 @@ class _Request:
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@click.argument("index", type=location)
 @click.argument("text", required=False)
 @click.option(
     "--queries",
@@ -84,7 +84,7 @@ class _Request:
 @click.option("--open", "open_page", is_flag=True, help="Open the page that --html writes in the browser.")
 @json_option
 def search(
-    index: Path,
+    index: Path | str,
     text: str | None,
     queries: Path | None,
     image: Path | None,
@@ -121,15 +121,15 @@ def search(
     _check_query(request, text=text, queries=queries, image=image)
     batches = [[text]] if text is not None else _batches(queries)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one query: threads that spin between products cost more
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.manifest import CommittedIndex
 
-    trained = Manifest.load(index).model.get("trained", True)  # may raise, so it comes before torch is loaded
+    manifest = CommittedIndex.open(index).manifest  # may raise, so it comes before torch is loaded
     from edje_index.search.token_index import TokenIndex
 
     started = time.perf_counter()
     opened = TokenIndex.open(index, model, precision=precision, device=device, dtype=dtype, score=request.score)
     loading = time.perf_counter() - started
-    if not trained:
+    if not manifest.model.get("trained", True):
         note("note: this model is untrained: the order of these hits has no meaning")
     if image is not None:
         _show(str(image), opened.search_image(image, request.k, where=request.where), request, heading=False)

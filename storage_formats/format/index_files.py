@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
+
+_downloads: dict[str, Callable[[list[Path]], None]] = {}  # by the directory of the local copy
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
@@ -48,7 +51,32 @@ def open_index_file(root: str | Path, path: Path) -> BinaryIO:
     Raises:
         OSError: the file cannot be opened, is not a regular file, or lies outside the index.
     """
+    try:
+        return os.fdopen(open_regular(check_inside(root, path)), "rb")
+    except FileNotFoundError:
+        if str(root) not in _downloads:
+            raise
+    download_missing(root, [path])
     return os.fdopen(open_regular(check_inside(root, path)), "rb")
+
+
+def set_download(root: Path, download: Callable[[list[Path]], None]) -> None:
+    """Let `open_index_file` call `download(paths)` for files that are missing in `root`.
+
+    `root` is a local copy of some files of an index on an object store.
+    """
+    _downloads[str(root)] = download
+
+
+def download_missing(root: str | Path, paths: Iterable[Path]) -> None:
+    """Download those of `paths` that are missing, in parallel. Does nothing for an index on a file system.
+
+    Raises:
+        OSError: a path lies outside the index, or the object store holds no such object.
+        EdjeError: the download failed, or an object is not the file that was committed.
+    """
+    if download := _downloads.get(str(root)):
+        download([path for path in paths if not check_inside(root, path).exists()])
 
 
 def read_index_file(root: str | Path, path: Path, *, max_bytes: int | None = None) -> bytes:

@@ -15,11 +15,12 @@ from storage_formats.errors import CorruptIndexError, IncompleteIndexError, Usag
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout, Segment
+from storage_formats.format.object_store import IndexLocation, ObjectFolder, is_url
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import SourceColumn, columns_from_json
 from storage_formats.format.tombstones import Tombstones, read_tombstones
 
-_MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 64 << 20
 _MAX_SHARDS = 1 << 31  # the shard table has 32 bits for a shard
 
 
@@ -193,14 +194,27 @@ class Manifest:
     @classmethod
     def _read(cls, layout: Layout, path: Path) -> Manifest:
         try:
-            value = json.loads(read_index_file(layout.root, path, max_bytes=_MAX_MANIFEST_BYTES))
+            data = read_index_file(layout.root, path, max_bytes=MAX_MANIFEST_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(str(path)) from error
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
             raise CorruptIndexError(
                 f"cannot read {path}: {error}; {remedy(error, 'restore the file from a backup')}"
             ) from error
-        return _parse(path, value)
+        return cls.parse(data, path)
+
+    @classmethod
+    def parse(cls, data: bytes, where: IndexLocation) -> Manifest:
+        """Read a manifest from the bytes of an `index.json`. `where` names the file in error messages.
+
+        Raises:
+            UsageError, CorruptIndexError: see `load`.
+        """
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise CorruptIndexError(f"cannot read {where}: {error}; restore the file from a backup") from error
+        return _parse(where, value)
 
     @property
     def shard_tables(self) -> tuple[FileEntry, ...]:
@@ -253,12 +267,20 @@ class CommittedIndex:
     """A finished index, opened at one snapshot.
 
     Attributes:
-        root: absolute path of the index.
+        root: absolute path of the index. For an index on an object store, this is the local directory that caches the
+            files of the snapshot, apart from tokens.
         manifest: manifest of this snapshot.
+        remote: the objects of the index; None for an index on a file system.
     """
 
     root: Path
     manifest: Manifest
+    remote: ObjectFolder | None = None
+
+    @property
+    def location(self) -> IndexLocation:
+        """URL of the index, or its absolute path."""
+        return self.root if self.remote is None else self.remote.url
 
     @functools.cached_property
     def deleted(self) -> Tombstones:
@@ -270,8 +292,12 @@ class CommittedIndex:
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
 
     @classmethod
-    def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
-        """Open the index at `root`. For the arguments and errors, see `Manifest.load`."""
+    def open(cls, root: IndexLocation, snapshot: int | None = None) -> CommittedIndex:
+        """Open the index at `root`, a directory or a URL. For the arguments and errors, see `Manifest.load`."""
+        if is_url(root):
+            from storage_formats.format.mirror import open_remote
+
+            return open_remote(str(root), snapshot)
         return cls(Path(root).absolute(), Manifest.load(root, snapshot))
 
 
@@ -296,7 +322,7 @@ def _absent(layout: Layout) -> Exception:
     return UsageError(f"there is no index at {layout.root}")
 
 
-def _parse(where: Path, value: Any) -> Manifest:
+def _parse(where: IndexLocation, value: Any) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise UsageError(f"{where} is not the manifest of an EDJE index; give the path of an EDJE index")
     format_version = str(value.get("format_version"))

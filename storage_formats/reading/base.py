@@ -110,8 +110,16 @@ class Runs:
     count: Ints
 
     @classmethod
-    def of(cls, batch: Batch, record_bytes: int, *, gap: int = 0, record_indices: Ints | None = None) -> Runs:
-        """Split a batch into runs of about `RUN_BYTES` bytes or less.
+    def of(
+        cls,
+        batch: Batch,
+        record_bytes: int,
+        *,
+        gap: int = 0,
+        record_indices: Ints | None = None,
+        longest_bytes: int = RUN_BYTES,
+    ) -> Runs:
+        """Split a batch into runs of about `longest_bytes` bytes or less.
 
         Args:
             batch: records to read.
@@ -119,11 +127,12 @@ class Runs:
             gap: maximum number of records outside the batch between two neighbouring records of a run.
             record_indices: int64 [n], index of each record in the memory of the destination. If given, the records of a
                 run are also contiguous in this memory.
+            longest_bytes: maximum length of a run in bytes, without gaps.
         """
         is_apart = (np.diff(batch.shards) != 0) | (np.diff(batch.positions) > 1 + gap)
         if record_indices is not None:
             is_apart |= np.diff(record_indices) != 1
-        longest = max(1, RUN_BYTES // record_bytes)
+        longest = max(1, longest_bytes // record_bytes)
         edges = np.concatenate([[0], np.flatnonzero(is_apart) + 1, [len(batch)]])
         if (np.diff(edges) > longest).any():
             parts = [np.arange(start, stop, longest) for start, stop in itertools.pairwise(edges.tolist())]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import download_missing, open_index_file
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.reading.base import Batch, Ints
@@ -34,12 +34,12 @@ class BlockCheck:
     Attributes:
         expected: uint32 [n], stored checksum of each record.
         row_ids: int64 [n], row id of each record.
-        path: function that takes a row id and returns the path of the token file with this row.
+        path: function that takes a row id and returns the path or URL of the token file with this row.
     """
 
     expected: Checksums
     row_ids: Ints
-    path: Callable[[int], Path]
+    path: Callable[[int], Path | str]
 
     def compare(self, actual: Checksums, start: int, stop: int) -> None:
         """Compare `actual[start:stop]` with `expected[start:stop]`.
@@ -68,10 +68,12 @@ class BlockChecksums:
     Args:
         index: the index.
         path: function that takes a shard number and returns the path of the checksum file.
-        token_path: function that takes a shard number and returns the path of the token file.
+        token_path: function that takes a shard number and returns the path or URL of the token file.
     """
 
-    def __init__(self, index: CommittedIndex, path: Callable[[int], Path], token_path: Callable[[int], Path]) -> None:
+    def __init__(
+        self, index: CommittedIndex, path: Callable[[int], Path], token_path: Callable[[int], Path | str]
+    ) -> None:
         self._root = index.root
         self._path = path
         self._committed = CommittedFiles(index, path)
@@ -123,6 +125,7 @@ class BlockChecksums:
         entries = self._committed.files(shards)
         with contextlib.ExitStack() as opened:
             try:
+                download_missing(self._root, map(self._path, shards))
                 files = {
                     shard: opened.enter_context(open_index_file(self._root, self._path(shard))) for shard in shards
                 }

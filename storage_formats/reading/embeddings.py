@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import download_missing, open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
@@ -139,6 +139,7 @@ def _read_rows(
     distinct_ids, inverse = np.unique(row_ids, return_inverse=True)
     parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
     shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)
+    download_missing(layout.root, map(layout.embedding_shard, shards.tolist()))
     for shard, shard_ids in zip(shards.tolist(), np.split(distinct_ids, starts[1:]), strict=False):
         positions, entry = shard_ids % spec.shard_size, committed.get(shard)
         if len(positions) * _SPARSE < spec.shard_size:

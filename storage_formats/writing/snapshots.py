@@ -35,7 +35,7 @@ from storage_formats.writing.row_copy import RowCopy, count_values
 
 _NAMES = "|".join(precisions())
 _PRECISION_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES})")
-_DATA_FILE = re.compile(
+DATA_FILE = re.compile(
     rf"tokens/({_NAMES})/(c\.\d+(\.0)+|zarr\.json)|checksums/({_NAMES})/\d+\.crc32c|embeddings/c\.\d+\.0|rows/\d+\.parquet"
     r"|manifest/shards-\w+\.parquet|manifest/deleted-\w+\.bin|manifest/row-map-\w+\.parquet|ann/index(-\w+)?\.faiss"
 )
@@ -246,7 +246,7 @@ def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest], *, table
     sizes = []
     for path in (path for folder in layout.data_folders() for path in sorted(folder.rglob("*"), reverse=True)):
         where = layout.relative(path)
-        if _DATA_FILE.fullmatch(where) and where not in named:
+        if DATA_FILE.fullmatch(where) and where not in named:
             sizes.append(path.lstat().st_size)
             path.unlink()
         elif _PRECISION_FOLDER.fullmatch(where):

@@ -1,0 +1,186 @@
+"""Opens an index on an object store: a local directory caches the files of one snapshot, apart from tokens.
+
+The cache is filled as files are read. Every file is compared with its entry in the manifest or in a shard table before
+it enters the cache, so a file in the cache is always the committed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.index_files import check_inside, set_download
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Manifest
+from storage_formats.format.object_store import ObjectFolder, ObjectVersion
+from storage_formats.format.shard_table import FileEntry
+
+_PARALLEL_DOWNLOADS = 16
+_MAX_UNLISTED_BYTES = 1 << 20  # files without an entry: the zarr.json files
+_KEPT_SECONDS = 7 * 86400.0
+_SHARD_NUMBER = {
+    "rows": re.compile(r"rows/(\d+)\.parquet"),
+    "embeddings": re.compile(r"embeddings/c\.(\d+)\.0"),
+    "checksums": re.compile(r"checksums/\w+/(\d+)\.crc32c"),
+}
+
+
+def cache_directory() -> Path:
+    """Return the directory of cached files: `$EDJE_CACHE`, or else `edje-index` in the cache directory of the user."""
+    if configured := os.environ.get("EDJE_CACHE"):
+        return Path(configured).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "edje-index"
+
+
+def open_remote(url: str, snapshot: int | None = None) -> CommittedIndex:
+    """Open the index at `url`. Arguments and errors are those of `Manifest.load`.
+
+    Raises:
+        ObjectStoreError: the object store refused a request or cannot be reached.
+    """
+    folder = ObjectFolder.open(url)
+    version, manifest = read_root(folder)
+    if version is None or manifest is None:
+        raise _absent(folder)
+    if snapshot is not None and snapshot != manifest.snapshot.number:
+        version, manifest = _earlier(folder, manifest, snapshot)
+    root = _mirror_directory(folder.url, version.data)
+    index = CommittedIndex(root, manifest, folder)
+    set_download(root, _Mirror(index).download)
+    return index
+
+
+def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:
+    """Read `index.json` of a remote index. Return (None, None) if there is none."""
+    try:
+        version = folder.read("index.json", MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        raise CorruptIndexError(f"cannot read {folder.url_of('index.json')}: {error.strerror}") from error
+    return version, Manifest.parse(version.data, folder.url_of("index.json"))
+
+
+def _earlier(folder: ObjectFolder, current: Manifest, snapshot: int) -> tuple[ObjectVersion, Manifest]:
+    key = Layout(Path()).snapshot(snapshot).as_posix()
+    try:
+        version = folder.read(key, MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{folder.url} has no snapshot {snapshot}; its current snapshot is {current.snapshot.number}",
+            parameter="snapshot",
+        ) from None
+    return version, Manifest.parse(version.data, folder.url_of(key))
+
+
+def _absent(folder: ObjectFolder) -> Exception:
+    if folder.info("build/copy.json") is not None:
+        return IncompleteIndexError(f"the copy of an index to {folder.url} has not finished; run the copy again")
+    return UsageError(f"there is no index at {folder.url}")
+
+
+def _mirror_directory(url: str, manifest: bytes) -> Path:
+    """Return the cache directory of one snapshot. Remove those of the index that were not used for a week."""
+    of_index = cache_directory() / "indexes" / hashlib.sha256(url.encode()).hexdigest()[:32]
+    root = of_index / hashlib.sha256(manifest).hexdigest()[:32]
+    if not (root / "index.json").exists():
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_bytes_atomic(root / "index.json", manifest)
+    os.utime(root)
+    for other in of_index.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(other)
+    return root
+
+
+class _Mirror:
+    """Downloads files of one snapshot to its cache directory. Thread-safe."""
+
+    def __init__(self, index: CommittedIndex) -> None:
+        assert index.remote is not None
+        self._folder = index.remote
+        self._layout = layout = Layout(index.root)
+        self._entries = {entry.path: entry for entry in named_by_manifest(index.manifest)}
+        paths: dict[str, Callable[[int], Path]] = {"rows": layout.rows_file, "embeddings": layout.embedding_shard}
+        for name in index.manifest.spec.precisions:
+            paths[f"checksums/{name}"] = functools.partial(layout.checksums, name)
+        self._committed = {prefix: CommittedFiles(index, path) for prefix, path in paths.items()}
+
+    def download(self, paths: list[Path]) -> None:
+        """Download files. Each appears under its name once it has been compared with its entry."""
+        by_key = {self._layout.relative(path): path for path in paths}
+        entries = self._find_entries(by_key)
+        with ThreadPoolExecutor(max(1, min(_PARALLEL_DOWNLOADS, len(by_key)))) as pool:
+            list(pool.map(lambda key: self._download(key, by_key[key], entries.get(key)), by_key))
+
+    def _find_entries(self, keys: Iterable[str]) -> dict[str, FileEntry]:
+        """Return the entries of the files `keys` that the manifest or a shard table lists."""
+        entries, shards = dict[str, FileEntry](), dict[str, list[int]]()
+        for key in keys:
+            folder, _, _ = key.rpartition("/")
+            number = _SHARD_NUMBER.get(key.partition("/")[0], re.compile("$.")).fullmatch(key)
+            if key in self._entries:
+                entries[key] = self._entries[key]
+            elif number and folder in self._committed:
+                shards.setdefault(folder, []).append(int(number[1]))
+        for folder, numbers in shards.items():
+            entries |= {entry.path: entry for entry in self._committed[folder].files(numbers).values()}
+        return entries
+
+    def _download(self, key: str, path: Path, entry: FileEntry | None) -> None:
+        check_inside(self._layout.root, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if entry is None:
+            write_bytes_atomic(path, self._folder.read(key, _MAX_UNLISTED_BYTES).data)
+            return
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            with open(temporary, "xb") as file:
+                for chunk in checked_chunks(self._folder, entry):
+                    file.write(chunk)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def checked_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterable[memoryview]:
+    """Yield the contents of a committed file of a remote index in pieces.
+
+    Raises:
+        CorruptIndexError: the object is missing, or its length or CRC-32C differs from `entry`. A wrong CRC-32C is only
+            noticed after the last piece.
+    """
+    crc = 0
+    try:
+        for chunk in folder.chunks(entry.path, entry.bytes):
+            crc = crc32c(bytes(chunk), crc)
+            yield chunk
+    except (FileNotFoundError, EOFError) as error:
+        raise CorruptIndexError(f"{folder.url_of(entry.path)} is missing or too short; copy the index again") from error
+    if crc != entry.crc32c:
+        raise CorruptIndexError(
+            f"{folder.url_of(entry.path)} is not the file that was committed; open the index again. If the error "
+            "remains, copy the index again"
+        )
+
+
+def named_by_manifest(manifest: Manifest) -> list[FileEntry]:
+    """Return the entries of the files that `index.json` names itself, and not a shard table."""
+    deleted = [] if manifest.snapshot.deleted is None else [manifest.snapshot.deleted]
+    row_maps = [row_map.file for row_map in manifest.row_maps]
+    return [*manifest.shard_tables, *deleted, *row_maps, *manifest.ann_files]

@@ -1,0 +1,279 @@
+"""Reads and writes the objects below a URL of an object store, through the library obstore."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from storage_formats.errors import EdjeError, UsageError
+from storage_formats.extras import name_missing_extra
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+WRITABLE_SCHEMES = ("s3", "gs", "az")
+SCHEMES = (*WRITABLE_SCHEMES, "http", "https")
+CHUNK_BYTES = 8 << 20  # longer requests would not fit into the time-out on a slow line
+
+_REQUEST_TIMEOUT = timedelta(seconds=60)
+_READ_TIMEOUT = timedelta(seconds=20)
+_RETRY_TIMEOUT = timedelta(seconds=60)
+_RETRIES = 6
+_ATTEMPTS = 4  # obstore repeats neither conditional writes nor all requests whose response ends early
+_FIRST_WAIT = 0.1  # seconds
+
+_Result = TypeVar("_Result")
+Chunk = bytes | memoryview
+
+IndexLocation = str | Path
+"""Where an index lies: the path of a directory, or a URL such as `s3://bucket/photos.edje`."""
+
+
+class ObjectStoreError(EdjeError):
+    """An object store refused a request or did not respond, after several attempts."""
+
+
+class ObjectChangedError(EdjeError):
+    """Another writer changed an object, so that a conditional write was refused."""
+
+
+def is_url(location: IndexLocation) -> bool:
+    """Return True if `location` is a URL of an object store and not a path."""
+    return isinstance(location, str) and location.partition("://")[0] in SCHEMES and "://" in location
+
+
+@dataclass(frozen=True)
+class ObjectVersion:
+    """The contents of an object, and the ETag with which a writer can replace exactly this version."""
+
+    data: bytes
+    etag: str | None
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """Length in bytes and metadata of an object."""
+
+    size: int
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ObjectFolder:
+    """The objects below a URL. Keys are relative to the URL. Thread-safe.
+
+    Requests that fail are repeated for up to a minute. Methods that read raise `FileNotFoundError` if there is no such
+    object. All methods raise `ObjectStoreError` if the store refuses a request or cannot be reached.
+
+    Attributes:
+        url: the URL, without a slash at its end.
+        store: the store of obstore for that URL.
+    """
+
+    url: str
+    store: ObjectStore
+
+    @classmethod
+    def open(cls, url: str) -> ObjectFolder:
+        """Return the folder at `url`. Sends no request.
+
+        Raises:
+            UsageError: the URL is not valid, or the environment lacks a setting of the store.
+            MissingExtraError: obstore is not installed.
+        """
+        url = url.rstrip("/")
+        return cls(url, _open_store(url))
+
+    @property
+    def scheme(self) -> str:
+        """Scheme of the URL, for example "s3"."""
+        return urlsplit(self.url).scheme
+
+    def url_of(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def read_range(self, key: str, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop) of an object.
+
+        Raises:
+            EOFError: the object ends before `stop`.
+        """
+        import obstore
+
+        try:
+            view = memoryview(self._repeated(key, lambda: obstore.get_range(self.store, key, start=start, end=stop)))
+        except ObjectStoreError:
+            info = self.info(key)
+            if info is None or info.size >= stop:
+                raise
+            view = memoryview(b"")
+        if len(view) != stop - start:
+            raise EOFError(f"{self.url_of(key)} ends before byte {stop}")
+        return view
+
+    def read(self, key: str, max_bytes: int) -> ObjectVersion:
+        """Return a small object. Raises OSError if the object is longer than `max_bytes`."""
+        import obstore
+
+        def get() -> ObjectVersion:
+            result = obstore.get(self.store, key)
+            if result.meta["size"] > max_bytes:
+                reason = f"the object has {result.meta['size']} bytes, but at most {max_bytes} are expected"
+                raise OSError(errno.EFBIG, reason, self.url_of(key))
+            return ObjectVersion(bytes(result.bytes()), result.meta["e_tag"])
+
+        return self._repeated(key, get)
+
+    def chunks(self, key: str, length: int) -> Iterator[memoryview]:
+        """Yield the contents of an object of `length` bytes in pieces. Raises EOFError if the object is shorter."""
+        for start in range(0, length, CHUNK_BYTES):
+            yield self.read_range(key, start, min(length, start + CHUNK_BYTES))
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """Return length and metadata of an object; None if there is no such object."""
+        import obstore
+
+        def get() -> ObjectInfo:
+            result = obstore.get(self.store, key, options={"head": True})
+            return ObjectInfo(result.meta["size"], {str(name): value for name, value in result.attributes.items()})
+
+        try:
+            return self._repeated(key, get)
+        except FileNotFoundError:
+            return None
+
+    def list_keys(self) -> Iterator[str]:
+        """Yield the keys of all objects below the URL."""
+        import obstore
+
+        with self._translated(""):
+            for page in obstore.list(self.store):
+                yield from (each["path"] for each in page)
+
+    def put(self, key: str, contents: Callable[[], Generator[Chunk, None, None]], metadata: Mapping[str, str]) -> None:
+        """Write an object.
+
+        If `contents` raises an exception, the object is not written, and an earlier one stays.
+
+        Args:
+            key: key of the object.
+            contents: function that yields the contents in pieces; called again if the request must be repeated.
+            metadata: metadata of the object.
+        """
+        import obstore
+
+        def put() -> None:
+            with contextlib.closing(contents()) as chunks:
+                first = list(itertools.islice(chunks, 2))
+                if len(first) < 2:
+                    data = bytes(first[0]) if first else b""
+                    obstore.put(self.store, key, data, attributes=dict(metadata), use_multipart=False)
+                else:
+                    parts = map(bytes, itertools.chain(first, chunks))
+                    obstore.put(self.store, key, parts, attributes=dict(metadata), chunk_size=CHUNK_BYTES)
+
+        self._repeated(key, put)
+
+    def replace(self, key: str, data: bytes, expected: ObjectVersion | None) -> None:
+        """Write a small object on condition that it is still the version `expected`, or is still absent if None.
+
+        Raises:
+            ObjectChangedError: another writer has changed the object.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, NotFoundError, PreconditionError
+
+        mode: Any = "create" if expected is None else {"e_tag": expected.etag}
+        try:
+            self._repeated(key, lambda: obstore.put(self.store, key, data, mode=mode, use_multipart=False))
+        except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError) as error:
+            # A repeated request meets the object that its first attempt wrote, if only the response was lost.
+            if self._holds(key, data):
+                return
+            raise ObjectChangedError(f"another writer changed {self.url_of(key)}") from error
+
+    def delete(self, keys: list[str]) -> None:
+        """Delete objects. Objects that do not exist are skipped."""
+        import obstore
+
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                self._repeated(key, functools.partial(obstore.delete, self.store, key))
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.read(key, len(data)).data == data
+        except OSError:
+            return False
+
+    def _repeated(self, key: str, request: Callable[[], _Result]) -> _Result:
+        """Return the result of `request`. Repeat it if there is no whole response."""
+        from obstore.exceptions import GenericError
+
+        started = time.monotonic()
+        with self._translated(key):
+            for attempt in range(_ATTEMPTS - 1):
+                try:
+                    return request()
+                except GenericError:
+                    if time.monotonic() - started > _RETRY_TIMEOUT.total_seconds():
+                        raise
+                time.sleep(_FIRST_WAIT * 2**attempt)
+            return request()
+
+    @contextlib.contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        """Context manager that turns the exceptions of obstore into those of this module, except refused conditions."""
+        from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
+
+        try:
+            yield
+        except (NotFoundError, FileNotFoundError) as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(key)) from error
+        except (AlreadyExistsError, PreconditionError):
+            raise
+        except BaseError as error:
+            raise ObjectStoreError(
+                f"a request for {self.url_of(key)} failed: {_reason(error)}; check the URL, the network, and the "
+                "credentials in the environment, then try again"
+            ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error of obstore, at most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).partition(": <?xml")[0][:300]
+
+
+def _open_store(url: str) -> ObjectStore:
+    with name_missing_extra("remote"):
+        import obstore.store
+        from obstore.exceptions import BaseError
+    scheme, host, *_ = urlsplit(url)
+    if not host:
+        raise UsageError(f"the URL {url} names no bucket; give a URL such as s3://bucket/photos.edje")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    client: Any = {
+        "timeout": _REQUEST_TIMEOUT,
+        "read_timeout": _READ_TIMEOUT,
+        "allow_http": scheme == "http" or (scheme == "s3" and endpoint.startswith("http://")),
+    }
+    retry: Any = {
+        "max_retries": _RETRIES,
+        "retry_timeout": _RETRY_TIMEOUT,
+        "backoff": {"init_backoff": timedelta(seconds=_FIRST_WAIT), "max_backoff": timedelta(seconds=5), "base": 2},
+    }
+    try:
+        return obstore.store.from_url(url, client_options=client, retry_config=retry)
+    except (BaseError, ValueError) as error:
+        raise UsageError(f"cannot use the URL {url}: {_reason(error)}") from error

@@ -1,0 +1,177 @@
+"""The engine `object-store`: reads records by ranges of objects, with many requests in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from storage_formats.codecs import Records
+from storage_formats.crew import Crew
+from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.layout import IndexSpec, padded_shard_bytes
+from storage_formats.format.object_store import ObjectFolder
+from storage_formats.reading.base import EVERY_RECORD, Batch, Destination, Finish, ReadEngine, Reader, Runs
+from storage_formats.reading.memory import BufferPool
+
+OBJECT_STORE = "object-store"
+
+_PIECE_RECORDS = 512
+_PIECES_IN_FLIGHT = 2
+_REQUESTS = 32  # of each piece
+_RUN_BYTES = 4 << 20
+_GAP_BYTES = 64 << 10
+_DECODE_THREADS = 1  # while requests of the next piece are in flight, which need the processor too
+
+
+@dataclass(frozen=True)
+class RemoteFiles:
+    """The token objects of one precision.
+
+    Attributes:
+        folder: objects of the index.
+        key: function that returns the key of a shard's tokens, given the shard number.
+        record_bytes: length of a record in bytes.
+        spec: shape of the index.
+    """
+
+    folder: ObjectFolder
+    key: Callable[[int], str]
+    record_bytes: int
+    spec: IndexSpec
+
+    def check_lengths(self) -> None:
+        """Check that the first and the last token object have the lengths that follow from `index.json`.
+
+        Raises:
+            CorruptIndexError: an object is missing or has another length.
+        """
+        for shard in {self.spec.used_segments[0].first_row // self.spec.shard_size, self.spec.shards - 1}:
+            _, length = padded_shard_bytes(len(self.spec.shard_rows(shard)), self.spec.shard_size, self.record_bytes)
+            info = self.folder.info(self.key(shard))
+            if info is None or info.size != length:
+                actual = "is missing" if info is None else f"has {info.size} bytes"
+                raise CorruptIndexError(
+                    f"the token object {self.url(shard)} {actual} instead of {length} bytes; copy the index again"
+                )
+
+    def url(self, shard: int) -> str:
+        """Return the URL of a shard's tokens."""
+        return self.folder.url_of(self.key(shard))
+
+
+class RemoteEngines:
+    """Holds the one read engine of a store whose index lies on an object store. Thread-safe.
+
+    It has the methods of `engine_selection.ReadEngines`.
+
+    Args:
+        files: token objects of the store.
+        name: `object-store` or `auto`.
+
+    Raises:
+        UsageError: another engine is named.
+    """
+
+    def __init__(self, files: RemoteFiles, name: str) -> None:
+        if name not in ("auto", OBJECT_STORE):
+            raise UsageError(
+                f"the read engine '{name}' cannot read an index on an object store; choose auto or {OBJECT_STORE}"
+            )
+        self.buffers = BufferPool()
+        self._engine = ObjectStoreEngine(files)
+
+    def split(self, batch: Batch) -> list[tuple[ReadEngine, Batch]]:
+        return [(self._engine, batch)]
+
+    def announce(self, batch: Batch) -> None:
+        """Do nothing: there is no cache to read ahead into."""
+
+    def close(self) -> None:
+        self.buffers.close()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Neighbouring records of one object that one request reads.
+
+    Attributes:
+        shard: shard number.
+        positions: positions of the records in the shard, ascending.
+        record_indices: index of each record in the destination's `records`.
+    """
+
+    shard: int
+    positions: list[int]
+    record_indices: list[int]
+
+
+class ObjectStoreEngine:
+    """Reads ranges of objects on several threads. See `base.ReadEngine`."""
+
+    name = OBJECT_STORE
+
+    def __init__(self, files: RemoteFiles) -> None:
+        self._files = files
+
+    def reader(self) -> Reader:
+        return _ObjectReader(self._files)
+
+    def close(self) -> None:
+        """Do nothing: idle readers hold no resources."""
+
+
+class _ObjectReader:
+    ahead = _PIECES_IN_FLIGHT
+    piece_records = _PIECE_RECORDS
+
+    def __init__(self, files: RemoteFiles) -> None:
+        self._files = files
+        self._crews: list[Crew[_Request]] = []
+
+    def start(self, batch: Batch, destination: Destination) -> Finish:
+        requests = self._requests(batch, destination)
+        records = destination.records  # allocated here, because several threads could each allocate their own
+        crew = Crew(lambda request: self._read(request, records), requests)
+        self._crews.append(crew)
+        crew.start(min(_REQUESTS, len(requests)))
+
+        def finish() -> None:
+            crew.finish()
+            self._crews.remove(crew)
+            destination.finish(EVERY_RECORD, _DECODE_THREADS if self._crews else None)
+
+        return finish
+
+    def close(self) -> None:
+        """Do nothing: a reader holds no resources."""
+
+    def abandon(self) -> None:
+        for crew in self._crews:
+            crew.abandon()
+
+    def _requests(self, batch: Batch, destination: Destination) -> list[_Request]:
+        size = self._files.record_bytes
+        runs = Runs.of(batch, size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES)
+        positions, indices = batch.positions.tolist(), destination.record_indices.tolist()
+        return [
+            _Request(shard, positions[first : first + count], indices[first : first + count])
+            for shard, first, count in zip(
+                batch.shards[runs.first].tolist(), runs.first.tolist(), runs.count.tolist(), strict=True
+            )
+        ]
+
+    def _read(self, request: _Request, records: Records) -> None:
+        size, start = self._files.record_bytes, request.positions[0]
+        key = self._files.key(request.shard)
+        try:
+            data = self._files.folder.read_range(key, start * size, (request.positions[-1] + 1) * size)
+        except (FileNotFoundError, EOFError) as error:
+            raise CorruptIndexError(
+                f"{self._files.url(request.shard)} is missing, or ends before the record at position "
+                f"{request.positions[-1]}; copy the index again"
+            ) from error
+        stored = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
+        for position, index in zip(request.positions, request.record_indices, strict=True):
+            records[index] = stored[position - start]

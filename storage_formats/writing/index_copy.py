@@ -1,0 +1,263 @@
+"""Copies one snapshot of an index between file systems and object stores, without decoding (SPEC.md section 12.4)."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import uuid
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from storage_formats.atomic import fsync_parent, fsync_path
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.format.checksum import crc32c, to_hex
+from storage_formats.format.index_files import open_index_file, read_index_file
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.mirror import checked_chunks, named_by_manifest, read_root
+from storage_formats.format.object_store import (
+    CHUNK_BYTES,
+    WRITABLE_SCHEMES,
+    Chunk,
+    ObjectChangedError,
+    ObjectFolder,
+    ObjectVersion,
+)
+from storage_formats.format.shard_table import EXCHANGED, FileEntry, read_shard_tables
+from storage_formats.writing.file_copy import copy_file
+from storage_formats.writing.snapshots import DATA_FILE
+
+_ROOT = "index.json"
+_CLAIM = "build/copy.json"
+_CHECKSUM = "crc32c"  # name of the object metadata
+_MAX_SMALL_BYTES = 1 << 20
+
+
+class CopyTarget(Protocol):
+    """Where the files of a copy go. Several threads may call `copy` at the same time."""
+
+    def copy(self, index: CommittedIndex, entry: FileEntry) -> bool:
+        """Copy one file and compare it with `entry`. Return False if it was there already."""
+        ...
+
+
+def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
+    """Return the entries of all files of a snapshot, apart from `index.json`.
+
+    Raises:
+        CorruptIndexError: a shard table or a `zarr.json` is missing or damaged.
+    """
+    tables = read_shard_tables(index.root, index.manifest.shard_tables)
+    layout = Layout(index.root)
+    zarr_files = [_small_file(index, path) for path in layout.zarr_files(index.manifest.spec.precisions)]
+    return [*zarr_files, *(entry for _, entry in tables), *named_by_manifest(index.manifest)]
+
+
+def _small_file(index: CommittedIndex, path: Path) -> FileEntry:
+    try:
+        data = read_index_file(index.root, path, max_bytes=_MAX_SMALL_BYTES)
+    except OSError as error:
+        raise CorruptIndexError(f"cannot read {path}: {error.strerror}; run 'edje-index verify'") from error
+    return FileEntry(Layout(index.root).relative(path), len(data), crc32c(data))
+
+
+def manifest_bytes(index: CommittedIndex) -> bytes:
+    """Return the bytes of the `index.json` of the open snapshot.
+
+    Raises:
+        EdjeError: the index has changed since it was opened.
+    """
+    number, layout = index.manifest.snapshot.number, Layout(index.root)
+    for path in (layout.manifest, layout.snapshot(number)):
+        try:
+            data = read_index_file(index.root, path)
+        except OSError:
+            continue
+        if Manifest.parse(data, path) == index.manifest:
+            return data
+    raise EdjeError(f"{index.location} changed while it was being copied; copy it again")
+
+
+def _contents(index: CommittedIndex, entry: FileEntry) -> Generator[Chunk, None, None]:
+    """Yield the contents of a file of `index` in pieces, and compare them with `entry`."""
+    if index.remote is not None:
+        yield from checked_chunks(index.remote, entry)
+        return
+    path, crc, length = index.root / entry.path, 0, 0
+    try:
+        with open_index_file(index.root, path) as file:
+            while piece := file.read(CHUNK_BYTES):
+                crc, length = crc32c(piece, crc), length + len(piece)
+                yield piece
+    except OSError as error:
+        raise CorruptIndexError(f"cannot read {path}: {error.strerror}; run 'edje-index verify'") from error
+    if (length, crc) != (entry.bytes, entry.crc32c):
+        raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}")
+
+
+class DirectoryTarget:
+    """Copies files into a directory. A file appears under its name once it is complete and flushed to the device.
+
+    Args:
+        root: directory of the new index.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def copy(self, index: CommittedIndex, entry: FileEntry) -> bool:
+        path = self._root / entry.path
+        if not Path(os.path.normpath(path)).is_relative_to(self._root):
+            raise CorruptIndexError(f"{index.location} names the file {entry.path}, which lies outside the index")
+        if path.is_file() and path.stat().st_size == entry.bytes:
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            if index.remote is None:
+                copy_file(index.root, entry, temporary)
+            else:
+                with open(temporary, "xb") as file, contextlib.closing(_contents(index, entry)) as chunks:
+                    file.writelines(chunks)
+            fsync_path(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_parent(path)
+        return True
+
+
+@dataclass(frozen=True)
+class RemoteTarget:
+    """A copy to an object store that has begun.
+
+    Attributes:
+        folder: objects of the destination.
+        replaced: `index.json` of the destination when the copy began; None if there was none.
+        replaced_manifest: the manifest in `replaced`.
+        cleans: whether to remove the objects that the new index does not name.
+    """
+
+    folder: ObjectFolder
+    replaced: ObjectVersion | None = None
+    replaced_manifest: Manifest | None = None
+    cleans: bool = False
+
+    def copy(self, index: CommittedIndex, entry: FileEntry) -> bool:
+        info, checksum = self.folder.info(entry.path), to_hex(entry.crc32c)
+        if info is not None and info.size == entry.bytes and info.metadata.get(_CHECKSUM) == checksum:
+            return False
+        self.folder.put(entry.path, lambda: _contents(index, entry), {_CHECKSUM: checksum})
+        return True
+
+    def commit(self, index: CommittedIndex, entries: Sequence[FileEntry]) -> None:
+        """Write `index.json`, and end the copy.
+
+        Raises:
+            EdjeError: another writer has changed the destination.
+        """
+        data = manifest_bytes(index)
+        if self.replaced is not None and self.replaced.data != data:
+            self._keep_replaced(index)
+        try:
+            self.folder.replace(_ROOT, data, self.replaced)
+        except ObjectChangedError as error:
+            raise EdjeError(
+                f"{error} during the copy. Its index is whole; copy again if yours shall take its place"
+            ) from error
+        if self.cleans:
+            named = {entry.path for entry in entries}
+            self.folder.delete([key for key in self.folder.list_keys() if _is_data(key) and key not in named])
+        self.folder.delete([_CLAIM])
+
+    def _keep_replaced(self, index: CommittedIndex) -> None:
+        """Keep the replaced snapshot, so that readers can still open it."""
+        assert self.replaced is not None
+        assert self.replaced_manifest is not None
+        number = self.replaced_manifest.snapshot.number
+        if number != index.manifest.snapshot.number:
+            key = Layout(Path()).snapshot(number).as_posix()
+            data = self.replaced.data
+            self.folder.put(key, lambda: (piece for piece in (data,)), {_CHECKSUM: to_hex(crc32c(data))})
+
+
+def _is_data(key: str) -> bool:
+    return DATA_FILE.fullmatch(key) is not None or key.startswith("snapshots/")
+
+
+def begin_remote_copy(
+    index: CommittedIndex, folder: ObjectFolder, entries: Sequence[FileEntry], *, replace: bool
+) -> RemoteTarget:
+    """Begin to copy `index` to an object store, or resume an earlier copy of the same snapshot.
+
+    Args:
+        index: the snapshot to copy.
+        folder: objects of the destination.
+        entries: result of `files_to_copy`.
+        replace: whether to remove an index that the destination holds. Until the end of the copy, it then holds none.
+
+    Raises:
+        UsageError: the destination holds another index, and `replace` is False; or the URL can only be read.
+        EdjeError: another copy to the destination is running or was stopped.
+    """
+    if folder.scheme not in WRITABLE_SCHEMES:
+        raise UsageError(
+            f"{folder.url} can only be read; write to a URL that begins with s3://, gs:// or az://", parameter="out"
+        )
+    _claim(folder, to_hex(crc32c(manifest_bytes(index))))
+    if replace:
+        folder.delete([_ROOT])
+        return RemoteTarget(folder, cleans=True)
+    version, manifest = read_root(folder)
+    if version is None or manifest is None:
+        return RemoteTarget(folder)
+    if path := _conflict(folder, manifest, entries):
+        folder.delete([_CLAIM])
+        raise UsageError(
+            f"{folder.url} holds an index whose file {path} differs from that of {index.location}: choose another "
+            "destination, or replace that index",
+            parameter="out",
+        )
+    return RemoteTarget(folder, version, manifest)
+
+
+def _claim(folder: ObjectFolder, checksum: str) -> None:
+    """Create the object that keeps other copies away. A copy of the same snapshot shares it."""
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    claim = {"index": checksum, "owner": owner, "created": created}
+    try:
+        folder.replace(_CLAIM, json.dumps(claim).encode(), None)
+        return
+    except ObjectChangedError:
+        pass
+    try:
+        other = json.loads(folder.read(_CLAIM, _MAX_SMALL_BYTES).data)
+        if other["index"] == checksum:
+            return
+        holder = f"{other['owner']}, since {other['created']}"
+    except FileNotFoundError:
+        holder = "which has just ended"
+    except (OSError, ValueError, KeyError, TypeError):
+        holder = "unknown owner"
+    raise EdjeError(
+        f"another copy to {folder.url} is running or was stopped ({holder}). Wait for it; if no such process runs any "
+        f"more, delete the object {folder.url_of(_CLAIM)}"
+    )
+
+
+def _conflict(folder: ObjectFolder, manifest: Manifest, entries: Sequence[FileEntry]) -> str | None:
+    """Return the path of a file that the index at the destination has with other contents; None if there is none."""
+    new = {entry.path: entry for entry in entries if not entry.path.endswith("zarr.json")}
+    old = CommittedIndex.open(folder.url)
+    if old.manifest != manifest:
+        raise EdjeError(f"another writer changed {folder.url}; copy again")
+    for entry in (*(entry for _, entry in read_shard_tables(old.root, manifest.shard_tables)), *manifest.ann_files):
+        if new.get(entry.path, entry) != entry:
+            return entry.path
+    return None

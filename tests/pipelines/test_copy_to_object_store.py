@@ -1,0 +1,205 @@
+"""Copies to an S3-compatible server: whole or absent, also with two writers, kills, and disturbed requests."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines import JobStopped, copy_index, delete_rows
+from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, verify_index
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.object_store import ObjectFolder
+from storage_formats.writing.index_copy import begin_remote_copy, files_to_copy
+from tests.command_line import command, environment
+from tests.conftest import write_random_index
+from tests.object_store import FaultyProxy, every, make_bucket, s3_server, use_endpoint
+from tests.pipelines.test_copy import contents
+
+pytestmark = pytest.mark.slow  # they start a server
+SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+LARGE = IndexSpec(rows=200, shard_size=180, block_shape=(64, 384), embed_dim=4)  # a shard of several parts
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as endpoint:
+        make_bucket(endpoint, "bucket")
+        yield endpoint
+
+
+@pytest.fixture(autouse=True)
+def environment_of_the_server(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    use_endpoint(monkeypatch, server)
+
+
+@pytest.fixture
+def proxy(server, monkeypatch):
+    with FaultyProxy(server).running() as running:
+        use_endpoint(monkeypatch, running.url)
+        yield running
+
+
+numbers = itertools.count()
+
+
+@pytest.fixture
+def url():
+    return f"s3://bucket/index-{next(numbers)}.edje"
+
+
+@pytest.fixture
+def index(tmp_path):
+    write_random_index(tmp_path / "photos.edje", SPEC, failed=frozenset({5}), seed=1)
+    return tmp_path / "photos.edje"
+
+
+@pytest.fixture
+def other(tmp_path):
+    write_random_index(tmp_path / "other.edje", SPEC, seed=2)
+    return tmp_path / "other.edje"
+
+
+def check_equal(url: str, index: Path, tmp_path: Path) -> None:
+    """The index at `url` has the same files as the directory `index`."""
+    back = tmp_path / f"back-{next(numbers)}"
+    copy_index(url, back)
+    assert contents(back) == contents(index)
+    assert verify_index(back) == []
+
+
+def test_an_index_returns_unchanged(index, url, tmp_path):
+    result = copy_index(index, url)
+    assert result.copied_files == result.files
+    check_equal(url, index, tmp_path)
+    assert copy_index(index, url).copied_files == 0
+    assert set(ObjectFolder.open(url).list_keys()) == set(contents(index))
+
+
+def test_large_files_are_sent_in_parts(tmp_path, url, proxy):
+    write_random_index(tmp_path / "large", LARGE)
+    copy_index(tmp_path / "large", url)
+    assert proxy.count("PUT", "partNumber") >= 2
+    check_equal(url, tmp_path / "large", tmp_path)
+
+
+def test_only_the_files_of_a_change_are_copied(index, url, tmp_path):
+    copy_index(index, url)
+    delete_rows(index, rows=[3])
+    assert copy_index(index, url).copied_files == 1  # the tombstones
+    check_equal(url, index, tmp_path)
+    assert len(TokenStore.open(url, snapshot=0).fetch([3])) == 1
+
+
+def test_a_copy_between_two_urls(index, url, tmp_path):
+    copy_index(index, url)
+    copy_index(url, f"{url}-2")
+    check_equal(f"{url}-2", index, tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["reset", "503", "slow", "truncate", "lost"])
+def test_a_copy_survives_disturbed_requests(index, url, tmp_path, proxy, fault):
+    proxy.fault = every(4, fault)
+    copy_index(index, url)
+    check_equal(url, index, tmp_path)
+
+
+def test_a_commit_whose_response_is_lost_has_succeeded(index, url, tmp_path, proxy):
+    lost = every(1, "lost", "/index.json")
+    proxy.fault = lambda method, path: lost(method, path) if method == "PUT" and proxy.count("PUT", path) == 1 else None
+    copy_index(index, url)
+    assert proxy.count("PUT", "/index.json") == 2
+    check_equal(url, index, tmp_path)
+
+
+def test_another_index_is_refused_or_replaced_on_request(index, other, url, tmp_path):
+    copy_index(other, url)
+    with pytest.raises(UsageError, match=r"holds an index whose file .* differs.*choose another destination"):
+        copy_index(index, url)
+    check_equal(url, other, tmp_path)
+    delete_rows(other, rows=[1])
+    copy_index(other, url)
+    copy_index(index, url, replace=True)
+    check_equal(url, index, tmp_path)
+    assert set(ObjectFolder.open(url).list_keys()) == set(contents(index))
+
+
+def test_a_stopped_copy_is_resumed_and_keeps_others_away(index, other, url, tmp_path):
+    calls = iter(range(100))
+    with pytest.raises(JobStopped):
+        copy_index(index, url, should_stop=lambda: next(calls) > 0)
+    with pytest.raises(EdjeError, match=rf"running or was stopped \(process {os.getpid()} on .*build/copy.json"):
+        copy_index(other, url)
+    result = copy_index(index, url)
+    assert 0 < result.copied_files < result.files
+    check_equal(url, index, tmp_path)
+
+
+def test_damage_is_not_copied(index, url):
+    path = index / "tokens/bf16/c.1.0.0"
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(CorruptIndexError, match=r"c\.1\.0\.0 is not the file that was committed"):
+        copy_index(index, url)
+    keys = set(ObjectFolder.open(url).list_keys())
+    assert "index.json" not in keys
+    assert "tokens/bf16/c.1.0.0" not in keys
+
+
+def test_a_commit_never_takes_the_place_of_another(index, url, tmp_path):
+    """The state that a copy found has changed before it commits: the other index stays."""
+    copy_index(index, url)
+    stale, entries = CommittedIndex.open(index), files_to_copy(CommittedIndex.open(index))
+    begun = begin_remote_copy(stale, ObjectFolder.open(url), entries, replace=False)
+    ObjectFolder.open(url).delete(["build/copy.json"])
+    delete_rows(index, rows=[2])
+    copy_index(index, url)
+    with pytest.raises(EdjeError, match=r"another writer changed .*index.json during the copy. Its index is whole"):
+        begun.commit(stale, entries)
+    check_equal(url, index, tmp_path)
+
+
+def test_of_two_writers_one_wins(index, other, tmp_path):
+    for _ in range(5):
+        url = f"s3://bucket/race-{next(numbers)}.edje"
+        errors: list[Exception] = []
+
+        def copy(source: Path, url: str = url, errors: list[Exception] = errors) -> None:
+            try:
+                copy_index(source, url)
+            except EdjeError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=copy, args=(source,)) for source in (index, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(errors) == 1, errors
+        winner = TokenStore.open(url).fetch([0]).tobytes()
+        check_equal(url, index if winner == TokenStore.open(index).fetch([0]).tobytes() else other, tmp_path)
+
+
+def test_a_killed_copy_leaves_no_index_and_is_resumed(index, url, tmp_path, proxy):
+    proxy.fault = every(1, "slow")
+    for requests in (3, 9):
+        stop = proxy.count("PUT", "") + requests
+        process = subprocess.Popen(command("copy", index, url), env=environment(), stderr=subprocess.DEVNULL)
+        while proxy.count("PUT", "") < stop:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert "index.json" not in set(ObjectFolder.open(url).list_keys())
+    proxy.fault = lambda method, path: None
+    result = copy_index(index, url)
+    assert 0 < result.copied_files < result.files
+    check_equal(url, index, tmp_path)

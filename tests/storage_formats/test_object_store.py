@@ -1,0 +1,225 @@
+"""Indexes on an S3-compatible server: reads equal local reads, also if responses are lost, late, short or refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines import copy_index, delete_rows
+from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore, UsageError, read_rows
+from storage_formats.format import object_store
+from storage_formats.format.checksum import json_checksum
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
+from storage_formats.reading.embeddings import read_embeddings
+from tests.conftest import same_bits
+from tests.object_store import FaultyProxy, every, make_bucket, s3_server, use_endpoint
+from tests.storage_formats.reading_cases import SPEC
+
+pytestmark = pytest.mark.slow  # they start a server
+BUCKET = "bucket"
+URL = f"s3://{BUCKET}/photos.edje"
+TOKENS = "tokens/bf16/c."
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as endpoint:
+        make_bucket(endpoint, BUCKET)
+        yield endpoint
+
+
+@pytest.fixture(scope="module")
+def stored(server, built):
+    """The random index, which every test of this module can read below `URL`."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_endpoint(patch, server)
+        copy_index(built[0], URL)
+    return built
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch, server):
+    """An empty cache directory for each test."""
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    use_endpoint(monkeypatch, server)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def proxy(server, monkeypatch):
+    with FaultyProxy(server).running() as running:
+        use_endpoint(monkeypatch, running.url)
+        yield running
+
+
+numbers = itertools.count()
+
+
+@pytest.fixture
+def own(server, built, tmp_path):
+    """An index of the test's own: its directory and its URL."""
+    root, url = tmp_path / "own.edje", f"s3://{BUCKET}/own-{next(numbers)}.edje"
+    shutil.copytree(built[0], root)
+    copy_index(root, url)
+    return root, url
+
+
+@pytest.mark.parametrize("precision", SPEC.precisions)
+def test_blocks_equal_those_of_a_local_fetch(stored, whole, precision):
+    row_ids = np.random.default_rng(1).integers(0, SPEC.rows, 500)
+    with TokenStore.open(URL, precision) as remote, TokenStore.open(stored[0], precision) as local:
+        assert same_bits(remote.fetch(row_ids), whole[precision][row_ids])
+        assert same_bits(remote.fetch(range(SPEC.rows)), whole[precision])
+        assert (remote.fetch_records(row_ids) == local.fetch_records(row_ids)).all()
+        assert same_bits(next(remote.iter_fetch([row_ids])), whole[precision][row_ids])
+        remote.prefetch(row_ids)
+        assert len(remote.fetch([])) == 0
+
+
+def test_rows_and_embeddings_equal_those_on_disk(stored):
+    row_ids = [299, 0, 64, 3, 3]
+    assert read_rows(URL, row_ids) == read_rows(stored[0], row_ids)
+    remote, local = (read_embeddings(CommittedIndex.open(root), row_ids) for root in (URL, stored[0]))
+    np.testing.assert_array_equal(remote, local)
+
+
+def test_an_index_opens_by_plain_http(stored, proxy, whole):
+    with TokenStore.open(f"{proxy.url}/{BUCKET}/photos.edje") as store:
+        assert same_bits(store.fetch([1, 200]), whole["bf16"][[1, 200]])
+
+
+@pytest.mark.parametrize("fault", ["reset", "503", "slow", "truncate", "lost"])
+def test_blocks_are_equal_if_every_third_request_is_disturbed(stored, whole, proxy, fault):
+    proxy.fault = every(3, fault)
+    row_ids = np.arange(0, SPEC.rows, 150)
+    with TokenStore.open(URL) as store:
+        for _ in range(3):
+            assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+    disturbed = proxy.count("GET", TOKENS)
+    assert disturbed >= 6 if fault == "slow" else disturbed > 6
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "truncate"])
+def test_a_store_that_never_responds_gives_an_error_that_names_the_object(stored, proxy, monkeypatch, fault):
+    monkeypatch.setattr(object_store, "_RETRIES", 1)
+    monkeypatch.setattr(object_store, "_ATTEMPTS", 2)
+    store = TokenStore.open(URL)
+    store.fetch([1])
+    proxy.fault = every(1, fault, TOKENS)
+    with pytest.raises(ObjectStoreError, match=r"s3://bucket/photos.edje/tokens/bf16/c.0.0.0 failed.*try again"):
+        store.fetch([1])
+    proxy.fault = every(1 << 40, fault)
+    assert len(store.fetch([1])) == 1
+
+
+def test_neighbouring_records_take_one_request(stored, proxy):
+    with TokenStore.open(URL) as store:
+        store.fetch([1, 2, 5, 9])  # gaps of a few hundred bytes
+        assert proxy.count("GET", TOKENS) == 1
+        store.fetch([1, 65])  # two shards
+        assert proxy.count("GET", TOKENS) == 3
+
+
+def test_only_tokens_are_requested_again(stored, proxy):
+    for _ in range(2):
+        before = len(proxy.requests)
+        with TokenStore.open(URL) as store:
+            store.fetch([1, 250])
+        read_rows(URL, [1])
+    paths = {path.split("photos.edje/")[1] for method, path, _ in proxy.requests[before:] if method == "GET"}
+    assert paths == {"index.json", "tokens/bf16/c.0.0.0", "tokens/bf16/c.3.0.0"}
+
+
+def test_a_store_keeps_its_snapshot_until_refresh(own, whole):
+    root, url = own
+    store = TokenStore.open(url)
+    delete_rows(root, rows=[1])
+    copy_index(root, url)
+    assert same_bits(store.fetch([1]), whole["bf16"][[1]])
+    assert store.refresh() == 1
+    with pytest.raises(IndexError, match="deleted"):
+        store.fetch([1])
+    with TokenStore.open(url, snapshot=0) as earlier:
+        assert same_bits(earlier.fetch([1]), whole["bf16"][[1]])
+    with pytest.raises(UsageError, match="has no snapshot 7; its current snapshot is 1"):
+        TokenStore.open(url, snapshot=7)
+
+
+def overwrite(url: str, key: str, data: bytes) -> None:
+    ObjectFolder.open(url).put(key, lambda: (piece for piece in (data,)), {})
+
+
+def test_a_damaged_block_is_an_error_that_names_its_row_and_object(own):
+    root, url = own
+    path = Layout(root).token_shard("bf16", 1)
+    data = bytearray(path.read_bytes())
+    data[3 * 512] ^= 1
+    overwrite(url, "tokens/bf16/c.1.0.0", bytes(data))
+    with TokenStore.open(url) as store:
+        with pytest.raises(CorruptIndexError, match=r"row 67 is damaged.*s3://bucket/own-\d+.edje/tokens") as caught:
+            store.fetch([66, 67, 68])
+        assert caught.value.row_ids == (67,)
+        assert len(store.fetch([66, 68])) == 2
+
+
+@pytest.mark.parametrize("key", ["checksums/bf16/00000001.crc32c", "rows/00000001.parquet"])
+def test_a_damaged_file_never_enters_the_cache(own, cache, key):
+    root, url = own
+    data = (root / key).read_bytes()
+    overwrite(url, key, data[:-1] + bytes([data[-1] ^ 1]))
+    for _ in range(2):
+        with pytest.raises(CorruptIndexError, match=f"{key} is not the file that was committed"):
+            read_rows(url, [66]) if "rows" in key else TokenStore.open(url).fetch([66])
+    assert not list(cache.rglob(Path(key).name))
+    overwrite(url, key, data)
+    assert read_rows(url, [66])["row_id"].to_pylist() == [66]
+    assert len(TokenStore.open(url).fetch([66])) == 1
+
+
+def test_a_missing_or_short_object_is_an_error(own):
+    root, url = own
+    folder = ObjectFolder.open(url)
+    store = TokenStore.open(url)
+    folder.delete(["tokens/bf16/c.1.0.0"])
+    with pytest.raises(CorruptIndexError, match=r"c.1.0.0 is missing, or ends before"):
+        store.fetch([66])
+    overwrite(url, "tokens/bf16/c.1.0.0", (root / "tokens/bf16/c.1.0.0").read_bytes()[:700])
+    with pytest.raises(CorruptIndexError, match=r"c.1.0.0 is missing, or ends before"):
+        store.fetch([66])
+    overwrite(url, "tokens/bf16/c.0.0.0", b"short")
+    with pytest.raises(CorruptIndexError, match=r"c.0.0.0 has 5 bytes instead of \d+ bytes"):
+        TokenStore.open(url)
+
+
+def test_what_is_no_index_is_refused(server, stored):
+    with pytest.raises(UsageError, match="there is no index at s3://bucket/nothing"):
+        TokenStore.open("s3://bucket/nothing")
+    with pytest.raises(UsageError, match="names no bucket"):
+        TokenStore.open("s3:///photos.edje")
+    with pytest.raises(UsageError, match="'buffered' cannot read an index on an object store"):
+        TokenStore.open(URL, engine="buffered")
+    overwrite("s3://bucket/begun", "build/copy.json", b"{}")
+    with pytest.raises(IncompleteIndexError, match="has not finished"):
+        TokenStore.open("s3://bucket/begun")
+    overwrite("s3://bucket/noise", "index.json", b"\xff\xfe{")
+    with pytest.raises(CorruptIndexError, match="s3://bucket/noise/index"):
+        TokenStore.open("s3://bucket/noise")
+
+
+def test_an_index_cannot_lead_the_cache_out_of_its_directory(own, cache, tmp_path):
+    root, url = own
+    value = json.loads((root / "index.json").read_text())
+    value["shard_table"]["path"] = "../../../../stolen"
+    value["crc32c"] = json_checksum(value)
+    overwrite(url, "index.json", json.dumps(value).encode())
+    overwrite(f"s3://{BUCKET}", "stolen", b"content")
+    with TokenStore.open(url) as store, pytest.raises(CorruptIndexError, match="leads outside the index"):
+        store.fetch([1])
+    assert not list(tmp_path.rglob("stolen"))
