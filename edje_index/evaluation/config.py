@@ -36,6 +36,7 @@ class EvaluationConfig:
         full_captions: caption files with additional candidates for the full-dataset protocol.
         rerank: False measures the embeddings alone. True also measures the re-ranked pools.
         score: final score for re-ranking, see `scoring.weights.parse_score`.
+        joint_pool: number of candidates per query that the joint encoder scores, see `scoring.cascade`; None for all.
         resamples: number of bootstrap resamples; 0 for no confidence intervals.
         queries: maximum number of queries per direction, sampled at random; None for all queries.
         seed: seed of the query sample and of the bootstrap.
@@ -56,6 +57,7 @@ class EvaluationConfig:
     full_captions: tuple[Path, ...] = ()
     rerank: bool = True
     score: str | ScoreWeights = BUNDLE_SCORE
+    joint_pool: int | None = None
     resamples: int = 1000
     queries: int | None = None
     seed: int = 0

@@ -22,6 +22,8 @@ from edje_index.evaluation.recall_results import RecallTable
 from edje_index.evaluation.results import Evaluation, Inputs, Result, System
 from edje_index.evaluation.token_sources import TokenSource, token_sources
 from edje_index.progress import OnProgress
+from edje_index.scoring.cascade import Cascade
+from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS, IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights, parse_score
 from edje_index.search.reranking import check_reranks
 from edje_index.search.search_model import SearchModel
@@ -91,6 +93,7 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
         split=config.split,
         cutoffs=config.cutoffs,
         pools=config.pool_sizes if config.rerank else (),
+        joint_pool=config.joint_pool,
         resamples=config.resamples,
         seed=config.seed,
         inputs=inputs,
@@ -111,6 +114,8 @@ def _check(config: EvaluationConfig) -> None:
         raise UsageError(f"every pool size must be at least 1, got {min(config.pool_sizes)}")
     if config.score != BUNDLE_SCORE and not config.rerank:
         raise UsageError("score has no effect without re-ranking: set rerank to True, or leave score out")
+    if config.joint_pool is not None and not config.rerank:
+        raise UsageError("joint_pool has no effect without re-ranking: set rerank to True, or leave joint_pool out")
     parse_score(config.score, ScoreWeights())  # raises an error for an invalid score before anything is read
 
 
@@ -168,11 +173,24 @@ def _evaluate_index(
     """Evaluate one index. Return the description of the system, the results, and the number of scored pairs."""
     model = SearchModel.of_index(index.committed, index.model_path, device=config.device, dtype=config.dtype)
     weights = {direction: model.weights(direction, config.score) for direction in config.directions}
+    if config.joint_pool is not None:
+        for of_direction in weights.values():
+            Cascade(FinalScore.of(of_direction), config.joint_pool)  # refuses a score that has no use for it
     embeddings = _embeddings(config, index, eval_set, model, on_progress)
     pools = _pools(config, eval_set, embeddings)
     manifest = index.committed.manifest
     index_key = [manifest.plan, manifest.model["fingerprint"], manifest.spec.rows]
-    scorer = PoolScorer(model, weights, eval_set, embeddings, pools, config.cache, index_key)
+    scorer = PoolScorer(
+        model=model,
+        weights=weights,
+        eval_set=eval_set,
+        embeddings=embeddings,
+        pools=pools,
+        pool_sizes=config.pool_sizes,
+        joint_pool=config.joint_pool,
+        cache=config.cache,
+        index_key=index_key,
+    )
     if config.rerank and scorer.reads_tokens:
         check_reranks(model)
     scores = {source.precision: scorer.score(source, on_progress) for source in index.sources}
@@ -181,8 +199,8 @@ def _evaluate_index(
         bootstrap = ClusterBootstrap(_query_images(eval_set, direction), config.resamples, config.seed)
         table = RecallTable(index.name, direction, pools[direction], config.cutoffs, bootstrap)
         results.append(table.embedding_result())
-        by_precision = {precision: values[direction] for precision, values in scores.items()}
         for pool in config.pool_sizes if scores else ():
+            by_precision = {precision: values[direction][pool] for precision, values in scores.items()}
             results += table.reranked_results(pool, index.sources, by_precision)
     system = _describe(config, index, model, eval_set, pools)
     return system, results, len(scores) * scorer.count_pairs() if scores else 0

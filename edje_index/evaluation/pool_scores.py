@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,14 @@ import numpy as np
 from edje_index.evaluation.pair_scores import PairScorer, pack
 from edje_index.evaluation.pools import Pools
 from edje_index.evaluation.protocol import EvaluationSet
-from edje_index.evaluation.recall import Floats, Ints
+from edje_index.evaluation.recall import Bools, Floats, Ints
 from edje_index.evaluation.score_cache import ScoreCache
 from edje_index.evaluation.token_sources import TokenSource
 from edje_index.progress import OnProgress
+from edje_index.scoring.cascade import Cascade
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs, reads_tokens
-from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, TEXT_TO_IMAGE, ScoreWeights
+from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
 
 if TYPE_CHECKING:
     from edje_index.search.search_model import SearchModel
@@ -46,6 +47,8 @@ class PoolScorer:
         eval_set: queries and candidates.
         embeddings: embeddings of the captions and of the candidate images.
         pools: pools by direction.
+        pool_sizes: numbers of candidates to re-rank.
+        joint_pool: number of candidates per query that the joint encoder scores; None for all.
         cache: directory of cached scores; None for no cache.
         index_key: JSON value that identifies the index in the cache.
     """
@@ -55,6 +58,8 @@ class PoolScorer:
     eval_set: EvaluationSet
     embeddings: Embeddings
     pools: Mapping[str, Pools]
+    pool_sizes: Sequence[int]
+    joint_pool: int | None
     cache: Path | None
     index_key: Any
 
@@ -73,24 +78,61 @@ class PoolScorer:
         """Return the number of distinct pairs to score with the tokens of one source."""
         return len(np.unique(pack(*self._all_pairs()))) if self.joint_parts else 0
 
-    def score(self, source: TokenSource, on_progress: OnProgress) -> dict[str, Floats]:
-        """Return the final scores with the tokens of `source`, float32 [q, p] by direction."""
+    def score(self, source: TokenSource, on_progress: OnProgress) -> dict[str, dict[int, Floats]]:
+        """Return the final scores with the tokens of `source`, float32 [q, pool size] by direction and pool size."""
         values: dict[str, dict[str, Floats]] = {
             direction: {EMBEDDING: pools.similarities} for direction, pools in self.pools.items()
         }
-        for part in self.joint_parts:
-            for direction, scores in self._joint_part(part, source, on_progress).items():
-                values[direction][part] = scores
-        finals = {}
+        every_pair = {direction: np.ones(pools.candidates.shape, np.bool_) for direction, pools in self.pools.items()}
+        needed_pairs = {part: every_pair for part in self.joint_parts if part != LOGIT or self.joint_pool is None}
+        for part, needed in needed_pairs.items():
+            self._add_joint_part(values, part, needed, source=source, on_progress=on_progress)
         for direction, parts in values.items():
-            score = FinalScore.of(self.weights[direction])
-            if HUBNESS in score.parts:
+            if self.weights[direction].hubness:
                 parts[HUBNESS] = self._hubness(direction, source)
-            finals[direction] = score.sum(parts)
-        return finals
+        if self.joint_pool is not None:
+            needed = self._pairs_of_joint_encoder(values, self.joint_pool)
+            self._add_joint_part(values, LOGIT, needed, source=source, on_progress=on_progress)
+        return {
+            direction: {pool: self._final(direction, parts, pool) for pool in self.pool_sizes}
+            for direction, parts in values.items()
+        }
 
-    def _joint_part(self, part: str, source: TokenSource, on_progress: OnProgress) -> dict[str, Floats]:
-        """Compute one part of the score, float32 [q, p] by direction. A pair in both directions is scored once."""
+    def _final(self, direction: str, parts: Mapping[str, Floats], pool: int) -> Floats:
+        """Return the final scores of the first `pool` candidates, float32 [q, pool]."""
+        score = FinalScore.of(self.weights[direction])
+        parts = {part: values[:, :pool] for part, values in parts.items()}
+        if self.joint_pool is not None:
+            # Of these candidates, those with a logit are the best `joint_pool`, whatever further pool sizes needed.
+            parts = Cascade(score, self.joint_pool).with_every_logit(parts)
+        total: Floats = score.sum(parts)
+        return total
+
+    def _pairs_of_joint_encoder(self, values: Mapping[str, Mapping[str, Floats]], joint_pool: int) -> dict[str, Bools]:
+        """Return the pairs that the joint encoder scores for any of the pool sizes, bool [q, p] by direction."""
+        masks = {}
+        for direction, parts in values.items():
+            cascade = Cascade(FinalScore.of(self.weights[direction]), joint_pool)
+            candidates = self.pools[direction].candidates
+            masks[direction] = np.zeros(candidates.shape, dtype=np.bool_)
+            for pool in self.pool_sizes:
+                first = {part: part_values[:, :pool] for part, part_values in parts.items()}
+                masks[direction][:, :pool] |= cascade.chosen(first, candidates[:, :pool])
+        return masks
+
+    def _add_joint_part(
+        self,
+        values: Mapping[str, dict[str, Floats]],
+        part: str,
+        needed: Mapping[str, Bools],
+        *,
+        source: TokenSource,
+        on_progress: OnProgress,
+    ) -> None:
+        """Add one part of the score to the `values` of each direction, NaN for pairs that are not `needed`.
+
+        A pair of both directions is scored once.
+        """
         direction = next(iter(self.pools))
         scorer = PairScorer(
             part=self.model.parts(direction, self.weights[direction])[part],
@@ -100,12 +142,13 @@ class PoolScorer:
             tokenizer=self.model.joint.tokenizer,
             cache=ScoreCache(self.cache, self._cache_key(part, source)),
         )
-        scores = scorer.score(*self._all_pairs(), on_progress)
+        captions, rows = self._all_pairs()
+        mask = np.concatenate([needed[direction].ravel() for direction in self.pools])
+        scores = np.full(len(mask), np.nan, dtype=np.float32)
+        scores[mask] = scorer.score(captions[mask], rows[mask], on_progress)
         ends = np.cumsum([pools.candidates.size for pools in self.pools.values()])[:-1]
-        return {
-            direction: flat.reshape(pools.candidates.shape)
-            for (direction, pools), flat in zip(self.pools.items(), np.split(scores, ends), strict=True)
-        }
+        for (direction, pools), flat in zip(self.pools.items(), np.split(scores, ends), strict=True):
+            values[direction][part] = flat.reshape(pools.candidates.shape)
 
     def _all_pairs(self) -> tuple[Ints, Ints]:
         pairs = [self._pairs(direction, pools) for direction, pools in self.pools.items()]

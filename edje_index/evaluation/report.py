@@ -82,6 +82,8 @@ def _preface(evaluation: Evaluation) -> list[str]:
     ]
     if evaluation.protocol == "full":
         lines.append("full-dataset protocol: candidates are all images of the index and the captions of all splits")
+    if evaluation.joint_pool is not None:
+        lines.append(f"the joint encoder scores the best {evaluation.joint_pool:,} candidates of each query")
     return lines + [_described(system) for system in evaluation.systems]
 
 

@@ -112,3 +112,4 @@ class Evaluation:
     results: tuple[Result, ...]
     pairs: int
     seconds: float
+    joint_pool: int | None = None

@@ -49,6 +49,15 @@ class Pairs:
         assert self.tokens is not None
         return as_tensor(self.tokens)
 
+    def at(self, mask: NDArray[np.bool_]) -> Pairs:
+        """Return the pairs at which `mask` [b] is True."""
+        return Pairs(
+            captions=[caption for caption, kept in zip(self.captions, mask, strict=True) if kept],
+            tokens=None if self.tokens is None else self.token_tensor[torch.from_numpy(mask)],
+            similarities=None if self.similarities is None else self.similarities[mask],
+            candidate_embeddings=None if self.candidate_embeddings is None else self.candidate_embeddings[mask],
+        )
+
 
 class Part(Protocol):
     """Interface of a part of the final score."""

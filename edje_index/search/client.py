@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,7 @@ from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
     from edje_index.search.hits import Hit
+    from edje_index.search.search_options import ServiceSearchOptions
 
 Document = int | str | bytes
 """A document to re-rank: a row id, the uri of a row, or the bytes of an image file."""
@@ -90,14 +91,7 @@ class Client:
         return value
 
     def search(
-        self,
-        query: str | bytes,
-        k: int = 10,
-        pool: int = 100,
-        *,
-        rerank: bool = True,
-        precision: str | None = None,
-        where: str | None = None,
+        self, query: str | bytes, k: int = 10, pool: int = 100, **options: Unpack[ServiceSearchOptions]
     ) -> list[Hit]:
         """Return the `k` best images for `query`, best first.
 
@@ -106,9 +100,7 @@ class Client:
                 the index.
             k: number of hits.
             pool: number of candidates to re-rank; values below `k` are raised to `k`.
-            rerank: False sorts the hits by embedding similarity only.
-            precision: precision of the tokens that re-ranking reads; None selects the first precision of the index.
-            where: filter of the rows, see `TokenIndex.search`.
+            options: `rerank`, `where`, `joint_pool` and `precision`, see `ServiceSearchOptions`.
 
         Raises:
             ServiceError: the service refused the request or cannot be reached.
@@ -116,8 +108,7 @@ class Client:
         from edje_index.search.hits import Hit
 
         by = {"query": query} if isinstance(query, str) else {"image": _base64(query)}
-        options = {"rerank": rerank, "precision": precision, "where": where, "index": self._index}
-        body = {**by, "k": k, "pool": max(pool, k), **options}
+        body = {**by, "k": k, "pool": max(pool, k), **options, "index": self._index}
         names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
 

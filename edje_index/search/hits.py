@@ -41,7 +41,8 @@ class Hit:
         joint_score: weighted sum of only logit, late interaction and pooled similarity. None if the final score has
             none of these parts.
         parts: values of the parts of the final score, without weights. The keys are part names, see
-            `edje_index.scoring.weights.PART_NAMES`.
+            `edje_index.scoring.weights.PART_NAMES`. In a search with `joint_pool`, hits that the joint encoder did not
+            score have no `logit`, see `edje_index.scoring.cascade`.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -115,7 +116,9 @@ def best_hits(index: CommittedIndex, candidates: Candidates, scores: CandidateSc
             score=float(scores.final[position]),
             embedding_score=float(candidates.similarities[position]),
             joint_score=None if scores.joint is None else float(scores.joint[position]),
-            parts={part: float(values[position]) for part, values in scores.parts.items()},
+            parts={
+                part: float(values[position]) for part, values in scores.parts.items() if not np.isnan(values[position])
+            },
         )
         for position, uri in zip(order, uris, strict=True)
     )

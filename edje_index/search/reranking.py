@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
+from edje_index.scoring.cascade import Cascade
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs, reads_tokens
 from edje_index.scoring.weights import BUNDLE_SCORE, EMBEDDING, HUBNESS, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
@@ -48,7 +49,8 @@ class CandidateScores:
         final: the final scores, float32 [k].
         joint: weighted sum of only logit, late interaction and pooled similarity, float32 [k]. None if the final score
             has none of these parts.
-        parts: values of each part of the final score, without weights, by part name, float32 [k] each.
+        parts: values of each part of the final score, without weights, by part name, float32 [k] each. The logit is
+            NaN for candidates that the joint encoder does not score.
     """
 
     final: NDArray[np.float32]
@@ -64,9 +66,10 @@ class Reranker:
         model: model of the bundle that built the index.
         score: final score to compute. See `scoring.weights.parse_score`.
         stages: object to which the durations of stages are added; None to use a new object.
+        joint_pool: number of candidates per query that the joint encoder scores, see `scoring.cascade`; None for all.
 
     Raises:
-        UsageError, ModelError: as for `ModelBundle.weights`.
+        UsageError, ModelError: as for `ModelBundle.weights` and `Cascade`.
         ModelError: the score needs adapter tokens, but the index stores patch features.
     """
 
@@ -77,10 +80,12 @@ class Reranker:
         *,
         score: str | ScoreWeights = BUNDLE_SCORE,
         stages: Stages | None = None,
+        joint_pool: int | None = None,
     ) -> None:
         weights = model.weights(TEXT_TO_IMAGE, score)
         self._index = index
         self._score = FinalScore.of(weights)
+        self._cascade = None if joint_pool is None else Cascade(self._score, joint_pool)
         self.stages = stages or Stages()
         self._parts = {
             name: TimedPart(part, self.stages, JOINT_ENCODER if name == LOGIT else OTHER_PARTS)
@@ -109,19 +114,34 @@ class Reranker:
         """
         counts = [len(each.rows) for each in candidates]
         captions = [query for query, count in zip(queries, counts, strict=True) for _ in range(count)]
-        embeddings = None
-        if HUBNESS in self._score.parts:
-            rows = np.concatenate([each.rows for each in candidates])
-            embeddings = read_embeddings(self._index, rows)
+        rows = np.concatenate([each.rows for each in candidates])
+        embeddings = read_embeddings(self._index, rows) if HUBNESS in self._score.parts else None
         similarities = np.concatenate([each.similarities for each in candidates])
+        of_each = [slice(end - count, end) for end, count in zip(np.cumsum(counts).tolist(), counts, strict=True)]
         values = dict.fromkeys(self._score.parts, similarities)  # no model is called without pairs
         if captions:
-            values = self._score.compute(self._parts, Pairs(captions, blocks, similarities, embeddings))
-        ends = np.cumsum(counts).tolist()
-        return [
-            self._weighted({part: value[end - count : end] for part, value in values.items()})
-            for end, count in zip(ends, counts, strict=True)
-        ]
+            values = self._compute(Pairs(captions, blocks, similarities, embeddings), rows, of_each)
+        return [self._weighted(_at(values, its_pairs)) for its_pairs in of_each]
+
+    def _compute(
+        self, pairs: Pairs, rows: NDArray[np.int64], of_each: Sequence[slice]
+    ) -> dict[str, NDArray[np.float32]]:
+        """Compute the parts for `pairs`. With a cascade, some logits are NaN.
+
+        Args:
+            pairs: the pairs of all queries.
+            rows: row id of each pair's candidate.
+            of_each: pairs of each query.
+        """
+        if self._cascade is None:
+            return self._score.compute(self._parts, pairs)
+        others = self._cascade.others.compute(self._parts, pairs)
+        chosen = np.concatenate(
+            [self._cascade.chosen(_at(others, its_pairs), rows[its_pairs]) for its_pairs in of_each]
+        )
+        logits = np.full(len(rows), np.nan, dtype=np.float32)
+        logits[chosen] = self._parts[LOGIT].of(pairs.at(chosen))
+        return {LOGIT: logits, **others}
 
     def score_new(self, pairs: Pairs) -> NDArray[np.float32]:
         """Return the final scores of b images that are not in the index, float32 [b].
@@ -132,9 +152,14 @@ class Reranker:
 
     def _weighted(self, parts: Mapping[str, NDArray[np.float32]]) -> CandidateScores:
         joint = self._score.only(JOINT_PARTS)
+        summed = parts if self._cascade is None else self._cascade.with_every_logit(parts)
         return CandidateScores(
-            final=self._score.sum(parts), joint=joint.sum(parts) if joint.parts else None, parts=parts
+            final=self._score.sum(summed), joint=joint.sum(summed) if joint.parts else None, parts=parts
         )
+
+
+def _at(values: Mapping[str, NDArray[np.float32]], pairs: slice) -> dict[str, NDArray[np.float32]]:
+    return {part: value[pairs] for part, value in values.items()}
 
 
 def embedding_scores(candidates: Candidates) -> CandidateScores:

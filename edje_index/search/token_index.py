@@ -22,6 +22,7 @@ from edje_index.search.requested_rows import requested_rows
 from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
 from edje_index.search.row_filters import RowFilters
 from edje_index.search.search_model import ModelOptions, SearchModel
+from edje_index.search.search_options import SearchOptions
 from edje_index.search.stages import FETCH, HITS, NEAREST, TEXT_TOWER, VISION_TOWER, Stages
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -167,27 +168,11 @@ class TokenIndex:
         return TokenIndex(index, self.model, precision=precision, score=self._score)
 
     @overload
-    def search(
-        self,
-        text: str,
-        k: int = ...,
-        pool: int = ...,
-        *,
-        rerank: bool = ...,
-        score: str | ScoreWeights | None = ...,
-        where: str | None = ...,
-    ) -> Hits: ...
+    def search(self, text: str, k: int = ..., pool: int = ..., **options: Unpack[SearchOptions]) -> Hits: ...
 
     @overload
     def search(
-        self,
-        text: list[str] | tuple[str, ...],
-        k: int = ...,
-        pool: int = ...,
-        *,
-        rerank: bool = ...,
-        score: str | ScoreWeights | None = ...,
-        where: str | None = ...,
+        self, text: list[str] | tuple[str, ...], k: int = ..., pool: int = ..., **options: Unpack[SearchOptions]
     ) -> list[Hits]: ...
 
     def search(
@@ -195,10 +180,7 @@ class TokenIndex:
         text: str | list[str] | tuple[str, ...],
         k: int = 10,
         pool: int = 100,
-        *,
-        rerank: bool = True,
-        score: str | ScoreWeights | None = None,
-        where: str | None = None,
+        **options: Unpack[SearchOptions],
     ) -> Hits | list[Hits]:
         """Return the `k` best images for `text`, best first. Images with equal scores are sorted by row id.
 
@@ -210,26 +192,43 @@ class TokenIndex:
             k: number of hits per query.
             pool: number of candidates to re-rank per query; at least `k`. The candidates are the rows with the nearest
                 embeddings.
-            rerank: False sorts the hits by embedding similarity only.
-            score: final score to sort by, see `open`; None selects the score that was given to `open`.
-            where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. The candidates are
-                exactly the nearest rows that pass the filter. None lets all rows pass.
+            options: `rerank`, `score`, `where` and `joint_pool`, see `SearchOptions`.
 
         Returns:
             The hits of the query; for several queries, one list of hits per query. `Hits.stages` contains the durations
             of the stages.
 
         Raises:
-            UsageError: a query is empty, `k` or `pool` is out of range, or `score` or `where` is invalid.
+            UsageError: a query is empty, `k` or `pool` is out of range, or `score`, `where` or `joint_pool` is invalid.
             ModelError: the bundle has no model for a part of `score`, or `score` needs adapter tokens but the index
                 stores patch features.
+
+        Example:
+            >>> from edje_index import TokenIndex
+            >>> index = TokenIndex.open("photos.edje", score="logit=1,embedding=20")
+            >>> ["logit" in hit.parts for hit in index.search("a dog", k=3, pool=6, joint_pool=2)]
+            [True, True, False]
         """
-        texts = [text] if isinstance(text, str) else list(text)
+        hits = self._search_each([text] if isinstance(text, str) else list(text), k, pool, **options)
+        return hits[0] if isinstance(text, str) else hits
+
+    def _search_each(
+        self,
+        texts: list[str],
+        k: int,
+        pool: int,
+        *,
+        rerank: bool = True,
+        score: str | ScoreWeights | None = None,
+        where: str | None = None,
+        joint_pool: int | None = None,
+    ) -> list[Hits]:
+        """Return the hits of each text, see `search`."""
         for query in texts:
             _check_text(query)
         _check_counts(k, pool)
         stages = Stages()
-        reranker = self._reranker(score, stages) if rerank else None
+        reranker = self._reranker(score, stages, joint_pool) if rerank else None
         if not texts:
             return []
         passing = self._passing(where)
@@ -239,10 +238,8 @@ class TokenIndex:
             neighbours = self._ann.nearest_to_each(embeddings, pool if reranker else k, passing)
             nearest = [Candidates(*pair) for pair in neighbours]
         if reranker is None:
-            hits = self._plain_hits(nearest, k, stages)
-        else:
-            hits = self._reranked_hits(reranker, texts, nearest, k)
-        return hits[0] if isinstance(text, str) else hits
+            return self._plain_hits(nearest, k, stages)
+        return self._reranked_hits(reranker, texts, nearest, k)
 
     def rerank(self, text: str, rows: Sequence[int | str], *, score: str | ScoreWeights | None = None) -> Hits:
         """Score `rows` for `text`. Return one hit per entry of `rows`, best first.
@@ -378,9 +375,11 @@ class TokenIndex:
     def _passing(self, where: str | None) -> NDArray[np.bool_] | None:
         return None if where is None else self.filters.passing(where)
 
-    def _reranker(self, score: str | ScoreWeights | None, stages: Stages | None = None) -> Reranker:
+    def _reranker(
+        self, score: str | ScoreWeights | None, stages: Stages | None = None, joint_pool: int | None = None
+    ) -> Reranker:
         chosen = self._score if score is None else score
-        return Reranker(self.committed, self.model, score=chosen, stages=stages)
+        return Reranker(self.committed, self.model, score=chosen, stages=stages, joint_pool=joint_pool)
 
     def _candidates(self, query: NDArray[np.float32], row_ids: NDArray[np.int64]) -> Candidates:
         """Return `row_ids` as candidates, each with the similarity of its embedding to `query`."""
@@ -423,7 +422,7 @@ class TokenIndex:
             except CorruptIndexError as error:
                 if not error.row_ids:
                     raise
-                warnings.warn(f"candidates are left out of the search: {error}", RuntimeWarning, stacklevel=4)
+                warnings.warn(f"candidates are left out of the search: {error}", RuntimeWarning, stacklevel=5)
                 sound = [each.without(error.row_ids) for each in sound]
 
 

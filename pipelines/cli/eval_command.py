@@ -15,6 +15,7 @@ from pipelines.cli.options import (
     device_option,
     dtype_option,
     images_option,
+    joint_pool_option,
     json_option,
     model_option,
     quiet_option,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     multiple=True,
     help="With --full: another file with candidate captions; repeatable.",
 )
+@joint_pool_option
 @score_option
 @click.option("--rerank/--no-rerank", default=True, help="Evaluate with re-ranking, or evaluate the embeddings alone.")
 @click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.  [default: all queries]")
@@ -114,6 +116,8 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) ->
         raise UsageError("--full-captions needs --full; add --full")
     if not options["rerank"] and options["score"] != BUNDLE_SCORE:
         raise UsageError("--score has no effect with --no-rerank: leave out --score or --no-rerank")
+    if not options["rerank"] and options["joint_pool"] is not None:
+        raise UsageError("--joint-pool has no effect with --no-rerank: leave out --joint-pool or --no-rerank")
     config = _config(**options)
     if report is not None:
         _make(report)

@@ -54,6 +54,13 @@ dtype_option = click.option(
 read_precision_option = click.option(
     "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: first precision that 'info' lists]"
 )
+joint_pool_option = click.option(
+    "--joint-pool",
+    type=POSITIVE,
+    metavar="N",
+    help="Number of candidates per query that the joint encoder scores. The other parts of the score choose them.  "
+    "[default: all]",
+)
 where_option = click.option(
     "--where",
     metavar="FILTER",

@@ -17,6 +17,7 @@ from pipelines.cli.options import (
     POSITIVE,
     device_option,
     dtype_option,
+    joint_pool_option,
     json_option,
     location,
     model_option,
@@ -42,6 +43,7 @@ class _Request:
 
     k: int
     pool: int
+    joint_pool: int | None
     score: str
     rerank: bool
     where: str | None
@@ -65,6 +67,7 @@ class _Request:
 )
 @click.option("-k", "k", type=POSITIVE, default=10, show_default=True, help="Number of hits.")
 @click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
+@joint_pool_option
 @score_option
 @click.option(
     "--rerank/--no-rerank",
@@ -109,6 +112,7 @@ def search(
       edje-index search photos.edje "a red car" -k 3 --pool 500 --json
       edje-index search photos.edje "a red car" --score logit
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
+      edje-index search photos.edje "a red car" --joint-pool 20
       edje-index search photos.edje "a red car" --no-rerank
       edje-index search photos.edje "a red car" --precision fp8
       edje-index search photos.edje "a red car" --where "width > 800 and licence = 'cc0'"
@@ -153,7 +157,7 @@ def _answer(opened: TokenIndex, texts: list[str], request: _Request, loading: fl
         hint_at_image(text)
     pool = max(request.pool, request.k)
     k = pool if request.html else request.k
-    results = opened.search(texts, k, pool, rerank=request.rerank, where=request.where)
+    results = opened.search(texts, k, pool, rerank=request.rerank, where=request.where, joint_pool=request.joint_pool)
     for text, candidates in zip(texts, results, strict=True):
         if request.html is not None:
             _write_page(request.html, opened, candidates, request=request, query=text, loading=loading)
@@ -176,8 +180,8 @@ def _check_query(request: _Request, *, text: str | None, queries: Path | None, i
         raise UsageError("give only one of TEXT, --queries and --image")
     if request.html is not None and text is None:
         raise UsageError("--html shows the hits of one TEXT: give TEXT, or leave out --html")
-    if image is not None and request.score != BUNDLE_SCORE:
-        raise UsageError("--score has no effect with --image, which compares embeddings alone: leave out --score")
+    if image is not None:
+        _check_unused(request, "with --image, which compares embeddings alone")
 
 
 def _check(request: _Request) -> None:
@@ -185,12 +189,19 @@ def _check(request: _Request) -> None:
         raise UsageError(
             f"--pool {request.pool} is smaller than -k {request.k}: only candidates can become hits, so raise --pool"
         )
-    if not request.rerank and request.score != BUNDLE_SCORE:
-        raise UsageError("--score has no effect with --no-rerank: leave out --score or --no-rerank")
+    if not request.rerank:
+        _check_unused(request, "with --no-rerank")
     if request.html is not None and not request.rerank:
         raise UsageError("--html compares the order before and after re-ranking: leave out --html or --no-rerank")
     if request.open_page and request.html is None:
         raise UsageError("--open opens the page that --html writes: add --html FILE")
+
+
+def _check_unused(request: _Request, why: str) -> None:
+    """Raise UsageError if an option is given that only re-ranking reads."""
+    for option, is_given in (("--score", request.score != BUNDLE_SCORE), ("--joint-pool", request.joint_pool)):
+        if is_given:
+            raise UsageError(f"{option} has no effect {why}: leave out {option}")
 
 
 def _write_page(

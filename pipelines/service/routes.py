@@ -106,7 +106,7 @@ def _search_work(state: ServiceState, index: Any, body: SearchRequest) -> Work:
     if body.pool > state.limits.pool:
         raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}; set a smaller pool")
     wanted = body.pool if body.embedding_order and body.rerank else body.k
-    options = works.ScoreOptions(body.pool, body.rerank, body.score, body.where)
+    options = works.ScoreOptions(body.pool, body.rerank, body.score, body.where, body.joint_pool)
     return works.search_text(index, body.query, wanted, options)
 
 

@@ -30,6 +30,13 @@ class SearchRequest(_Request):
     row_id: RowId | None = Field(None, description="Row id. Search for images similar to this row.")
     k: int = Field(10, ge=1, le=1000, description="Number of hits.")
     pool: int = Field(100, ge=1, le=1000, description="Number of candidates to re-rank, at least k.")
+    joint_pool: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="Number of candidates that the joint encoder scores. The other parts of the score choose them. A "
+        "small number is faster, but may change the order of the hits. The default is all candidates.",
+    )
     rerank: bool = Field(True, description="False keeps the order by embedding similarity, without re-ranking.")
     score: str | None = Field(
         None, max_length=200, description="Score to sort by; the default is the score of the bundle."
@@ -66,7 +73,10 @@ class HitAnswer(BaseModel):
     score: float = Field(description="Final score. The hits are sorted by this score.")
     embedding_score: float = Field(description="Cosine similarity of the embeddings.")
     joint_score: float | None
-    parts: dict[str, float] = Field(description="Value of each part of the score, before weighting.")
+    parts: dict[str, float] = Field(
+        description="Value of each part of the score, before weighting. The logit is missing if the joint encoder did "
+        "not score the row."
+    )
     rank: int
     embedding_rank: int | None = Field(
         description="Rank among the candidates in the order by embedding; null unless embedding_order is set."

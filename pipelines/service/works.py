@@ -28,12 +28,21 @@ class ScoreOptions:
         rerank: True to re-rank the candidates, False to keep the order by embedding similarity.
         score: final score to sort by; None for the score of the bundle.
         where: filter of the rows; None searches all rows.
+        joint_pool: number of candidates that the joint encoder scores; None for all.
     """
 
     pool: int
     rerank: bool
     score: str | None
     where: str | None = None
+    joint_pool: int | None = None
+
+    @property
+    def joint_pairs(self) -> int:
+        """Number of candidates that the joint encoder scores."""
+        if not self.rerank:
+            return 0
+        return self.pool if self.joint_pool is None else min(self.joint_pool, self.pool)
 
 
 @dataclass(frozen=True)
@@ -53,16 +62,22 @@ class ImageOptions:
 
 def search_text(index: TokenIndex, text: str, k: int, options: ScoreOptions) -> Work:
     """Return work that finds the `k` best hits for a text."""
-    cost = options.pool * _tokens(index) if options.rerank else _tokens(index)
+    cost = max(1, options.joint_pairs) * _tokens(index)
     return Work(("search", id(index), options), cost, (text, k), partial(_search_texts, index, options))
 
 
 def _search_texts(index: TokenIndex, options: ScoreOptions, payloads: Sequence[tuple[str, int]]) -> list[Hits]:
     texts, counts = [text for text, _ in payloads], [k for _, k in payloads]
-    found = index.search(
-        texts, max(counts), options.pool, rerank=options.rerank, score=options.score, where=options.where
+    hits_of_each = index.search(
+        texts,
+        max(counts),
+        options.pool,
+        rerank=options.rerank,
+        score=options.score,
+        where=options.where,
+        joint_pool=options.joint_pool,
     )
-    return [hits.first(k) for hits, k in zip(found, counts, strict=True)]
+    return [hits.first(k) for hits, k in zip(hits_of_each, counts, strict=True)]
 
 
 def search_image(index: TokenIndex, data: bytes, options: ImageOptions) -> Work:

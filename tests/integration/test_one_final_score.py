@@ -47,8 +47,10 @@ def search_scores(bundle: ModelBundle, weights: ScoreWeights) -> dict[int, float
     return {hit.row_id: hit.score for hit in index.search(QUERY, k=20, pool=20)}
 
 
-def evaluation_scores(weights: ScoreWeights, captions: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """Final scores [1, p] of the pool of the only query."""
+def evaluation_scores(
+    weights: ScoreWeights, captions: Path, monkeypatch: pytest.MonkeyPatch, joint_pool: int | None = None
+) -> np.ndarray:
+    """Final scores [p] of the pool of the only query."""
     captured = []
     original = RecallTable.reranked_results
 
@@ -67,6 +69,7 @@ def evaluation_scores(weights: ScoreWeights, captions: Path, monkeypatch: pytest
             directions=("t2i",),
             full=True,
             score=weights,
+            joint_pool=joint_pool,
             resamples=0,
         )
     )
@@ -120,6 +123,17 @@ def test_each_weight_changes_all_scores_alike(bundle, part, one_caption, monkeyp
     evaluated = [evaluation_scores(weights, one_caption, monkeypatch) for weights in (plain, changed)]
     np.testing.assert_allclose(evaluated[0], [before[row] for row in rows], atol=1e-5)
     np.testing.assert_allclose(evaluated[1] - evaluated[0], change, atol=1e-5)
+
+
+@pytest.mark.parametrize("joint_pool", [1, 4])
+def test_search_and_evaluation_have_the_same_cascade(bundle, one_caption, monkeypatch, joint_pool):
+    weights = replace(bundle.score.t2i, logit=30.0)
+    hits = TokenIndex.open(INDEX, MODEL).search(QUERY, k=20, pool=20, score=weights, joint_pool=joint_pool)
+    by_row = sorted((hit.row_id, hit.score) for hit in hits)
+    evaluated = evaluation_scores(weights, one_caption, monkeypatch, joint_pool)
+    np.testing.assert_allclose(evaluated, [score for _, score in by_row], atol=1e-5)
+    exact = search_scores(bundle, weights)
+    assert sum(abs(score - exact[row]) < 1e-5 for row, score in by_row) == joint_pool
 
 
 class OtherSumError(Exception):

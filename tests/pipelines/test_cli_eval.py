@@ -60,28 +60,31 @@ def captions_of(world, splits) -> list[tuple[int, str]]:
     return pairs
 
 
-def by_hand(world, bundle, *, candidates, queries, captions, pool, precision="bf16", rerank=True, score="bundle"):
-    """R@k of both directions in percent, one query and one pair at a time."""
+def by_hand(
+    world, bundle, *, candidates, queries, captions, pool, precision="bf16", rerank=True, score="bundle", best=1000
+):
+    """R@k of both directions in percent, one query and one pair at a time. Only the `best` pairs get a logit."""
     model = ModelBundle.load(bundle)
     embeddings = read_embeddings(CommittedIndex.open(world / "index"), np.arange(10))
     blocks = TokenStore.open(world / "index").fetch(range(10))
     tokens = codec(precision, blocks.shape[1:])
     text = {caption: model.text.encode([caption])[0] for _, caption in captions}
 
-    def final(caption, row, direction):
+    def final(caption, row, direction, *, without=None):
         block = tokens.decode(tokens.encode(blocks[row : row + 1]))
         weights = model.weights(direction, score)
         parts = model.parts(direction, weights)
         similarity = np.array([text[caption] @ embeddings[row]])
         candidate = embeddings[row : row + 1] if direction == "t2i" else text[caption][None]
         pair = Pairs([caption], block, similarity, candidate)
-        return sum(w * float(parts[part].of(pair)[0]) for part, w in weights.by_part().items() if w)
+        return sum(w * float(parts[part].of(pair)[0]) for part, w in weights.by_part().items() if w and part != without)
 
     def ranks(pairs, right):
         order = sorted(pairs, key=lambda pair: -float(text[pair[0]] @ embeddings[pair[1]]))
         if rerank:
             direction = "t2i" if len({caption for caption, _ in pairs}) == 1 else "i2t"
-            order[:pool] = sorted(order[:pool], key=lambda pair: -final(*pair, direction))
+            cheap = sorted(order[:pool], key=lambda pair: -final(*pair, direction, without="logit"))
+            order[:pool] = sorted(cheap[:best], key=lambda pair: -final(*pair, direction)) + cheap[best:]
         return next(at for at, pair in enumerate(order) if pair in right)
 
     asked = [ranks([(caption, row) for row in candidates], [(caption, right)]) for right, caption in queries]
@@ -164,6 +167,23 @@ def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_pat
         ranks_by_hand = by_hand(world, tmp_path / "model", **known, precision=precision, score=score)
         for direction, ranks in zip(("t2i", "i2t"), ranks_by_hand, strict=True):
             assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
+
+
+@pytest.mark.parametrize("joint_pool", [1, 3, 100])
+def test_the_joint_encoder_scores_the_best_of_each_pool(run, world, tiny_bundle, tmp_path, joint_pool):
+    bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
+    score = "logit=2000,late=1,pooled=1,embedding=1,hubness=1"  # the tiny model's logits differ by little
+    options = ("--split", "dev", "--model", tmp_path / "model", "--pool", 2, "--pool", 5, "--bootstrap", 0)
+    options += ("--score", score, "--joint-pool", joint_pool, "--json")
+    report = json.loads(run(*arguments(world, *options))[1])
+    assert report["joint_pool"] == joint_pool
+    dev = captions_of(world, ["dev"])
+    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "score": score}
+    for pool in (2, 5):
+        ranks_by_hand = by_hand(world, tmp_path / "model", **known, pool=pool, best=joint_pool)
+        for direction, ranks in zip(("t2i", "i2t"), ranks_by_hand, strict=True):
+            assert recall_of(report, direction, precision="bf16", pool=pool) == percent(ranks, (1, 5, 10))
+    assert f"the joint encoder scores the best {joint_pool} candidates" in run(*arguments(world, *options[:-1]))[1]
 
 
 def test_parts_are_cached_one_by_one(run, world, tiny_bundle, tmp_path, monkeypatch):
@@ -281,6 +301,8 @@ def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp
         (["--score", "joint"], "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT"),
         (["--score", "late=x"], "the weight of 'late' must be a finite number, got 'x'"),
         (["--score", "logit", "--no-rerank"], "leave out --score or --no-rerank"),
+        (["--joint-pool", "3", "--no-rerank"], "leave out --joint-pool or --no-rerank"),
+        (["--joint-pool", "3"], "--joint-pool: joint_pool needs a score with other parts than the logit"),
         (["--images", "nowhere"], "no directory"),
         (["--also", "=x"], "INDEX=MODEL"),
         (["--also", "nowhere"], "no index at nowhere"),

@@ -89,12 +89,23 @@ def test_the_precision_of_the_tokens(run, built):
     assert "does not have precision 'fp8'; choose one of: bf16" in err
 
 
+def test_a_joint_pool_leaves_logits_out(run, built):
+    options = ["search", built[0], "a red canoe", "--score", "logit=1,embedding=20", "-k", 4]
+    (answer,) = hits_of(run, *options, "--joint-pool", 2)
+    assert ["logit" in hit["parts"] for hit in answer["hits"]] == [True, True, False, False]
+    (exact,) = hits_of(run, *options, "--joint-pool", 100)
+    assert exact["hits"] == hits_of(run, *options)[0]["hits"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["text", "--image", "x.jpg"], "give only one of TEXT, --queries and --image"),
         (["--queries", "q.txt", "--html", "x.html"], "--html shows the hits of one TEXT"),
         (["--image", "x.jpg", "--score", "logit"], "compares embeddings alone: leave out --score"),
+        (["--image", "x.jpg", "--joint-pool", "3"], "compares embeddings alone: leave out --joint-pool"),
+        (["text", "--no-rerank", "--joint-pool", "3"], "--joint-pool has no effect with --no-rerank"),
+        (["text", "--joint-pool", "3"], "joint_pool needs a score with other parts than the logit"),
         ([], "no query: give TEXT, --queries FILE or --image PHOTO"),
     ],
 )

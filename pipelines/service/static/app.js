@@ -50,12 +50,18 @@ function chosenIndex() {
   return indexes.find((index) => index.name === byId("index").value) ?? indexes[0];
 }
 
+function chosenJointPool() {
+  return byId("joint-pool-field").hidden ? 0 : Number(byId("joint-pool").value);
+}
+
 function showIndex() {
   const index = chosenIndex();
   fill(byId("precision"), index.precisions, byId("precision-field"));
   const pool = byId("pool");
   pool.max = Math.min(500, Math.max(10, Math.ceil(index.indexed / 10) * 10));
   byId("pool-value").textContent = pool.value;
+  const parts = Object.keys(index.weights);
+  byId("joint-pool-field").hidden = !parts.includes("logit") || parts.length < 2; // the other parts choose the photos
   byId("columns").textContent =
     "Columns: " + Object.entries(index.columns).map(([name, type]) => `${name} (${type})`).join(", ");
   byId("about").textContent =
@@ -91,6 +97,9 @@ function readAddress() {
   const pool = Number(parameters.get("pool"));
   if (Number.isInteger(pool) && pool >= 10) byId("pool").value = pool;
   byId("pool-value").textContent = byId("pool").value;
+  const jointPools = [...byId("joint-pool").options].map((option) => option.value);
+  const jointPool = parameters.get("joint_pool");
+  byId("joint-pool").value = jointPools.includes(jointPool) ? jointPool : "";
   byId("query").value = parameters.get("q") ?? "";
   byId("where").value = parameters.get("where") ?? "";
   if (byId("where").value) byId("filter").open = true;
@@ -107,6 +116,7 @@ function writeAddress(what) {
   if (indexes.length > 1) parameters.set("index", chosenIndex().name);
   if (chosenIndex().precisions.length > 1) parameters.set("precision", byId("precision").value);
   if (what.query !== undefined) parameters.set("pool", byId("pool").value);
+  if (what.query !== undefined && chosenJointPool()) parameters.set("joint_pool", chosenJointPool());
   const text = parameters.toString();
   if (`?${text}` !== location.search) history.pushState(null, "", text ? `?${text}` : location.pathname);
 }
@@ -118,6 +128,7 @@ async function search(what, remember = true) {
   const precision = byId("precision").value;
   const body = { ...what, k: Math.min(HITS, pool), pool, precision, index: chosenIndex().name };
   if (what.query !== undefined) body.embedding_order = true;
+  if (what.query !== undefined && chosenJointPool()) body.joint_pool = chosenJointPool();
   if (byId("where").value.trim()) body.where = byId("where").value;
   say("Searching ...");
   byId("orders").classList.add("busy");
@@ -213,13 +224,14 @@ function showMovement(element, hit, kind) {
 function showParts(details, hit, weights) {
   details.hidden = false;
   details.querySelector("summary").textContent = `score ${hit.score.toFixed(2)}`;
-  const rows = Object.entries(hit.parts).map(([part, value]) => {
+  const rows = Object.entries(weights).map(([part, weight]) => {
+    const value = hit.parts[part]?.toFixed(4) ?? "not computed";
     const row = document.createElement("tr");
     const name = document.createElement("th");
     name.scope = "row";
     name.textContent = PART_NAMES[part] ?? part;
     row.append(name);
-    for (const [text, style] of [[value.toFixed(4), ""], [`x ${Number((weights[part] ?? 0).toPrecision(4))}`, "weight"]]) {
+    for (const [text, style] of [[value, ""], [`x ${Number(weight.toPrecision(4))}`, "weight"]]) {
       const cell = row.insertCell();
       cell.textContent = text;
       cell.className = style;
@@ -302,6 +314,7 @@ byId("key-form").addEventListener("submit", (event) => {
 byId("pool").addEventListener("input", () => (byId("pool-value").textContent = byId("pool").value));
 byId("pool").addEventListener("change", searchAgain);
 byId("precision").addEventListener("change", searchAgain);
+byId("joint-pool").addEventListener("change", searchAgain);
 byId("index").addEventListener("change", () => {
   shown = null;
   showIndex();
