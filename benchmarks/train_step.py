@@ -26,10 +26,12 @@ from edje_index.bundles.random_bundle import UntrainedSizes, create_untrained_bu
 from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.models.devices import autocast, resolve_dtype
 from edje_index.training.config import TrainConfig, make_config
-from edje_index.training.data.batches import BatchSource, Features, JointBatch
+from edje_index.training.data.batches import BatchSource, JointBatch
 from edje_index.training.data.dataset import TrainingData
+from edje_index.training.data.features import StoredFeatures
 from edje_index.training.data.token_rows import SpecialTokens
 from edje_index.training.loop.distributed import WorkerGroup
+from edje_index.training.loop.feature_task import StoredTask
 from edje_index.training.loop.schedule import total_steps
 from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.loop.train_worker import run_worker
@@ -38,6 +40,7 @@ from edje_index.training.model.start_bundle import Origin, make_start, make_trai
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 
+_FEATURES = "features.edje"
 _CAPTION_WORDS = (8, 17)  # the range of nine in ten captions of Flickr8k
 _SIZES = UntrainedSizes(patch_size=14)  # 256 patches of width 384, a MiniLM-L6 of 16,000 words
 
@@ -87,7 +90,7 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"step": [], "objective": [], "joint": []}
     waited: list[float] = []
     torch.set_num_threads(case.threads)
-    ready = _ready_subjects(task)
+    ready = _ready_subjects(folder, task)
 
     def measure(record: dict[str, Any]) -> None:
         for name, run in ready.items():
@@ -119,10 +122,10 @@ def _make_task(folder: Path, case: TrainStepCase, config: TrainConfig) -> TrainT
     start.save(folder / "start")
     vision = start.vision
     spec = IndexSpec(case.images, 256, (vision.num_patches, vision.patch_dim), embed_dim=start.embed_dim)
-    make_synthetic(folder / "features.edje", spec)
+    make_synthetic(folder / _FEATURES, spec)
     _random_data(case.images, start).save(folder / "data")
     runtime = Runtime(folder, device="cpu", threads=case.threads, checkpoint_every=10**9, log_every=case.steps)
-    features = CommittedIndex.open(folder / "features.edje")
+    features = StoredTask(CommittedIndex.open(folder / _FEATURES))
     steps = total_steps(config.loop, case.images)
     data = folder / "data"
     return TrainTask(config, runtime, "bench", folder / "start", features, data, temperature=0.05, steps=steps)
@@ -145,14 +148,21 @@ def _random_data(images: int, start: ModelBundle) -> TrainingData:
     )
 
 
-def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
+def _ready_subjects(folder: Path, task: TrainTask) -> dict[str, Callable[[], None]]:
     """Return the variants `objective` and `joint`. Each variant runs a forward and a backward pass on one batch."""
     bundle = ModelBundle.load(task.start, verify=False)
     adapter = bundle.adapter
     make_trainable(bundle, task.config.architecture, torch.device("cpu"))
     special_tokens, tokens = SpecialTokens.of(bundle.joint.tokenizer), adapter.config.num_tokens
+    features = StoredFeatures(CommittedIndex.open(folder / _FEATURES))
     source = BatchSource(
-        TrainingData.open(task.data), Features(task.features), None, special_tokens, tokens, 0.05, task.config
+        TrainingData.open(task.data),
+        features,
+        None,
+        special_tokens,
+        tokens,
+        0.05,
+        task.config,
     )
     batch = source.joint(0)
     width = bundle.joint.width

@@ -117,8 +117,13 @@ class ImageEncoder:
             tokens, embeddings = image_tokens(self.vision, self.adapter, self._on_device(pixels))
             return to_bf16_array(tokens), embeddings.float().cpu().numpy()
 
+    def tokens(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return only the tokens of `encode`, bfloat16 [b, m, d], on the device of the weights and without a copy."""
+        with torch.no_grad(), autocast(self.dtype, self.device):
+            return image_tokens(self.vision, self.adapter, self._on_device(pixels))[0].bfloat16()
+
     def _on_device(self, pixels: torch.Tensor) -> torch.Tensor:
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or pixels.device.type == "cuda":
             return pixels
         return pixels.pin_memory().to(self.device, non_blocking=True)
 

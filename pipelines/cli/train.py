@@ -52,6 +52,11 @@ class _TrainCommand(click.Command):
     type=PATH,
     help="Bundle with the initial weights of the joint encoder and, if the sizes match, of the adapter.",
 )
+@click.option(
+    "--features",
+    metavar="INDEX|online",
+    help="Index of the vision tower's features. online: compute them in every step and store none.",
+)
 @click.option("--teacher", type=PATH, help="Bundle of the teacher model; needed only for distillation.")
 @click.option(
     "--preset",
@@ -91,7 +96,8 @@ def train(
     """Train an adapter and a joint encoder on CAPTIONS with a frozen vision tower, and write a model bundle.
 
     CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar format. The features of the vision
-    tower are computed once and stored in --run-dir. Run the same command again to resume an interrupted training run.
+    tower are computed once and stored in --run-dir, unless --features is given. Run the same command again to resume an
+    interrupted training run.
 
     Settings come from --preset, --config, --set and the other options, in this order; later values override earlier
     values. --show-settings lists all settings.

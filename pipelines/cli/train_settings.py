@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from edje_index.training.config import Settings, TrainConfig, groups, setting_names, validated
 from edje_index.training.presets import PRESETS
-from pipelines.jobs.training.request import TrainRequest
+from pipelines.jobs.training.request import ONLINE, TrainRequest
 from storage_formats.errors import UsageError
 
 DEDICATED_OPTIONS = {
@@ -24,6 +24,7 @@ DEDICATED_OPTIONS = {
     "vision": "inputs.vision",
     "language": "inputs.language",
     "init": "inputs.init",
+    "features": "inputs.features",
     "teacher": "inputs.teacher",
     "out": "run.out",
     "run_dir": "run.dir",
@@ -203,7 +204,7 @@ def _holds_path(kind: type[Settings], key: str) -> bool:
 def _located(folder: Path, value: Any) -> Any:
     if isinstance(value, list):
         return [_located(folder, part) for part in value]
-    return folder / value if isinstance(value, str) else value
+    return folder / value if isinstance(value, str) and value != ONLINE else value
 
 
 def _parse_assignment(assignment: str) -> tuple[str, Any]:

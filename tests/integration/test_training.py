@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -214,6 +215,57 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
     assert read_bundle_info(tmp_path / "out").pooled_similarity["dim"] == 8
     run_here("build", case / "photos", "--out", tmp_path / "index", "--model", tmp_path / "out", "--engine", "inline")
     assert len(run_here("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
+
+
+def online(folder: Path, out: Path) -> list[str | Path]:
+    return [*training(folder, out, features=False), "--features", "online"]
+
+
+@pytest.mark.slow
+def test_online_features_give_the_losses_of_stored_features(case, tmp_path):
+    result = run_here(*online(case, tmp_path / "out"))
+    assert (result["steps"], result["truncated"], result["left_out"]) == (30, 1, {"blank-caption": 1})
+    run_dir = tmp_path / "out.run"
+    assert not (run_dir / "features.edje").exists()
+    assert TokenStore.open(run_dir / "images.edje").block_shape[0] == 1
+    stored, computed = ([r for r in read_log(path) if "loss" in r] for path in (case / "calm.run", run_dir))
+    assert len(stored) == len(computed) == 34
+    for one, other in zip(stored, computed, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-3)
+        assert other["unreadable"] == 0
+
+
+@pytest.mark.slow
+def test_online_features_with_views_a_teacher_and_dev_captions(case, tmp_path):
+    options = ["--steps", "4", "--set", "augmentation.views=2", "--set", "fitting.pooled_dim=8"]
+    options += ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=8", "--set", "run.evaluate_every=2"]
+    result = run_here(*online(case, tmp_path / "out"), *options, "--teacher", case / "calm")
+    assert result["steps"] == 4
+    assert result["last"]["distillation"] > 0
+    assert result["dev"]["images"]["queries"] == 16
+    assert not list((tmp_path / "out.run").glob("views*"))
+
+
+@pytest.mark.slow
+def test_a_photo_that_vanishes_during_online_training_is_counted(case, tmp_path):
+    """It is there when the embeddings are computed, and gone when the training goes on."""
+    folder = tmp_path / "case"
+    shutil.copytree(case, folder, ignore=shutil.ignore_patterns("calm*", "*.edje"))
+    assert run_here(*online(folder, folder / "out"), "--steps", "2")["left_out"] == {"blank-caption": 1}
+    shutil.rmtree(folder / "out")
+    for path in (folder / "out.run" / "checkpoints", folder / "out.run" / "result.json"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (folder / "photos" / "9.png").write_bytes(b"")
+    result = run_here(*online(folder, folder / "out"), "--steps", "2")
+    assert result["left_out"] == {"blank-caption": 1, "changed-since-plan": 1}
+    assert "9.png" in (folder / "out.run" / "unreadable-0.jsonl").read_text()
+    assert result["last"]["unreadable"] == 1
+
+
+def test_online_features_that_contradict_other_inputs_are_refused(case, tmp_path):
+    views = ["--set", "inputs.view_features=views.edje"]
+    error = run_here(*online(case, tmp_path / "out"), *views, "--set", "augmentation.views=2", expect=2)["error"]
+    assert "inputs.features (--features) is online, so inputs.view_features has no effect" in error
 
 
 def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):

@@ -132,14 +132,14 @@ def test_settings_that_exclude_each_other_are_refused(changes, assignments, word
 
 
 def test_options_of_earlier_versions_are_replaced():
-    old = ["--align-steps", "800", "--tokens=32", "--words", "--mlm-weight", "0", "--features", "f", "--phase"]
+    old = ["--align-steps", "800", "--tokens=32", "--words", "--mlm-weight", "0", "--miner-features", "f", "--phase"]
     lines = removed_options([*old, "--steps", "3", "--nonsense"])
     assert [line.partition("; write ")[2] for line in lines] == [
         "--set alignment.steps=800",
         "--set architecture.tokens=32",
         "--set architecture.word_embeddings=VALUE",
         "--set objective.mlm_weight=0",
-        "--set inputs.features=f",
+        "--set inputs.miner_features=f",
         "--preset paper or --preset paper-finetune",
     ]
     with pytest.raises(click.UsageError, match=r"--set alignment.steps=800"):

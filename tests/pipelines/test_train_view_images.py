@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from edje_index.images.decode import decode_rgb
+from edje_index.images.decoded_input import DecodeSettings
 from edje_index.images.inputs import InputRef
-from pipelines.jobs.training.view_images import Crops, random_view, view_path, write_views
+from edje_index.training.data.crops import Crops, random_view
+from pipelines.jobs.training.view_images import view_path, write_views
 from pipelines.progress.stopping import JobStopped
 
 
@@ -53,7 +55,7 @@ def refs(tmp_path):
 
 def test_every_photo_has_its_views_in_the_list(refs, tmp_path):
     folder = tmp_path / "views"
-    made = write_views(refs, folder, Crops(3, (16, 24), 0), lambda: False)
+    made = write_views(refs, folder, Crops(3, (16, 24), 0), DecodeSettings(), lambda: False)
     listed = [json.loads(line)["path"] for line in made.read_text().splitlines()]
     assert listed == [str(view_path(folder, ref.uri, view)) for ref in refs[:2] for view in range(3)]
     images = [decode_rgb(Path(path).read_bytes()) for path in listed]
@@ -64,7 +66,7 @@ def test_every_photo_has_its_views_in_the_list(refs, tmp_path):
 def test_the_seed_alone_decides_them(refs, tmp_path):
     def written(name, order, seed):
         folder = tmp_path / name
-        write_views(order, folder, Crops(2, (16, 16), seed), lambda: False)
+        write_views(order, folder, Crops(2, (16, 16), seed), DecodeSettings(), lambda: False)
         return [view_path(folder, ref.uri, view).read_bytes() for ref in refs[:2] for view in range(2)]
 
     assert written("a", refs, 0) == written("b", refs[::-1], 0)
@@ -75,7 +77,13 @@ def test_a_photo_that_has_moved_has_the_same_views(refs, tmp_path):
     moved = tmp_path / "elsewhere.png"
     moved.write_bytes(Path(refs[0].uri).read_bytes())
     folder = tmp_path / "views"
-    write_views([refs[0], InputRef(str(moved), str(moved).encode())], folder, Crops(1, (16, 16), 0), lambda: False)
+    write_views(
+        [refs[0], InputRef(str(moved), str(moved).encode())],
+        folder,
+        Crops(1, (16, 16), 0),
+        DecodeSettings(),
+        lambda: False,
+    )
     first, second = (view_path(folder, uri, 0).read_bytes() for uri in (refs[0].uri, str(moved)))
     assert first == second
 
@@ -83,11 +91,11 @@ def test_a_photo_that_has_moved_has_the_same_views(refs, tmp_path):
 def test_a_finished_list_is_kept_and_an_unfinished_one_made_again(refs, tmp_path):
     folder = tmp_path / "views"
     with pytest.raises(JobStopped, match="0 photos"):
-        write_views(refs, folder, Crops(1, (16, 16), 0), lambda: True)
+        write_views(refs, folder, Crops(1, (16, 16), 0), DecodeSettings(), lambda: True)
     (folder / "left-over.jpg").touch()
-    write_views(refs, folder, Crops(1, (16, 16), 0), lambda: False)
+    write_views(refs, folder, Crops(1, (16, 16), 0), DecodeSettings(), lambda: False)
     assert not (folder / "left-over.jpg").exists()
     first = view_path(folder, refs[0].uri, 0)
     first.unlink()
-    write_views(refs, folder, Crops(1, (16, 16), 0), lambda: False)
+    write_views(refs, folder, Crops(1, (16, 16), 0), DecodeSettings(), lambda: False)
     assert not first.exists()

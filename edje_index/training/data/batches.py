@@ -7,26 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edje_index.models.adapter import PATCH_REDUCTIONS, Adapter, AdapterConfig, build_adapter
-from edje_index.models.bf16 import as_tensor
 from edje_index.models.joint_inputs import NUM_SPECIAL_TOKENS, JointInputs
 from edje_index.training.config import TrainConfig
 from edje_index.training.data.dataset import TrainingData
+from edje_index.training.data.features import Features, Loaded
 from edje_index.training.data.negatives import draw_negatives, mined_share, negative_mask
 from edje_index.training.data.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, VIEW_CHOICE, Sampler, stream
 from edje_index.training.data.token_rows import SpecialTokens, TokenIds, joint_rows, mask_captions, text_rows
-from storage_formats.errors import CorruptIndexError
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.reading.embeddings import read_embeddings
-from storage_formats.token_store import TokenStore
+from storage_formats.errors import EdjeError
 
 _ALIGNMENT, _JOINT = range(2)
+Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
 
 
 class OnDevice:
@@ -45,15 +42,17 @@ class JointBatch(OnDevice):
     Attributes:
         pairs: number of positive pairs, b.
         negatives: number of negative images per pair, and number of negative texts per pair, k.
-        patches: patch features of the u distinct images [u, n, d_v].
+        patches: patch features of the images of the positive pairs [b, n, d_v], or the values that `Features.finish`
+            computes them from.
         inputs: input rows of the joint encoder, in this order: positive pairs, pairs with negative images, pairs with
             negative texts, masked captions (only with masked language modelling).
-        image: index into `patches` of the image of each row of `inputs`, int64.
+        image: index of the image of each row of `inputs`, int64. The images are those of the positive pairs of all
+            workers, in rank order.
         masked: positions and original token ids of the masked tokens; None without masked language modelling.
         text_inputs: input rows without images, and embeddings of the captions in these rows [b, e]; None without
             text-embedding recovery.
-        teacher: input rows of the teacher, and the teacher's tokens or features of the u images; None without a
-            teacher.
+        teacher: input rows of the teacher, and the teacher's tokens or features of the b images; None without a
+            teacher. The second value is None if the teacher's adapter reads `patches`.
     """
 
     pairs: int
@@ -63,7 +62,7 @@ class JointBatch(OnDevice):
     image: torch.Tensor
     masked: tuple[torch.Tensor, torch.Tensor] | None
     text_inputs: tuple[JointInputs, torch.Tensor] | None
-    teacher: tuple[JointInputs, torch.Tensor] | None
+    teacher: tuple[JointInputs, torch.Tensor | None] | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class AlignmentBatch(OnDevice):
     """One worker's part of an alignment-phase batch: b images with s captions each.
 
     Attributes:
-        patches: patch features [b, n, d_v].
+        patches: patch features [b, n, d_v], or what `Features.finish` makes them from.
         words: distinct token ids in all captions, without special tokens and stop words, int64 [w].
         shares: share of each word in each caption, float32 [w, s b]. The columns are s sets of b captions, one caption
             per image.
@@ -82,63 +81,32 @@ class AlignmentBatch(OnDevice):
     shares: torch.Tensor
 
 
-class Features:
-    """Reads blocks and embeddings of an index as tensors.
-
-    Args:
-        index: index to read.
-        trained: configuration of the adapter to train. If this adapter reduces patches and the index contains all
-            patches, :meth:`fetch` reduces the patches.
-    """
-
-    def __init__(self, index: CommittedIndex, trained: AdapterConfig | None = None) -> None:
-        self.index = index
-        self._reduction: Adapter | None = None
-        patches = index.manifest.spec.block_shape[0]
-        if trained is not None and trained.kind in PATCH_REDUCTIONS and trained.num_tokens < patches:
-            self._reduction = build_adapter(trained.features(patches))
-        self._store = TokenStore(index)
-
-    @torch.inference_mode()
-    def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Read the blocks of the k `rows`, bfloat16 [k, n, d].
-
-        Raises:
-            CorruptIndexError: a row is a hole.
-        """
-        blocks = self._store.fetch(rows)
-        holes = self._store.holes(blocks)
-        if holes.any():
-            raise CorruptIndexError(
-                f"the index {self.index.root} has no features for row {rows[holes][0]}; run 'edje-index verify'"
-            )
-        tensor = as_tensor(blocks)
-        return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()
-
-    def embeddings(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Read the embeddings of the k `rows`, float32 [k, e]."""
-        return torch.from_numpy(read_embeddings(self.index, rows))
-
-
 @dataclass(frozen=True)
 class TeacherSource:
     """Reads the inputs of the teacher in distillation.
 
     Attributes:
-        features: reads stored tokens of the teacher, or patch features for the adapter of the teacher.
-        rows: row of each training image in `features`, int64 [n].
+        features: reads stored tokens of the teacher, or patch features for the adapter of the teacher. None if the
+            adapter of the teacher reads the patch features of the batch.
+        rows: row of each training image in `features`, int64 [n]; None without `features`.
         tokens: number of tokens per image that the teacher's joint encoder reads.
+        features: stored tokens of the teacher, or patch features from which the teacher's adapter makes tokens. None if
+            the teacher's adapter reads the patch features of the batch.
+        rows: row in `features` of each of the n training images, int64 [n]; None without `features`.
     """
 
-    features: Features
-    rows: NDArray[np.int64]
     tokens: int
+    features: Features | None = None
+    rows: NDArray[np.int64] | None = None
 
     def inputs(
         self, texts: list[TokenIds], images: NDArray[np.int64], special_tokens: SpecialTokens
-    ) -> tuple[JointInputs, torch.Tensor]:
+    ) -> tuple[JointInputs, torch.Tensor | None]:
         """Return one input row per caption in `texts`, and the block of each image in `images`."""
-        return joint_rows(texts, self.tokens, special_tokens), self.features.fetch(self.rows[images])
+        inputs = joint_rows(texts, self.tokens, special_tokens)
+        if self.features is None or self.rows is None:
+            return inputs, None
+        return inputs, self.features.fetch(self.rows[images])
 
 
 @dataclass(frozen=True)
@@ -184,11 +152,19 @@ class BatchSource:
     views: ViewSource | None = None
 
     def joint(self, number: int) -> JointBatch:
-        """Return this worker's part of a joint-phase batch. Batches are numbered from 0 over all epochs."""
+        """Return this worker's part of a joint-phase batch. Batches are numbered from 0 over all epochs.
+
+        A pair whose image cannot be read is replaced by another pair of the same part.
+
+        Raises:
+            EdjeError: none of the images can be read.
+        """
         loop, objective = self.config.loop, self.config.objective
         images, captions = Sampler(self.data, loop.batch_size, loop.seed, loop.epoch_of).pairs(number)
-        pair_images, pair_captions = self._pairs(number, images, captions)
         positives = slice(0, loop.batch_size // self.world_size)
+        local = np.arange(positives.stop) + self.rank * positives.stop
+        loaded = self._load(images[local], _JOINT, number)
+        pair_images, pair_captions = self._pairs(number, images, captions, local[_replacements(loaded.readable)])
         texts = [self._token_ids(caption) for caption in pair_captions]
         rows, row_images, masked = texts, pair_images, None
         if objective.mlm_weight:
@@ -198,30 +174,37 @@ class BatchSource:
         inputs = joint_rows(rows, self.image_tokens, self.special_tokens)
         if objective.mlm_weight:
             masked = masking.flat_targets(inputs.input_ids.shape[1])
-        distinct, image = np.unique(row_images, return_inverse=True)
         recovered = objective.recovery_weight > 0
         return JointBatch(
             pairs=positives.stop,
             negatives=self.config.negatives.count,
-            patches=self._patches(distinct, _JOINT, number),
+            patches=loaded.values,
             inputs=inputs,
-            image=torch.from_numpy(image.astype(np.int64)),
+            image=torch.from_numpy(row_images),
             masked=masked,
             text_inputs=self._text_inputs(texts[positives], pair_captions[positives]) if recovered else None,
-            teacher=None if self.teacher is None else self.teacher.inputs(texts, distinct, self.special_tokens),
+            teacher=None if self.teacher is None else self.teacher.inputs(texts, images[local], self.special_tokens),
         )
 
+    def with_features(self, batch: Batch) -> Batch:
+        """Return a batch of this source with patch features, which the vision tower may still have to compute.
+
+        The features are on the device of the batch.
+        """
+        return replace(batch, patches=self.features.finish(batch.patches))
+
     def _pairs(
-        self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
+        self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64], own: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the image numbers and the caption numbers of all pairs. Positive pairs come first."""
-        part = len(images) // self.world_size
-        local = slice(self.rank * part, (self.rank + 1) * part)
-        other_images, other_texts = (drawn[local] for drawn in self.negatives(number, images, captions))
+        """Return the images and captions of all pairs. The positive pairs, at the positions `own`, come first.
+
+        An image is a position in the batch, a caption is a caption number.
+        """
+        other_images, other_texts = (drawn[own] for drawn in self.negatives(number, images, captions))
         count = other_images.shape[1]
         return (
-            np.concatenate([images[local], images[other_images.ravel()], np.repeat(images[local], count)]),
-            np.concatenate([captions[local], np.repeat(captions[local], count), captions[other_texts.ravel()]]),
+            np.concatenate([own, other_images.ravel(), np.repeat(own, count)]),
+            np.concatenate([captions[own], np.repeat(captions[own], count), captions[other_texts.ravel()]]),
         )
 
     def negatives(
@@ -266,39 +249,61 @@ class BatchSource:
 
         def batch(number: int) -> AlignmentBatch:
             images, captions = sampler.sets(number, settings.captions)
-            local = slice(self.rank, None, self.world_size)
+            local = np.arange(self.rank, len(images), self.world_size)
+            loaded = self._load(images[local], _ALIGNMENT, number)
+            local = local[loaded.readable]
+            if not len(local):
+                raise _nothing_readable()
             words = [ids[counted[ids]] for ids in map(self._token_ids, captions[:, local].ravel().tolist())]
             distinct, position = np.unique(np.concatenate(words), return_inverse=True)
             shares = np.zeros((len(distinct), len(words)), dtype=np.float32)
             lengths = np.array([len(part) for part in words])
             np.add.at(shares, (position, np.repeat(np.arange(len(words)), lengths)), 1)
             return AlignmentBatch(
-                patches=self._patches(images[local], _ALIGNMENT, number),
+                patches=loaded.values[torch.from_numpy(loaded.readable)],
                 words=torch.from_numpy(distinct.astype(np.int64)),
                 shares=torch.from_numpy(shares / lengths.clip(min=1)),
             )
 
         return batch
 
-    def _patches(self, images: NDArray[np.int64], phase: int, number: int) -> torch.Tensor:
-        """For each image, read the features of the image or of a random view, bfloat16 [k, n, d_v]."""
+    def _load(self, images: NDArray[np.int64], phase: int, number: int) -> Loaded:
+        """Read each image, or a random view of it."""
         rows = self.data.rows[images]
         if self.views is None:
-            return self.features.fetch(rows)
+            return self.features.load(rows)
         rng = stream(self.config.loop.seed, VIEW_CHOICE, phase, number, self.rank)
         view = rng.integers(-1, self.views.rows.shape[1], size=len(images))
         view_rows = np.where(view < 0, -1, self.views.rows[images, view])
-        is_view = torch.from_numpy(view_rows >= 0)
-        photos, views = self.features.fetch(rows[view_rows < 0]), self.views.features.fetch(view_rows[view_rows >= 0])
-        patches = photos.new_empty(len(images), *photos.shape[1:])
-        patches[~is_view], patches[is_view] = photos, views
-        return patches
+        is_view = view_rows >= 0
+        photos, views = self.features.load(rows[~is_view]), self.views.features.load(view_rows[is_view])
+        order = np.argsort(np.argsort(is_view, kind="stable"), kind="stable")
+        return Loaded(
+            torch.cat([photos.values, views.values])[torch.from_numpy(order)],
+            np.concatenate([photos.readable, views.readable])[order],
+        )
 
     def _token_ids(self, caption: int) -> TokenIds:
         return self.data.caption(caption)[: self.config.objective.text_length - NUM_SPECIAL_TOKENS]
 
     def _text_inputs(self, texts: list[TokenIds], captions: NDArray[np.int64]) -> tuple[JointInputs, torch.Tensor]:
         return text_rows(texts, self.special_tokens), torch.from_numpy(self.data.text_embeddings[captions])
+
+
+def _replacements(readable: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the position of the pair to train instead of each pair: itself if its image is readable, int64 [b]."""
+    positions, usable = np.arange(len(readable)), np.flatnonzero(readable)
+    if not len(usable):
+        raise _nothing_readable()
+    following: NDArray[np.int64] = usable[np.searchsorted(usable, positions) % len(usable)]
+    return following
+
+
+def _nothing_readable() -> EdjeError:
+    return EdjeError(
+        "none of the images of a batch can be read any more; restore the image files, and train again to resume. The "
+        "files unreadable-*.jsonl in the run folder name the images"
+    )
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -24,8 +24,8 @@ from edje_index.scoring.weights import (
     ScoreWeights,
 )
 from edje_index.training.config import FittingConfig
-from edje_index.training.data.batches import Features
 from edje_index.training.data.dataset import DevCaptions
+from edje_index.training.data.features import Features
 from edje_index.training.data.sampling import DEV, stream
 from edje_index.training.fitting.fit_weights import (
     DevPools,

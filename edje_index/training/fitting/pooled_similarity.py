@@ -19,8 +19,9 @@ from torch import nn
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.progress import OnProgress
 from edje_index.scoring.pooled_similarity import PooledSimilarity, token_statistics, word_bags
-from edje_index.training.data.batches import BatchSource, Features
+from edje_index.training.data.batches import BatchSource
 from edje_index.training.data.dataset import TrainingData
+from edje_index.training.data.features import Features
 from edje_index.training.data.sampling import POOLING, stream
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows
 from edje_index.training.fitting.linear_maps import canonical_maps, column_scale, ridge_map

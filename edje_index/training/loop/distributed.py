@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import distributed, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -53,6 +54,16 @@ class WorkerGroup:
             distributed.all_reduce(stacked)
             stacked /= self.size
         return dict(zip(values, stacked.tolist(), strict=True))
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all workers, in rank order. Gradients flow back to the worker that the rows come from.
+
+        All workers have the same number of rows.
+        """
+        if self.size == 1:
+            return rows
+        parts: tuple[torch.Tensor, ...] = all_gather(rows.contiguous())  # type: ignore[no-untyped-call]
+        return torch.cat(parts)
 
     def barrier(self) -> None:
         """Wait until all workers call this method."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edje_index.training.config import TrainConfig
+from edje_index.training.loop.feature_task import FeatureTask
 from storage_formats.format.manifest import CommittedIndex
 
 if TYPE_CHECKING:
@@ -51,27 +52,14 @@ class TeacherTask:
 
     Attributes:
         bundle: bundle of the teacher.
-        index: index of the teacher's tokens, or of features for the teacher's adapter.
-        rows: NumPy file with the row of each training image in `index`, int64 [n].
+        index: index of the teacher's tokens, or of features for the teacher's adapter. None if the teacher's adapter
+            reads the features of the batch.
+        rows: NumPy file with the row of each training image in `index`, int64 [n]; None without `index`.
     """
 
     bundle: Path
-    index: CommittedIndex
-    rows: Path
-
-
-@dataclass(frozen=True)
-class ViewTask:
-    """Paths of the features of augmented views.
-
-    Attributes:
-        index: index of the features of all views.
-        rows: NumPy file with the row in `index` of each view of each training image, int64 [n, views]; -1 for a missing
-            view.
-    """
-
-    index: CommittedIndex
-    rows: Path
+    index: CommittedIndex | None = None
+    rows: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -83,13 +71,12 @@ class TrainTask:
         runtime: how the training run is executed.
         run: fingerprint of the settings, data and initial weights of the training run.
         start: path of the bundle with the initial weights.
-        features: index of the features that the adapter is trained on.
+        features: where to get the features that the adapter is trained on.
         data: folder written by `TrainingData.save`.
         temperature: temperature of the softmax that draws negatives; 0 selects the most similar candidates.
         steps: number of optimiser steps of the joint phase.
         teacher: the teacher; None without distillation.
         new_adapter: True if the adapter in `start` has random weights.
-        views: augmented views; None without augmented views.
         dev: dev captions; None without dev captions.
     """
 
@@ -97,11 +84,10 @@ class TrainTask:
     runtime: Runtime
     run: str
     start: Path
-    features: CommittedIndex
+    features: FeatureTask
     data: Path
     temperature: float
     steps: int
     teacher: TeacherTask | None = None
     new_adapter: bool = True
-    views: ViewTask | None = None
     dev: DevCaptions | None = None

@@ -45,7 +45,7 @@ def run_worker(
         torch.set_num_threads(task.runtime.threads)
     opened = open_task(task, group)
     make_trainable(opened.start, task.config.architecture, opened.device)
-    phases = [partial(_joint_phase, task, opened)]
+    phases = [partial(_joint_phase, task, opened, group)]
     if task.config.alignment.steps:
         phases.insert(0, partial(_alignment_phase, task, opened))
     Trainer(task, group, opened.device, on_record).run(phases, should_stop)
@@ -71,10 +71,12 @@ def _alignment_phase(task: TrainTask, opened: OpenedTask) -> Phase:
             learning_rate, total_steps=settings.steps, steps_per_epoch=1, peak=settings.lr, config=optimizer
         ),
         optimizer=optimizer,
+        complete=source.with_features,
+        unreadable=source.features.unreadable,
     )
 
 
-def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
+def _joint_phase(task: TrainTask, opened: OpenedTask, group: WorkerGroup) -> Phase:
     config, start, source = task.config, opened.start, opened.source
     if not config.optimizer.adapter_lr_factor:  # otherwise unused gradients would cost time and count in the norm
         start.adapter.requires_grad_(False)
@@ -82,7 +84,9 @@ def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
     return Phase(
         name=JOINT,
         stage=1 if config.alignment.steps else 0,
-        module=JointObjective(start.adapter, start.joint, config.objective, config.augmentation, opened.teacher),
+        module=JointObjective(
+            start.adapter, start.joint, config.objective, config.augmentation, opened.teacher, group.gather
+        ),
         batch=source.joint,
         steps=task.steps,
         accumulate=config.loop.accumulate,
@@ -96,4 +100,6 @@ def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
         ),
         optimizer=config.optimizer,
         evaluation=dev_evaluation(task, opened, per_epoch),
+        complete=source.with_features,
+        unreadable=source.features.unreadable,
     )

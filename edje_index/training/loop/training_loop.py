@@ -46,6 +46,8 @@ class Phase:
         learning_rate: returns the learning rate of a step, which counts from 0 in each phase.
         optimizer: settings of the optimiser.
         evaluation: how the phase is evaluated; None without evaluation.
+        complete: called with each batch on the device, before the forward pass. Returns the batch with all its values.
+        unreadable: returns the number of images that this worker could not read so far.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Phase:
     learning_rate: Callable[[int], float]
     optimizer: OptimizerConfig
     evaluation: Evaluation | None = None
+    complete: Callable[[Any], Any] = lambda batch: batch
+    unreadable: Callable[[], int] = lambda: 0
 
 
 @dataclass
@@ -175,6 +179,7 @@ class Trainer:
             waiting_since = time.monotonic()
             batch = next(batches).to(self._device)
             window.waited += time.monotonic() - waiting_since
+            batch = phase.complete(batch)
             self._seed(phase.stage, step * phase.accumulate + part)
             with postponed_exchange(module, part < phase.accumulate - 1):
                 with autocast(dtype, self._device):
@@ -248,6 +253,7 @@ class Trainer:
             "seconds": seconds,
             "data_wait": window.waited,
             "skipped": self._skipped[0],
+            "unreadable": phase.unreadable(),
         }
         log.write(record)
         self._on_record({**record, "tensorboard": log.has_tensorboard})

@@ -11,8 +11,8 @@ import torch
 
 from edje_index.models.adapter import CompressionAdapter
 from edje_index.models.reduction import cluster_tokens
-from edje_index.training.data.batches import Features
 from edje_index.training.data.dataset import TrainingData
+from edje_index.training.data.features import Features
 from edje_index.training.data.sampling import CLUSTERING, stream
 
 _SAMPLE_IMAGES = 300

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -28,7 +30,16 @@ FIRST_TEMPERATURE = 0.07
 
 
 class JointObjective(nn.Module):
-    """Objective of the joint phase: matching, masked language modelling, text-embedding recovery and distillation."""
+    """Objective of the joint phase: matching, masked language modelling, text-embedding recovery and distillation.
+
+    Args:
+        adapter, joint: modules to train.
+        config: weights and kinds of the losses.
+        augmentation: random augmentation.
+        teacher: the teacher; None without distillation.
+        gather: returns the tokens of the images of all workers, given the tokens of this worker's images. The adapter
+            reads only the images of the worker's own positive pairs, as in the published code.
+    """
 
     def __init__(
         self,
@@ -37,12 +48,14 @@ class JointObjective(nn.Module):
         config: ObjectiveConfig,
         augmentation: AugmentationConfig,
         teacher: Teacher | None = None,
+        gather: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
     ) -> None:
         super().__init__()
         self.adapter = trained_part(adapter)
         self.joint = joint
         self._config = config
         self._augmentation = augmentation
+        self._gather = gather
         self._teacher = (teacher,)  # in a tuple, so that PyTorch does not register the teacher as a submodule
         self._freeze_unused()
 
@@ -55,7 +68,7 @@ class JointObjective(nn.Module):
         tokens = random_subset(
             self.adapter(kept_patches(batch.patches, self._augmentation)), self._augmentation.step_tokens
         )
-        hidden = self.joint.hidden_states(batch.inputs, tokens.index_select(0, batch.image))
+        hidden = self.joint.hidden_states(batch.inputs, self._gather(tokens).index_select(0, batch.image))
         pairs = batch.pairs * (1 + 2 * batch.negatives)
         logits = self.joint.classification_head(hidden[:pairs])[:, 0].float()
         sizes = [batch.pairs, batch.pairs * batch.negatives, batch.pairs * batch.negatives]
@@ -68,7 +81,7 @@ class JointObjective(nn.Module):
         if batch.text_inputs is not None:
             losses["recovery"] = self._recovery(*batch.text_inputs)
         if (teacher := self._teacher[0]) is not None:
-            losses["distillation"] = distillation_loss(parts, torch.split(teacher.logits(batch), sizes))
+            losses["distillation"] = distillation_loss(parts, torch.split(teacher.logits(batch, self._gather), sizes))
         total = torch.stack([getattr(config, f"{name}_weight") * loss for name, loss in losses.items()]).sum()
         best = torch.cat([images, texts], dim=1).amax(dim=1)
         return {TOTAL: total, **losses, "accuracy": (positive > best).float().mean()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +39,15 @@ class Teacher:
         return cls(joint, None if has_tokens else trained_part(bundle.adapter).to(device))
 
     @torch.no_grad()
-    def logits(self, batch: JointBatch) -> torch.Tensor:
-        """Return the teacher's logits of all positive and negative pairs of `batch`, float32 [b (1 + 2 k)]."""
+    def logits(self, batch: JointBatch, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return the teacher's logits of all positive and negative pairs of `batch`, float32 [b (1 + 2 k)].
+
+        `gather` returns the tokens of the images of all workers.
+        """
         assert batch.teacher is not None
         inputs, blocks = batch.teacher
-        tokens = blocks.float() if self.adapter is None else self.adapter(blocks.float())
+        features = (batch.patches if blocks is None else blocks).float()
+        tokens = gather(features if self.adapter is None else self.adapter(features))
         image = batch.image[: inputs.input_ids.shape[0]]
         parts = []
         for start in range(0, len(image), SCORE_BATCH):

@@ -16,6 +16,9 @@ Files in the run folder:
     start/            bundle with the initial weights
     features-model/   bundle that computes the features
     features.edje/    index of the features
+    images.edje/      index of the embeddings, for online features
+    inputs.arrow      table of the images, for online features
+    unreadable-*.jsonl  images that the training steps could not read, one file per worker
     views.edje/       index of the features of augmented views
     miner.edje/       index of the mining model's embeddings
     data/             token ids and embeddings of the captions

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from edje_index.images.decoded_input import DecodeSettings
 from edje_index.images.inputs import display_path
-from pipelines.jobs.training.view_images import Crops, write_views
+from edje_index.training.data.crops import Crops
+from pipelines.jobs.training.request import ONLINE
+from pipelines.jobs.training.view_images import write_views
 from pipelines.planning.config import BuildConfig
 from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.stopping import ShouldStop
@@ -21,6 +23,7 @@ from storage_formats.errors import EdjeError, UsageError
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
     from edje_index.captions.reading import CaptionedImage
+    from edje_index.models.adapter import AdapterConfig
     from edje_index.training.config import TrainConfig
     from pipelines.jobs.training.matching import MatchedCaptions
     from pipelines.jobs.training.read_inputs import ReadInputs
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from pipelines.jobs.training.start import StartModel
     from storage_formats.format.manifest import CommittedIndex
 
+ONLINE_INPUTS = "inputs.arrow"
+_EMBEDDINGS = "images.edje"
 VIEW_INDEX = "views.edje"
 VIEW_FILES = "views"
 """Folder of the cropped files. They are needed until the index of views is built and its rows are matched."""
@@ -109,8 +114,40 @@ def feature_index(
     if given is not None:
         return _checked(given, start.accepted_features(), start.feature_adapter.kind)
     sources = _image_sources(builder.folder / "features.edje.jsonl", items)
-    model = _feature_model(builder.folder, start)
+    model = _model_of_tower(builder.folder / "features-model", start, start.feature_adapter)
     return builder.build("features.edje", model, sources, "computing features of the frozen tower, once")
+
+
+def online_index(start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder) -> CommittedIndex:
+    """Return an index of the embeddings of the images `items`. Also write the table of the images to `ONLINE_INPUTS`.
+
+    Instead of features, the index stores one patch per image, which nothing reads. Once both are written, the images
+    are not compared with the index again, so that a run resumes even if images have gone.
+
+    Raises:
+        EdjeError: the images have changed since the index was built.
+        JobStopped: the build stopped before its end. Finished shards are kept.
+    """
+    from edje_index.images.input_table import write_input_table
+    from edje_index.models.adapter import STRIDED
+    from pipelines.sources import iter_all, open_sources
+    from storage_formats.format.manifest import CommittedIndex
+
+    table = builder.folder / ONLINE_INPUTS
+    if table.exists():
+        return CommittedIndex.open(builder.folder / _EMBEDDINGS)
+    sources = _image_sources(builder.folder / "images.edje.jsonl", items)
+    one_patch = replace(start.feature_adapter, kind=STRIDED, num_tokens=1)
+    model = _model_of_tower(builder.folder / "images-model", start, one_patch)
+    index = builder.build(_EMBEDDINGS, model, sources, "computing embeddings of the frozen tower, once")
+    rows = write_input_table(table, iter_all(open_sources(sources, _path_column(sources))))
+    if rows != index.manifest.spec.rows:
+        table.unlink()
+        raise EdjeError(
+            f"the images have changed since {index.root} was built: it has {index.manifest.spec.rows} rows, but there "
+            f"are {rows} images now; remove the run folder {builder.folder} and train again"
+        )
+    return index
 
 
 @dataclass(frozen=True)
@@ -162,8 +199,9 @@ def further_indexes(
     if inputs.miner is not None:
         mining = _mining_index(inputs.miner, given.miner_features, matched.items, builder)
     if inputs.teacher is not None:
-        teacher = _teacher_index(inputs.teacher, given.teacher_features or matched.features, start)
-    if config.augmentation.views:
+        stored = given.teacher_features or (None if inputs.features == ONLINE else matched.features)
+        teacher = _teacher_index(inputs.teacher, stored, start)
+    if config.augmentation.views and inputs.features != ONLINE:
         views = _view_index(given.view_features, config, start, matched.items, builder)
     return FurtherIndexes(mining, teacher, views)
 
@@ -180,8 +218,11 @@ def _mining_index(
     return builder.build("miner.edje", miner, sources, "computing embeddings of the mining model, once")
 
 
-def _teacher_index(teacher: Path, index: CommittedIndex, start: StartModel) -> CommittedIndex:
-    """Return `index`. Raise UsageError if the teacher cannot score the rows of the index."""
+def _teacher_index(teacher: Path, index: CommittedIndex | None, start: StartModel) -> CommittedIndex | None:
+    """Return `index`. Raise UsageError if the teacher cannot score the rows of the index.
+
+    An `index` of None stands for online features, which are those that the student reads.
+    """
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.model.start_bundle import feature_fingerprints
@@ -189,8 +230,17 @@ def _teacher_index(teacher: Path, index: CommittedIndex, start: StartModel) -> C
     info = read_bundle_info(teacher)
     assert start.bundle.info is not None
     _check_tokenizers(teacher, start.bundle.info, info)
-    accepted = [info.encoder_fingerprint, *feature_fingerprints(info, AdapterConfig(**info.adapter))]
-    return _checked(index, accepted, "tokens of the teacher, or features for its adapter")
+    accepted = feature_fingerprints(info, AdapterConfig(**info.adapter))
+    if index is not None:
+        return _checked(
+            index, [info.encoder_fingerprint, *accepted], "tokens of the teacher, or features for its adapter"
+        )
+    if accepted[0] != start.accepted_features()[0]:
+        raise UsageError(
+            f"the adapter of the teacher {teacher} cannot read the online features, because they are those of another "
+            "tower or of fewer patches; set inputs.teacher_features to an index that the teacher has built"
+        )
+    return None
 
 
 def _view_index(
@@ -210,7 +260,7 @@ def _view_index(
         if (builder.folder / VIEW_ROWS).exists():  # the cropped files have been removed
             return ViewIndex(CommittedIndex.open(builder.folder / VIEW_INDEX), files, is_given=False)
         view_list = _crop(photos, files, config, start, builder)
-        model = _feature_model(builder.folder, start)
+        model = _model_of_tower(builder.folder / "features-model", start, start.feature_adapter)
         index = builder.build(VIEW_INDEX, model, (os.fspath(view_list),), "computing features of the views, once")
         return ViewIndex(index, files, is_given=False)
     _checked(given, start.accepted_features(), start.feature_adapter.kind)
@@ -228,17 +278,16 @@ def _crop(
     sources = _image_sources(builder.folder / "viewed.jsonl", photos)
     refs = (ref for ref in iter_all(open_sources(sources, _path_column(sources))) if ref.uri in names)
     builder.on_event(StatusMessage(f"cropping {views} views of {len(names):,} photos"))
-    crops = Crops(views, start.bundle.vision.image_size, config.loop.seed, DecodeSettings(truncated=builder.truncated))
-    return write_views(refs, files, crops, builder.should_stop)
+    crops = Crops(views, start.bundle.vision.image_size, config.loop.seed)
+    return write_views(refs, files, crops, DecodeSettings(truncated=builder.truncated), builder.should_stop)
 
 
-def _feature_model(folder: Path, start: StartModel) -> Path:
-    """Return the path of the bundle that computes features. Make the bundle if it does not exist."""
+def _model_of_tower(model: Path, start: StartModel, config: AdapterConfig) -> Path:
+    """Return `model`, the path of a bundle of the towers and a weightless adapter. Make the bundle if it is missing."""
     from edje_index.models.adapter import build_adapter
 
-    model = folder / "features-model"
     if not model.exists():
-        adapter = build_adapter(start.feature_adapter)
+        adapter = build_adapter(config)
         notes = "computes features to train on; it cannot re-rank"
         replace(start.bundle, adapter=adapter, notes=notes, info=None).save(model)
     return model

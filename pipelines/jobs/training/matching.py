@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from edje_index.captions.reading import CaptionedImage
     from edje_index.training.config import TrainConfig
     from edje_index.training.data.dataset import CaptionSet
-    from edje_index.training.loop.task import TeacherTask, ViewTask
+    from edje_index.training.loop.feature_task import ViewTask
+    from edje_index.training.loop.task import TeacherTask
     from pipelines.jobs.training.captions import Captions
     from pipelines.jobs.training.indexes import FurtherIndexes, ViewIndex
     from pipelines.jobs.training.request import TrainingInputs
@@ -134,13 +135,16 @@ def further_rows(
     Raises:
         UsageError: an index lacks an image or a view.
     """
-    from edje_index.training.loop.task import TeacherTask, ViewTask
+    from edje_index.training.loop.feature_task import ViewTask
+    from edje_index.training.loop.task import TeacherTask
 
     teacher = views = None
-    if inputs.teacher is not None and indexes.teacher is not None:
-        rows_file = run_folder / "teacher-rows.npy"
-        np.save(rows_file, _rows(indexes.teacher, matched))
-        teacher = TeacherTask(inputs.teacher.absolute(), indexes.teacher, rows_file)
+    if inputs.teacher is not None:
+        teacher = TeacherTask(inputs.teacher.absolute())
+        if indexes.teacher is not None:
+            rows_file = run_folder / "teacher-rows.npy"
+            np.save(rows_file, _rows(indexes.teacher, matched))
+            teacher = replace(teacher, index=indexes.teacher, rows=rows_file)
     if indexes.views is not None:
         rows_file = run_folder / VIEW_ROWS
         if not rows_file.exists():

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.training.data import prepared_data
-from pipelines.jobs.training.indexes import IndexBuilder, feature_index, further_indexes
+from pipelines.jobs.training.indexes import (
+    ONLINE_INPUTS,
+    IndexBuilder,
+    feature_index,
+    further_indexes,
+    online_index,
+)
 from pipelines.jobs.training.matching import further_rows, match_captions
 from pipelines.jobs.training.progress import stoppable_progress
 from pipelines.jobs.training.read_inputs import ReadInputs
-from pipelines.jobs.training.request import TrainRequest
+from pipelines.jobs.training.request import ONLINE, TrainRequest
 from pipelines.jobs.training.start import start_model
 from pipelines.jobs.training.task import FinishTask, RunTask, worker_runtime
 from pipelines.progress.events import OnEvent, StatusMessage
@@ -42,6 +48,7 @@ def prepare_training(
         ModelError: a bundle or language model cannot be used.
         JobStopped: `should_stop()` returned True; finished parts are kept.
     """
+    from edje_index.training.loop.feature_task import FeatureTask, OnlineTask, StoredTask
     from edje_index.training.loop.schedule import total_steps
     from edje_index.training.loop.task import TrainTask
 
@@ -49,25 +56,31 @@ def prepare_training(
     builder = IndexBuilder(folder, request.run, config.loop.dtype, on_event, should_stop, inputs.truncated)
     on_event(StatusMessage("loading the initial model"))
     start = start_model(folder, inputs, config.architecture, config.loop.seed)
-    features = feature_index(given.features, start, [*captions.trained, *captions.dev], builder)
+    images = [*captions.trained, *captions.dev]
+    if inputs.features == ONLINE:
+        features = online_index(start, images, builder)
+    else:
+        features = feature_index(given.features, start, images, builder)
     matched = match_captions(features, captions, on_event)
     steps = total_steps(config.loop, matched.captions.pairs(config.loop.epoch_of))
     indexes = further_indexes(inputs, given, config, start, matched, builder)
     rows = further_rows(inputs, config, indexes, matched, folder)
     progress = stoppable_progress(on_event, should_stop)
     data = prepared_data(folder / "data", start, matched, rows.mining, config.negatives, progress)
+    feature_task: FeatureTask = StoredTask(features, rows.views)
+    if inputs.features == ONLINE:
+        feature_task = OnlineTask(features, folder / ONLINE_INPUTS, inputs.truncated)
     task = TrainTask(
         config=config,
         runtime=worker_runtime(request.run),
         run=run,
         start=start.path,
-        features=features,
+        features=feature_task,
         data=data.folder,
         temperature=data.temperature,
         steps=steps,
         teacher=rows.teacher,
         new_adapter=start.new_adapter,
-        views=rows.views,
         dev=data.dev,
     )
     return RunTask(task, FinishTask.of(request, matched))

@@ -57,4 +57,6 @@ def describe_record(record: dict[str, Any]) -> str:
         parts.append(f"waiting for data {record['data_wait'] / record['seconds']:.0%} of the time")
     if record["skipped"]:
         parts.append(f"skipped {record['skipped']}")
+    if record.get("unreadable"):
+        parts.append(f"unreadable images {record['unreadable']}")
     return ", ".join(parts)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.training.captions import Captions, read_training_captions
+from pipelines.jobs.training.request import ONLINE
 
 if TYPE_CHECKING:
     from pipelines.jobs.training.request import TrainingInputs
@@ -19,7 +20,7 @@ class ReadInputs:
     Attributes:
         captions: captions of the training and dev images.
         features, view_features, teacher_features, miner_features: open indexes of the settings with the same names in
-            `pipelines.jobs.training.request.TrainingInputs`; None if the setting is None.
+            `pipelines.jobs.training.request.TrainingInputs`; None if the setting is None, or "online".
     """
 
     captions: Captions
@@ -38,6 +39,7 @@ def read_inputs(inputs: TrainingInputs) -> ReadInputs:
     """
     from storage_formats.format.manifest import CommittedIndex
 
-    paths = (inputs.features, inputs.view_features, inputs.teacher_features, inputs.miner_features)
+    stored = None if inputs.features == ONLINE else inputs.features
+    paths = (stored, inputs.view_features, inputs.teacher_features, inputs.miner_features)
     features, views, teacher, miner = [None if path is None else CommittedIndex.open(path) for path in paths]
     return ReadInputs(read_training_captions(inputs), features, views, teacher, miner)

@@ -35,7 +35,7 @@ def training_record(inputs: TrainingInputs, given: ReadInputs, config: TrainConf
         "init": _bundle_digest(inputs.init),
         "teacher": _bundle_digest(inputs.teacher),
         "miner": _bundle_digest(inputs.miner),
-        "features": None if given.features is None else given.features.manifest.plan,
+        "features": inputs.features if given.features is None else given.features.manifest.plan,
         "view_features": None if given.view_features is None else given.view_features.manifest.plan,
         "teacher_features": None if given.teacher_features is None else given.teacher_features.manifest.plan,
         "miner_features": None if given.miner_features is None else given.miner_features.manifest.plan,

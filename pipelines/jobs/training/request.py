@@ -10,6 +10,7 @@ from pydantic import Field
 from edje_index.training.config import Settings, TrainConfig
 from storage_formats.errors import UsageError
 
+ONLINE = "online"
 SettingPath = Annotated[Path, Field(strict=False)]
 
 
@@ -44,8 +45,10 @@ class TrainingInputs(Settings):
         default="load",
         description="Truncated images: load trains on the part that is there, fail leaves the image out.",
     )
-    features: SettingPath | None = Field(
-        default=None, description="Index of the frozen tower's features. None computes the features."
+    features: Literal["online"] | SettingPath | None = Field(
+        default=None,
+        description="Index of the frozen tower's features. None computes and stores the features before the training. "
+        "online computes the features in the training steps and stores none.",
     )
     view_features: SettingPath | None = Field(
         default=None,
@@ -139,6 +142,9 @@ def check_request(request: TrainRequest, config: TrainConfig) -> None:
             request.run.keep_best > 0 and inputs.dev is None
         ),
         "run.step needs run.export": request.run.step is not None and not request.run.export,
+        "inputs.features is online, so inputs.view_features has no effect; leave it out": (
+            inputs.features == ONLINE and inputs.view_features is not None
+        ),
         "inputs.view_features needs augmentation.views, the number of views per photo": (
             inputs.view_features is not None and not config.augmentation.views
         ),

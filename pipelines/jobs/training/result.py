@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ class TrainResult:
         fingerprint: fingerprint of the bundle.
         run: fingerprint of the settings and data of the training run.
         images, captions: numbers of training images and training captions.
-        left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
+        left_out: number of images without features, by reason. Images that became unreadable during the training are
+            counted too. The entry "blank-caption" counts blank captions.
         steps: number of finished steps of the phase that trains the joint encoder.
         seconds: wall time of this run.
         last: the last log record; empty if there is none.
@@ -64,10 +66,12 @@ class TrainResult:
 
 def training_result(task: RunTask, model: FinishedModel) -> TrainResult:
     """Return the result of a training run. The fields `fingerprint` and `seconds` are not set yet."""
+    from edje_index.training.data.unreadable import unreadable_by_reason
     from edje_index.training.loop.log import read_log
 
     train, finish, score = task.train, task.finish, model.bundle.score
     records = read_log(train.runtime.run_dir)
+    left_out = Counter(finish.left_out) + Counter(unreadable_by_reason(train.runtime.run_dir))
     dev = None
     if model.choices:  # by what is ranked: images in text-to-image search, captions in image-to-text search
         dev = {"images": asdict(model.choices["t2i"]), "captions": asdict(model.choices["i2t"])}
@@ -77,7 +81,7 @@ def training_result(task: RunTask, model: FinishedModel) -> TrainResult:
         run=train.run,
         images=finish.images,
         captions=finish.captions,
-        left_out=finish.left_out,
+        left_out=dict(left_out),
         steps=model.steps,
         seconds=0.0,
         last=records[-1] if records else {},

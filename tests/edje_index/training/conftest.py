@@ -11,9 +11,11 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.config import TrainConfig, make_config
-from edje_index.training.data.batches import BatchSource, Features
+from edje_index.training.data.batches import BatchSource
 from edje_index.training.data.dataset import CaptionSet, Miner, TrainingData, prepare_data
+from edje_index.training.data.features import StoredFeatures
 from edje_index.training.data.token_rows import SpecialTokens
+from edje_index.training.loop.feature_task import StoredTask
 from edje_index.training.loop.schedule import total_steps
 from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.model.start_bundle import Origin, make_start
@@ -66,13 +68,13 @@ class Case:
         if not start.exists():
             make_start(Origin(self.bundle), config.architecture, config.loop.seed).save(start)
         options = {"run_dir": run_dir, "device": "cpu", "checkpoint_every": 2, "log_every": 1, **(runtime or {})}
-        features = CommittedIndex.open(self.features)
+        features = StoredTask(CommittedIndex.open(self.features))
         steps = total_steps(config.loop, TrainingData.open(self.data).pairs(config.loop.epoch_of))
         return TrainTask(config, Runtime(**options), "run", start, features, self.data, temperature=0.1, steps=steps)
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
-        data, features = TrainingData.open(self.data), Features(CommittedIndex.open(self.features))
+        data, features = TrainingData.open(self.data), StoredFeatures(CommittedIndex.open(self.features))
         special_tokens = SpecialTokens.of(bundle.joint.tokenizer)
         return BatchSource(data, features, None, special_tokens, 4, 0.1, self.config(**settings), rank, world)
 

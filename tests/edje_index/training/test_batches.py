@@ -12,8 +12,9 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.reduction import cluster_tokens, stride_tokens
-from edje_index.training.data.batches import Features, TeacherSource, ViewSource
+from edje_index.training.data.batches import TeacherSource, ViewSource
 from edje_index.training.data.dataset import TrainingData
+from edje_index.training.data.features import StoredFeatures
 from edje_index.training.data.sampling import Sampler
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows, mask_captions, text_rows
 from storage_formats.errors import CorruptIndexError
@@ -145,11 +146,14 @@ def test_data_is_what_the_captions_say(case, tokenizer):
     np.testing.assert_array_equal(read_embeddings(CommittedIndex.open(case.features), rows), whole[rows])
 
 
-def rows_of(batch, source, number):
-    """(row in the index, caption tokens) of every row of a batch, told by its tensors alone."""
+def rows_of(batch, source, patches):
+    """(row in the index, caption tokens) of every row of a batch, told by its tensors alone.
+
+    `patches` are those of the images of all workers.
+    """
     store = TokenStore.open(source.features.index.root)
     blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
-    patches = batch.patches.view(torch.int16).numpy()
+    patches = patches.view(torch.int16).numpy()
     images = [blocks[patches[at].tobytes()] for at in batch.image]
     special_tokens = source.special_tokens
     texts = []
@@ -162,7 +166,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(case):
     source = case.source()
     batch = source.joint(5)
     b, k = 8, 2
-    images, texts = rows_of(batch, source, 5)
+    images, texts = rows_of(batch, source, batch.patches)
     assert len(images) == len(texts) == b * (1 + 2 * k) + b
     data = source.data
     own_images, own_captions = Sampler(data, b, 0).pairs(5)
@@ -190,11 +194,12 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(case):
 
 def test_ranks_share_a_batch_and_mine_over_all_of_it(case):
     whole, parts = case.source(), [case.source(rank, 2) for rank in range(2)]
-    images, texts = rows_of(whole.joint(3), whole, 3)
+    images, texts = rows_of(whole.joint(3), whole, whole.joint(3).patches)
+    patches = torch.cat([part.joint(3).patches for part in parts])
     b, k = 8, 2
     for rank, part in enumerate(parts):
         batch = part.joint(3)
-        found_images, found_texts = rows_of(batch, part, 3)
+        found_images, found_texts = rows_of(batch, part, patches)
         local = range(rank * 4, rank * 4 + 4)
         expected = [
             *local,
@@ -221,7 +226,7 @@ def test_a_teacher_reads_the_same_pairs(case):
     data = source.data
     from dataclasses import replace
 
-    batch = replace(source, teacher=TeacherSource(source.features, data.rows, 16)).joint(0)
+    batch = replace(source, teacher=TeacherSource(16, source.features, data.rows)).joint(0)
     inputs, blocks = batch.teacher
     assert inputs.input_ids.shape[0] == 8 * 5
     assert torch.equal(blocks, batch.patches)
@@ -233,7 +238,7 @@ def test_features_with_a_hole_are_named(tmp_path):
 
     write_random_index(tmp_path / "index", IndexSpec(6, 4, (2, 8), embed_dim=4), failed=frozenset({3}))
     with pytest.raises(CorruptIndexError, match="row 3"):
-        Features(CommittedIndex.open(tmp_path / "index")).fetch(np.array([1, 3]))
+        StoredFeatures(CommittedIndex.open(tmp_path / "index")).fetch(np.array([1, 3]))
 
 
 def test_a_batch_shows_photos_and_views_at_random(case):
@@ -252,7 +257,7 @@ def test_a_batch_shows_photos_and_views_at_random(case):
             batch = make(number)
             assert torch.equal(batch.patches, again(number).patches)
             if hasattr(batch, "image"):
-                images = np.unique(np.concatenate([Sampler(source.data, 8, 0).pairs(number)[0]]))
+                images = Sampler(source.data, 8, 0).pairs(number)[0]
             else:
                 images = Sampler(source.data, IMAGES, 0).sets(number, 1)[0]
             for image, patches in zip(images.tolist(), batch.patches.view(torch.int16).numpy(), strict=True):
@@ -265,8 +270,8 @@ def test_a_batch_shows_photos_and_views_at_random(case):
 def test_patches_are_reduced_as_they_are_read(case, kind):
     """By the same reduction as in a build, of the stored bfloat16 patches; one image at a time or many."""
     rows = np.array([7, 3, 7, 12])
-    patches = Features(CommittedIndex.open(case.features)).fetch(rows)
-    blocks = Features(CommittedIndex.open(case.features), AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)
+    patches = StoredFeatures(CommittedIndex.open(case.features)).fetch(rows)
+    blocks = StoredFeatures(CommittedIndex.open(case.features), AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)
     if kind in ("pruned", "compressed"):
         assert torch.equal(blocks, patches)
         return
@@ -274,5 +279,5 @@ def test_patches_are_reduced_as_they_are_read(case, kind):
     expected = torch.cat([reduce(patches[at : at + 1].float(), 4) for at in range(len(rows))]).bfloat16()
     assert blocks.shape == (4, 4, 32)
     torch.testing.assert_close(blocks, expected)
-    enough = Features(CommittedIndex.open(case.features), AdapterConfig(kind, 16, 32, 16, 20)).fetch(rows)
+    enough = StoredFeatures(CommittedIndex.open(case.features), AdapterConfig(kind, 16, 32, 16, 20)).fetch(rows)
     assert torch.equal(enough, patches)

@@ -10,8 +10,8 @@ import pytest
 from edje_index.models.bf16 import to_bf16_array
 from edje_index.scoring.parts import Pairs
 from edje_index.training.config import FittingConfig
-from edje_index.training.data.batches import Features
 from edje_index.training.data.dataset import CaptionSet, DevCaptions
+from edje_index.training.data.features import StoredFeatures
 from edje_index.training.fitting.dev_pools import choose_dev_weights, make_dev_set
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
@@ -28,7 +28,11 @@ def setting(case):
     items = CaptionSet(np.arange(IMAGES) + 2, captions())
     bundle.joint.eval()
     dev = DevCaptions(items, read_embeddings(CommittedIndex.open(case.features), items.rows))
-    return bundle, make_dev_set(dev, bundle.text.encode(items.texts())), Features(CommittedIndex.open(case.features))
+    return (
+        bundle,
+        make_dev_set(dev, bundle.text.encode(items.texts())),
+        StoredFeatures(CommittedIndex.open(case.features)),
+    )
 
 
 @pytest.mark.parametrize("bank", [False, True])

@@ -11,8 +11,8 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.training.data.batches import Features
 from edje_index.training.data.dataset import CaptionSet, DevCaptions
+from edje_index.training.data.features import StoredFeatures
 from edje_index.training.fitting.trained_bundle import trained_bundle
 from edje_index.training.loop.checkpoint import Checkpoints
 from edje_index.training.loop.dev_recall import DEV, best_steps
@@ -50,7 +50,7 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
 def plain_recalls(case, dev: DevCaptions, bundle: ModelBundle) -> dict[str, float]:
     """R@1 by the logit in pools of the nearest by embedding, one query at a time."""
     bundle.joint.eval()
-    features = Features(CommittedIndex.open(case.features))
+    features = StoredFeatures(CommittedIndex.open(case.features))
     with torch.inference_mode():
         blocks = bundle.adapter(features.fetch(dev.captions.rows).float()).bfloat16()
     owners = [image for image, group in enumerate(dev.captions.captions) for _ in group]

@@ -93,7 +93,7 @@ def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle,
     teacher_bundle = ModelBundle.load(tiny_bundle)
     local = build_adapter(AdapterConfig("local", 16, 32, 16, 24))
     source = case.source()
-    batch = replace(source, teacher=TeacherSource(source.features, source.data.rows, 16)).joint(0)
+    batch = replace(source, teacher=TeacherSource(16, source.features, source.data.rows)).joint(0)
     teacher = Teacher(teacher_bundle.joint, local)
     tokens = local(batch.teacher[1].float())
     if has_tokens:
@@ -102,7 +102,7 @@ def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle,
     expected = torch.cat(
         [teacher_bundle.joint(rows(batch.teacher[0], at), tokens[batch.image[at : at + 1]]) for at in range(40)]
     )
-    torch.testing.assert_close(teacher.logits(batch), expected.detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(teacher.logits(batch, lambda tokens: tokens), expected.detach(), atol=1e-5, rtol=0)
     objective = JointObjective(
         bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig(), teacher
     ).train()
@@ -115,7 +115,7 @@ def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle,
 
 def test_distillation_is_of_positives_negative_images_and_negative_texts(case, bundle):
     source = case.source()
-    batch = replace(source, teacher=TeacherSource(source.features, source.data.rows, 16)).joint(0)
+    batch = replace(source, teacher=TeacherSource(16, source.features, source.data.rows)).joint(0)
     teacher = Teacher(bundle.joint, build_adapter(AdapterConfig("local", 16, 32, 16, 24)))
     objective = JointObjective(
         bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig(), teacher
@@ -123,7 +123,7 @@ def test_distillation_is_of_positives_negative_images_and_negative_texts(case, b
     tokens = bundle.adapter(batch.patches.float())
     student = torch.cat([bundle.joint(rows(batch.inputs, at), tokens[batch.image[at : at + 1]]) for at in range(40)])
     sizes = [8, 16, 16]
-    expected = distillation_loss(student.split(sizes), teacher.logits(batch).split(sizes))
+    expected = distillation_loss(student.split(sizes), teacher.logits(batch, lambda tokens: tokens).split(sizes))
     torch.testing.assert_close(objective(batch)["distillation"], expected, atol=1e-5, rtol=0)
 
 

@@ -1,0 +1,103 @@
+"""Patch features of images, made by the frozen vision tower: stored in an index, or computed in the training steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edje_index.models.adapter import PATCH_REDUCTIONS, Adapter, AdapterConfig, build_adapter
+from edje_index.models.bf16 import as_tensor
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.token_store import TokenStore
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `Features.load` read of k images.
+
+    Attributes:
+        values: the images as `Features.finish` reads them [k, ...], on the CPU.
+        readable: False for each image that cannot be read; its values are those of a blank image, bool [k].
+    """
+
+    values: torch.Tensor
+    readable: NDArray[np.bool_]
+
+
+class Features(ABC):
+    """Patch features and embeddings of the images of an index.
+
+    The thread that makes batches calls `load`, which uses the CPU. The training step calls `finish`, which uses the
+    device.
+    """
+
+    def __init__(self, index: CommittedIndex) -> None:
+        self.index = index
+
+    @abstractmethod
+    def load(self, rows: NDArray[np.int64]) -> Loaded:
+        """Read the k `rows`."""
+
+    @abstractmethod
+    def finish(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the features for `values`, which `load` has returned, bfloat16 [k, n, d]."""
+
+    @abstractmethod
+    def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Return the features of the k `rows`, bfloat16 [k, n, d]."""
+
+    def unreadable(self) -> int:
+        """Return the number of images that could not be read so far."""
+        return 0
+
+    def embeddings(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Read the embeddings of the k `rows`, float32 [k, e]."""
+        return torch.from_numpy(read_embeddings(self.index, rows))
+
+
+class StoredFeatures(Features):
+    """Features that an index stores as blocks.
+
+    Args:
+        index: index to read.
+        trained: configuration of the adapter to train. If the adapter reduces patches and the index holds all
+            patches, reading a row reduces its patches.
+    """
+
+    def __init__(self, index: CommittedIndex, trained: AdapterConfig | None = None) -> None:
+        super().__init__(index)
+        self._reduction: Adapter | None = None
+        patches = index.manifest.spec.block_shape[0]
+        if trained is not None and trained.kind in PATCH_REDUCTIONS and trained.num_tokens < patches:
+            self._reduction = build_adapter(trained.features(patches))
+        self._store = TokenStore(index)
+
+    def load(self, rows: NDArray[np.int64]) -> Loaded:
+        """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""
+        return Loaded(self.fetch(rows), np.ones(len(rows), dtype=bool))
+
+    def finish(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values`, which are features already."""
+        return values
+
+    @torch.inference_mode()
+    def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Read the features of the k `rows`, bfloat16 [k, n, d].
+
+        Raises:
+            CorruptIndexError: a row is a hole.
+        """
+        blocks = self._store.fetch(rows)
+        holes = self._store.holes(blocks)
+        if holes.any():
+            raise CorruptIndexError(
+                f"the index {self.index.root} has no features for row {rows[holes][0]}; run 'edje-index verify'"
+            )
+        tensor = as_tensor(blocks)
+        return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()

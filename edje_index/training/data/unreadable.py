@@ -1,0 +1,45 @@
+"""Images that cannot be read during a training run, though they could be read before: counted, and named in files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+
+from edje_index.filesystem import read_json_lines
+from edje_index.images.decode import ImageError
+
+_PATTERN = "unreadable-*.jsonl"
+
+
+class UnreadableImages:
+    """The images that one worker could not read.
+
+    Args:
+        run_dir: run folder. Each image gets one line in the file `unreadable-RANK.jsonl`.
+        rank: rank of the worker.
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._path = run_dir / _PATTERN.replace("*", str(rank))
+        self._uris: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._uris)
+
+    def add(self, uri: str, error: ImageError) -> None:
+        """Record that the image `uri` cannot be read. The first record of an image counts."""
+        with self._lock:
+            if uri not in self._uris:
+                self._uris.add(uri)
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"uri": uri, "reason": error.reason, "detail": error.detail}) + "\n")
+
+
+def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
+    """Return the number of images that the workers of a training run could not read, by reason."""
+    values = [line.value for path in sorted(run_dir.glob(_PATTERN)) for line in read_json_lines(path)]
+    reasons = {value["uri"]: value["reason"] for value in values if value}  # a killed worker may leave half a line
+    return dict(sorted(Counter(reasons.values()).items()))

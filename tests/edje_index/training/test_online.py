@@ -1,0 +1,158 @@
+"""Online features: the values that an encoder gives each photo alone. Unreadable photos are counted, never trained."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.images.decode import decode_rgb
+from edje_index.images.decoded_input import LOAD, DecodeSettings
+from edje_index.images.input_table import InputTable, write_input_table
+from edje_index.images.inputs import InputRef
+from edje_index.images.preprocessing import Preprocessor
+from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.models.adapter import build_adapter
+from edje_index.training.data.batches import BatchSource, ViewSource
+from edje_index.training.data.crops import Crops, random_view
+from edje_index.training.data.online import ImageLoader, OnlineFeatures
+from edje_index.training.data.sampling import Sampler
+from edje_index.training.data.unreadable import UnreadableImages, unreadable_by_reason
+from storage_formats.errors import CorruptIndexError, EdjeError
+from storage_formats.format.manifest import CommittedIndex
+from tests.edje_index.training.conftest import IMAGES, Case
+
+ROWS = IMAGES + 3
+
+
+@dataclass(frozen=True)
+class Photos:
+    """Photos on disk, one per row of the index of `case`."""
+
+    folder: Path
+    case: Case
+    encoder: ImageEncoder
+
+    def path(self, row: int) -> Path:
+        return self.folder / f"{row}.jpg"
+
+    def features(self, crops: Crops | None = None) -> OnlineFeatures:
+        decoding, unreadable = DecodeSettings(truncated=LOAD), UnreadableImages(self.folder, 0)
+        pool, inputs = ThreadPoolExecutor(2), InputTable(self.folder / "inputs.arrow")
+        images = ImageLoader(inputs, self.encoder, decoding, unreadable, pool)
+        return OnlineFeatures(CommittedIndex.open(self.case.features), images, self.encoder, crops)
+
+    def source(self, **settings: object) -> BatchSource:
+        return replace(self.case.source(**settings), features=self.features())
+
+
+@pytest.fixture
+def photos(case, tmp_path):
+    bundle = ModelBundle.load(case.bundle)
+    adapter = build_adapter(bundle.adapter.config.features(bundle.vision.num_patches))
+    encoder = ImageEncoder(bundle.info, bundle.vision, adapter, Preprocessor(bundle.clip_config))
+    made = Photos(tmp_path, case, encoder)
+    rng = np.random.default_rng(0)
+    for row in range(ROWS):
+        pixels = rng.integers(0, 255, (40 + row, 50, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(made.path(row))
+    paths = [made.path(row) for row in range(ROWS)]
+    refs = [InputRef(str(path), bytes(path), size=path.stat().st_size) for path in paths]
+    assert write_input_table(tmp_path / "inputs.arrow", refs) == ROWS
+    return made
+
+
+def alone(photos: Photos, row: int) -> torch.Tensor:
+    """Features of one photo by the encoder of a build."""
+    pixels = photos.encoder.preprocess(decode_rgb(photos.path(row).read_bytes()))
+    return torch.from_numpy(photos.encoder.encode(pixels[None])[0].astype(np.float32))[0]
+
+
+def test_features_are_those_of_a_build(photos):
+    rows = np.array([5, 0, 26, 5, *range(1, 20), *range(20, 26), *range(10)])  # more than one batch of the tower
+    features = photos.features()
+    fetched = features.fetch(rows)
+    assert fetched.dtype == torch.bfloat16
+    for row, values in zip(rows.tolist(), fetched.float(), strict=True):
+        torch.testing.assert_close(values, alone(photos, row), rtol=0.01, atol=1e-4)
+    torch.testing.assert_close(features.finish(features.load(rows).values), fetched)
+
+
+def test_views_are_the_crops_that_a_stored_view_has(photos):
+    crops = Crops(3, photos.encoder.vision.image_size, seed=7)
+    rows = np.array([4 * 3 + 1, 9 * 3])
+    photo = decode_rgb(photos.path(4).read_bytes())
+    loaded = photos.features(crops).load(rows)
+    assert loaded.readable.all()
+    expected = photos.encoder.preprocess(crops.view(photo, photos.path(4).read_bytes(), 1))
+    assert torch.equal(loaded.values[0], expected)
+    other = photos.encoder.preprocess(random_view(photo, crops.size, np.random.default_rng(0)))
+    assert not torch.equal(loaded.values[0], other)
+    source = replace(
+        photos.source(), views=ViewSource(photos.features(crops), np.arange(ROWS * 3).reshape(-1, 3)[2:-1])
+    )
+    batch = source.with_features(source.joint(0))
+    assert batch.patches.shape == (8, 16, 32)
+    assert not torch.equal(batch.patches, photos.source().with_features(photos.source().joint(0)).patches)
+
+
+def test_an_unreadable_image_is_named_and_blank(photos):
+    photos.path(3).unlink()
+    photos.path(5).write_bytes(photos.path(6).read_bytes())
+    photos.path(7).write_bytes(photos.path(7).read_bytes()[:-100] + bytes(100))  # same size, but not its end
+    features = photos.features()
+    for _ in range(2):
+        loaded = features.load(np.array([2, 3, 5, 7]))
+        assert loaded.readable.tolist() == [True, False, False, True]
+        assert not loaded.values[1:3].any()
+    lines = [json.loads(line) for line in (photos.folder / "unreadable-0.jsonl").read_text().splitlines()]
+    assert [(line["uri"], line["reason"]) for line in lines] == [
+        (str(photos.path(3)), "missing"),
+        (str(photos.path(5)), "changed-since-plan"),
+    ]
+    (photos.folder / "unreadable-1.jsonl").write_text(json.dumps(lines[0]) + '\n{"uri": "half')
+    assert unreadable_by_reason(photos.folder) == {"changed-since-plan": 1, "missing": 1}
+
+
+def test_a_pair_without_its_image_is_replaced_by_another_pair(photos):
+    before = photos.source().joint(0)
+    images, captions = Sampler(photos.source().data, 8, 0).pairs(0)
+    for position in (2, 7):
+        photos.path(int(photos.source().data.rows[images[position]])).unlink()
+    source = photos.source()
+    batch = source.joint(0)
+    assert batch.pairs == 8
+    assert batch.image[:8].tolist() == [0, 1, 3, 3, 4, 5, 6, 0]
+    k, pairs = 2, {position: position for position in range(8)} | {2: 3, 7: 0}
+    for position, other in pairs.items():
+        for first, width in ((0, 1), (8, k), (8 + 8 * k, k)):
+            rows, others = (slice(first + width * at, first + width * (at + 1)) for at in (position, other))
+            assert torch.equal(batch.image[rows], before.image[others])
+            assert torch.equal(batch.inputs.input_ids[rows], before.inputs.input_ids[others])
+    assert len(captions) == 8
+    aligned = source.alignment(np.ones(1000, dtype=bool))(0)
+    assert len(aligned.patches) == IMAGES - 2
+    assert aligned.shares.shape[1] == (IMAGES - 2) * source.config.alignment.captions
+
+
+def test_a_batch_without_any_image_says_what_to_do(photos):
+    for row in range(ROWS):
+        photos.path(row).write_bytes(b"no image")
+    for make in (photos.source().joint, photos.source().alignment(np.ones(1000, dtype=bool))):
+        with pytest.raises(EdjeError, match=r"none of the images .* restore the image files"):
+            make(0)
+
+
+def test_a_damaged_table_of_inputs_is_named(photos):
+    path = photos.folder / "inputs.arrow"
+    for damaged in (b"", path.read_bytes()[:-40], b"ARROW1" + bytes(100)):
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptIndexError, match=r"inputs\.arrow.*remove it"):
+            InputTable(path)
