@@ -260,7 +260,7 @@ def _spec(bench: FetchBench) -> IndexSpec:
         if name not in spec.precisions:
             stored = ", ".join(spec.precisions)
             raise UsageError(
-                f"{bench.index} does not hold the precision '{name}', only {stored}; run 'edje-index quantize' first"
+                f"{bench.index} does not have precision '{name}', only {stored}; run 'edje-index quantize' first"
             )
     return spec
 

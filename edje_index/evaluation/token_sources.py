@@ -72,7 +72,7 @@ def token_sources(root: Path, names: Sequence[str], *, simulate: bool) -> list[T
         requested = codec(name, spec.block_shape)
         if name not in stored and not simulate:
             raise UsageError(
-                f"{root} does not contain the precision '{name}', only {', '.join(stored)}: add this precision with "
+                f"{root} does not have precision '{name}', only {', '.join(stored)}: add this precision with "
                 "'edje-index quantize', or allow simulated precisions",
                 parameter="simulate",
             )

@@ -163,7 +163,7 @@ def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> 
         return min(stored, key=lambda name: (_rank(_least_accurate(manifest, name)), len(_origin(manifest, name))))
     if requested not in stored:
         raise UsageError(
-            f"{root} does not store the precision '{requested}'; convert from one of {', '.join(stored)}",
+            f"{root} does not have precision '{requested}'; convert from one of {', '.join(stored)}",
             parameter="source",
         )
     return requested

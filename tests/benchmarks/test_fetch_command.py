@@ -134,7 +134,7 @@ def test_wrong_usage_is_refused_before_anything_is_written(bench_run, tmp_path, 
 def test_a_precision_that_the_index_lacks_is_refused(bench_run, index, tmp_path):
     code, _, err = bench_run("fetch", index, "--precision", "nvfp4", "--scratch", tmp_path)
     assert code == 2
-    assert "does not hold the precision 'nvfp4', only bf16, fp8" in err
+    assert "does not have precision 'nvfp4', only bf16, fp8" in err
 
 
 def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):

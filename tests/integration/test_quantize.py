@@ -55,7 +55,7 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
         (["--to", "fp3"], "unknown precision 'fp3'"),
         (["--drop", "fp3"], "unknown precision 'fp3'"),
         (["--to", "fp8", "--from", "fp3"], "unknown precision 'fp3'"),
-        (["--to", "int8", "--from", "bf16"], "does not store the precision 'bf16'"),
+        (["--to", "int8", "--from", "bf16"], "does not have precision 'bf16'"),
         (["--to", "int8", "--workers", 2], "need --engine ray"),
         (["--to", "int8", "--address", "head:1"], "need --engine ray"),
     ]:

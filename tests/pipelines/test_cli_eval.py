@@ -295,7 +295,7 @@ def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp
     ("options", "words"),
     [
         (["--split", "test"], "no captions of the split 'test'"),
-        (["--precision", "fp8"], "does not contain the precision 'fp8'"),
+        (["--precision", "fp8"], "does not have precision 'fp8'"),
         (["--precision", "fp3", "--simulate"], "unknown precision"),
         (["--full-captions", "x.jsonl"], "--full"),
         (["--score", "joint"], "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT"),

@@ -104,7 +104,7 @@ def test_a_reference_that_is_not_bf16_is_told(synthetic):
     report = measure_precisions(ReportConfig(root, source="fp8"))
     assert report.reference == "fp8"
     assert "the reference is fp8, whose own errors come in addition." in table(report)
-    with pytest.raises(UsageError, match="does not store the precision 'nvfp4'"):
+    with pytest.raises(UsageError, match="does not have precision 'nvfp4'"):
         measure_precisions(ReportConfig(root, source="nvfp4"))
 
 
