@@ -124,13 +124,19 @@ class JointTokenizer:
         return JointInputs(ids, types, mask)
 
     def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each caption, without special tokens. Long captions are truncated."""
-        texts = [clean_canonicalize(caption) for caption in captions] if self.canonical else list(captions)
+        """Return the token ids of each caption, without special tokens. Long captions are truncated.
+
+        A caption that occurs several times is tokenised once.
+        """
+        distinct = list(dict.fromkeys(captions))
+        texts = [clean_canonicalize(caption) for caption in distinct] if self.canonical else distinct
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         unknown = self.special_id("unk_token")
         longest = MAX_TEXT_TOKENS - NUM_SPECIAL_TOKENS
         kept = slice(-longest, None) if self.truncation_side == "left" else slice(longest)
-        return [[unknown if i == self.image_token_id else i for i in encoding.ids[kept]] for encoding in encoded]
+        ids = [[unknown if i == self.image_token_id else i for i in encoding.ids[kept]] for encoding in encoded]
+        ids_of_caption = dict(zip(distinct, ids, strict=True))
+        return [ids_of_caption[caption] for caption in captions]
 
 
 def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointTokenizer:

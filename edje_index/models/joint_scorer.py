@@ -84,6 +84,11 @@ class JointScorer:
         """Word embeddings of the language model, float32 [v, d]."""
         return self._bert.words
 
+    @cached_property
+    def mean_word_vector(self) -> torch.Tensor:
+        """The mean of `word_vectors`, float32 [d]."""
+        return self.word_vectors.mean(dim=0)
+
     @torch.inference_mode()
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
         """Return matching logits, see `JointEncoder.score`."""
@@ -94,9 +99,7 @@ class JointScorer:
             captions = captions * tokens.shape[0]
         if not captions:
             return torch.zeros(0)
-        distinct = list(dict.fromkeys(captions))
-        ids_of_caption = dict(zip(distinct, self.tokenizer.caption_ids(distinct), strict=True))
-        return self._score_by_length([ids_of_caption[caption] for caption in captions], tokens)
+        return self._score_by_length(self.tokenizer.caption_ids(captions), tokens)
 
     @torch.inference_mode()
     def logits(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,12 @@ from torch.nn import functional
 
 
 def late_interaction(
-    captions: Sequence[Sequence[int]], tokens: torch.Tensor, words: torch.Tensor, content: NDArray[np.bool_]
+    captions: Sequence[Sequence[int]],
+    tokens: torch.Tensor,
+    words: torch.Tensor,
+    content: NDArray[np.bool_],
+    *,
+    mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the scores of b pairs, float32 [b], between -1 and 1. A caption without content words has the score 0.
 
@@ -27,13 +32,14 @@ def late_interaction(
         tokens: image tokens of each pair [b, m, d].
         words: word vectors of the vocabulary [v, d].
         content: which token ids are content words, bool [v]. See `stop_words.content_token_mask`.
+        mean: mean of `words` [d]; None computes it.
     """
     content_ids = [[token_id for token_id in caption if content[token_id]] for caption in captions]
     lengths = torch.tensor([len(ids) for ids in content_ids])
     is_word = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
     padded_ids = torch.zeros(is_word.shape, dtype=torch.int64)
     padded_ids[is_word] = torch.tensor([token_id for ids in content_ids for token_id in ids], dtype=torch.int64)
-    mean = words.mean(dim=0)
+    mean = words.mean(dim=0) if mean is None else mean
     queries = functional.normalize(words[padded_ids.to(words.device)] - mean, dim=2)
     keys = functional.normalize(tokens.float() - mean, dim=2)
     best = (queries @ keys.transpose(1, 2)).amax(dim=2)

@@ -6,7 +6,7 @@ In shapes, b is the number of pairs, m the tokens per image, d the width of a to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -42,12 +42,19 @@ class Pairs:
     tokens: torch.Tensor | Array | None = None
     similarities: Floats | None = None
     candidate_embeddings: Floats | None = None
+    _image_vectors: dict[PooledVectors, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def token_tensor(self) -> torch.Tensor:
         """The field `tokens` as a tensor."""
         assert self.tokens is not None
         return as_tensor(self.tokens)
+
+    def image_vectors(self, vectors: PooledVectors) -> torch.Tensor:
+        """Return the pooled vectors of the images, float32 [b, k]. They are computed once, for all parts."""
+        if vectors not in self._image_vectors:
+            self._image_vectors[vectors] = vectors.of_images(self.token_tensor)
+        return self._image_vectors[vectors]
 
     def at(self, mask: NDArray[np.bool_]) -> Pairs:
         """Return the pairs at which `mask` [b] is True."""
@@ -86,10 +93,10 @@ class LateInteraction:
     @torch.inference_mode()
     def of(self, pairs: Pairs) -> Floats:
         words, tokenizer = self.joint.word_vectors, self.joint.tokenizer
-        content = content_token_mask(tokenizer)
+        content, mean = content_token_mask(tokenizer), self.joint.mean_word_vector
 
         def score(captions: Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
-            return late_interaction(tokenizer.caption_ids(captions), tokens.to(words.device), words, content)
+            return late_interaction(tokenizer.caption_ids(captions), tokens.to(words.device), words, content, mean=mean)
 
         return _in_batches(pairs, score)
 
@@ -102,10 +109,7 @@ class Pooled:
 
     @torch.inference_mode()
     def of(self, pairs: Pairs) -> Floats:
-        return _in_batches(
-            pairs,
-            lambda captions, tokens: (self.vectors.of_captions(captions) * self.vectors.of_images(tokens)).sum(dim=1),
-        )
+        return _numpy((self.vectors.of_captions(pairs.captions) * pairs.image_vectors(self.vectors)).sum(dim=1))
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class Hubness:
     def of(self, pairs: Pairs) -> Floats:
         assert pairs.candidate_embeddings is not None
         images = self.direction == TEXT_TO_IMAGE
-        vectors = self.vectors.of_images(pairs.token_tensor) if images else self.vectors.of_captions(pairs.captions)
+        vectors = pairs.image_vectors(self.vectors) if images else self.vectors.of_captions(pairs.captions)
         embeddings = torch.from_numpy(pairs.candidate_embeddings).to(vectors.device)
         return -_numpy(self.bank.hubness(embeddings, vectors, self.similarity, self.direction))
 

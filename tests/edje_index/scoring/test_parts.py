@@ -111,3 +111,17 @@ def test_a_bundle_without_parts_scores_by_the_logit(tiny_model):
         tiny_model.weights("i2t", "logit=1,pooled=1")
     with pytest.raises(UsageError, match="unknown part"):
         tiny_model.weights("t2i", "joint")
+
+
+def test_what_does_not_depend_on_the_pair_is_computed_once(bundle, pairs, monkeypatch):
+    computed = []
+    of_images = type(bundle.pooled_vectors).of_images
+    monkeypatch.setattr(
+        type(bundle.pooled_vectors), "of_images", lambda self, tokens: computed.append(1) or of_images(self, tokens)
+    )
+    parts = bundle.parts("t2i", WEIGHTS.t2i)
+    values = {part: parts[part].of(pairs) for part in ("pooled", "hubness")}
+    assert len(computed) == 1
+    again = Pairs(pairs.captions, pairs.tokens, pairs.similarities, pairs.candidate_embeddings)
+    for part, value in values.items():
+        np.testing.assert_array_equal(parts[part].of(again), value)
