@@ -1,4 +1,4 @@
-"""Measures how long it takes to open, read and change an index of up to a billion rows.
+"""Measures how long it takes to plan a build, and to open, read and change an index of up to a billion rows.
 
 The manifest and the shard table list all shards, but only the shards that the steps read have files. These files are
 sparse and contain zeros. Each step runs in a new process, so that its peak memory can be measured.
@@ -18,6 +18,9 @@ import pyarrow.parquet as pq
 
 from benchmarks.environment import environment
 from benchmarks.steps import answer_step, run_step
+from pipelines.planning.config import BuildConfig
+from pipelines.planning.inputs import check_frozen_inputs, freeze_inputs
+from pipelines.planning.plan import BuildPlan, BuildSettings, read_plan
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.codecs import BF16, codec
 from storage_formats.errors import UsageError
@@ -125,6 +128,34 @@ def _write_table(layout: Layout, spec: IndexSpec, lengths: list[int], checksums:
     return FileEntry(layout.relative(path), len(data), crc32c(data))
 
 
+def _plan(root: str) -> dict[str, Any]:
+    """Plan a build with as many shards as the index, with one input each, and read the plan as a resumed build does."""
+    folder = Path(root).with_suffix(".plan")
+    folder.mkdir()
+    image, image_list = folder / "image.jpg", folder / "images.csv"
+    image.touch()
+    image_list.write_text("path\n" + f"{image}\n" * Manifest.load(root).spec.shards)
+    config = BuildConfig(
+        (str(image_list),), folder / "index", folder, shard_size=1, dedupe=False, device="cpu", threads=1
+    )
+    inputs = freeze_inputs(config, lambda event: None, lambda: False)
+    BuildPlan(
+        root=config.out,
+        spec=IndexSpec(inputs.rows, config.shard_size, _BLOCK_SHAPE, _BLOCK_SHAPE[1], config.precisions),
+        model={"fingerprint": "synthetic"},
+        settings=BuildSettings.choose(config),
+        inputs_digest=inputs.digest,
+        duplicates=inputs.duplicates,
+        ignored=inputs.ignored,
+        input_checksums=inputs.checksums,
+    ).write()
+    stored = read_plan(config.out)
+    assert stored is not None
+    check_frozen_inputs(stored, ())
+    shutil.rmtree(folder)
+    return {"shards": len(stored.shards)}
+
+
 def _open(root: str) -> dict[str, Any]:
     with TokenStore.open(root, _PRECISION) as store:
         return {"rows": len(store)}
@@ -165,6 +196,7 @@ def _delete(root: str) -> dict[str, Any]:
 
 
 STEPS: dict[str, Callable[..., dict[str, Any]]] = {
+    "plan": _plan,
     "open": _open,
     "fetch": _fetch,
     "append": _append,

@@ -1,4 +1,4 @@
-"""Defines `InputRef`, which locates one input of a build. Reads inputs, and reads and writes lists of inputs."""
+"""Defines `InputRef`, which locates one input of a build. Reads the bytes of inputs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from edje_index.images.containers.container import Container
 from edje_index.images.containers.reading import read_packed
 from edje_index.images.decode import ImageError
 from edje_index.images.ranges import read_range
-from edje_index.images.transient import is_transient, retry_transient
-from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError
+from edje_index.images.transient import retry_transient
 from storage_formats.format.source_columns import Value, text_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 MAX_INPUT_BYTES = 1 << 30
 """Largest number of bytes of an input. Larger inputs are rejected, to bound the memory of a reader."""
@@ -148,69 +141,3 @@ def _read(fd: int, ref: InputRef) -> bytes:
             raise OSError(errno.EIO, f"a read ended {size - len(data)} bytes before the end of the file")
         raise ImageError(reason="changed-since-plan", detail=f"read only {len(data)} of {size} bytes")
     return data
-
-
-def input_schema() -> pa.Schema:
-    """Return the columns of a stored input list."""
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            pa.field("uri", pa.string(), nullable=False),
-            pa.field("path", pa.binary(), nullable=False),
-            pa.field("offset", pa.int64(), nullable=False),
-            pa.field("size", pa.int64()),
-            pa.field("member", pa.bool_(), nullable=False),
-            pa.field("content_hash", pa.binary(32)),
-            pa.field("duplicate_of", pa.int64()),
-            pa.field("problem", pa.string()),
-            pa.field("metadata", pa.string()),
-            pa.field("container", pa.string()),
-        ]
-    )
-
-
-def write_inputs(path: Path, refs: Iterable[InputRef]) -> None:
-    """Write the inputs of one shard to a Parquet file, in row order.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    inputs = list(refs)
-    columns = {field.name: [getattr(ref, field.name) for ref in inputs] for field in fields(InputRef)}
-    columns["content_hash"] = [digits and bytes.fromhex(digits) for digits in columns["content_hash"]]
-    columns["metadata"] = [values and metadata_text(values) for values in columns["metadata"]]
-    columns["container"] = [container and str(container) for container in columns["container"]]
-    with naming(path):
-        pq.write_table(pa.table(columns, schema=input_schema()), path, compression="zstd")
-
-
-def read_inputs(path: Path) -> list[InputRef]:
-    """Read a file that `write_inputs` wrote.
-
-    Raises:
-        CorruptIndexError: the file is missing, damaged or not an input list.
-        OSError, MemoryError: the file cannot be read now, for example because the disk fails.
-    """
-    import pyarrow as pa
-
-    from storage_formats.format.parquet import read_table
-
-    try:
-        table = read_table(path.read_bytes())
-        for name in ("metadata", "container"):
-            if name not in table.column_names:  # an earlier version of this program made the plan
-                table = table.append_column(name, pa.nulls(len(table), pa.string()))
-        table = table.select(input_schema().names).cast(input_schema())
-        columns = {name: table[name].to_pylist() for name in table.column_names}
-        columns["metadata"] = [text and json.loads(text) for text in columns["metadata"]]
-        columns["container"] = [text and Container.parse(text) for text in columns["container"]]
-    except (OSError, ValueError, pa.ArrowException) as error:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
-            raise
-        raise CorruptIndexError(f"cannot read the list of inputs {path}: {error}; start the build again") from error
-    columns["content_hash"] = [digest and digest.hex() for digest in columns["content_hash"]]
-    return [InputRef(*values) for values in zip(*columns.values(), strict=True)]

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.decoded_input import FAIL, DecodeSettings, decode_input, read_input
-from edje_index.images.inputs import InputRef, read_inputs
+from edje_index.images.input_lists import read_shard_inputs
+from edje_index.images.inputs import InputRef
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
@@ -117,7 +118,7 @@ def encode_shard(
         OSError: the index cannot be written.
     """
     layout = Layout(Path(task.root))
-    refs = read_inputs(layout.inputs(task.shard))
+    refs = read_shard_inputs(layout, task.spec, task.shard)
     first_row = task.spec.shard_rows(task.shard).start
     images = [_Image(ref, _row_entry(first_row + position, ref)) for position, ref in enumerate(refs)]
     entries = [image.entry for image in images]

@@ -1,12 +1,11 @@
-"""Writes and checks the lists of inputs of a build: one file per shard in `build/inputs/`."""
+"""Writes and checks the lists of inputs of a build, the files in `build/inputs/`."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import shutil
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +32,7 @@ class FrozenInputs:
         digest: SHA-256 of the inputs in row order, in hexadecimal.
         duplicates: number of inputs that are byte-identical to an earlier input.
         ignored: number of entries in the sources that are not inputs, by suffix or reason.
-        checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal.
+        checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal, by file name.
         columns: source columns of the inputs.
     """
 
@@ -41,7 +40,7 @@ class FrozenInputs:
     digest: str
     duplicates: int
     ignored: dict[str, int]
-    checksums: tuple[str, ...]
+    checksums: dict[str, str]
     columns: tuple[SourceColumn, ...]
 
 
@@ -54,12 +53,12 @@ def removed_on_failure(root: Path) -> Iterator[None]:
         layout = Layout(root)
         for plan in (layout.plan, layout.append_plan):
             plan.unlink(missing_ok=True)  # it may be in place though flushing its directory failed
-        shutil.rmtree(layout.inputs(0).parent, ignore_errors=True)
+        shutil.rmtree(layout.input_lists, ignore_errors=True)
         raise
 
 
 def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop) -> FrozenInputs:
-    """List the inputs of all sources, and write them to `build/inputs/`, one file per shard.
+    """List the inputs of all sources, and write them to `build/inputs/`.
 
     Raises:
         UsageError: a source cannot be used, or the sources contain no inputs.
@@ -72,7 +71,7 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     refs = digested(iter_all(sources), digest, on_event, should_stop)
     if config.dedupe:
         refs = mark_duplicates(refs)
-    lists = write_input_lists(Layout(config.out), refs, config.shard_size)
+    lists = store_inputs(Layout(config.out), refs, config.shard_size)
     ignored = {**count_ignored(sources), **lists.ignored}
     if not lists.rows:
         raise UsageError(
@@ -83,16 +82,16 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
 
 @dataclass(frozen=True)
 class InputLists:
-    """A summary of the files that `write_input_lists` wrote. `FrozenInputs` describes the fields."""
+    """A summary of the files that `store_inputs` wrote. `FrozenInputs` describes the fields."""
 
     rows: int
     duplicates: int
     ignored: dict[str, int]
-    checksums: tuple[str, ...]
+    checksums: dict[str, str]
     columns: tuple[SourceColumn, ...]
 
 
-def write_input_lists(
+def store_inputs(
     layout: Layout,
     refs: Iterable[InputRef],
     shard_size: int,
@@ -100,54 +99,53 @@ def write_input_lists(
     first_shard: int = 0,
     earlier_columns: Iterable[SourceColumn] = (),
 ) -> InputLists:
-    """Write `refs` to `build/inputs/`, one file per shard. Existing files in this directory are removed.
+    """Write `refs` to `build/inputs/`. Existing files in this directory are removed.
 
     Args:
         layout: paths of the index.
         refs: inputs in row order.
-        shard_size: number of inputs per file.
+        shard_size: number of inputs per shard.
         first_shard: number of the first shard.
         earlier_columns: source columns of the existing rows of the index.
 
     Raises:
         OSError: a file cannot be written.
     """
-    from edje_index.images.inputs import write_inputs
+    from edje_index.images.input_lists import write_input_lists
     from storage_formats.atomic import fsync_paths
     from storage_formats.format.checksum import crc32c_file, to_hex
 
-    directory = layout.inputs(0).parent
+    directory = layout.input_lists
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     rows = duplicates = 0
-    paths = []
     columns = CollectedColumns(shard_size, earlier_columns)
-    remaining = map(columns.add, refs)
-    for shard in itertools.count(first_shard):
-        shard_refs = list(itertools.islice(remaining, shard_size))
-        if not shard_refs:
-            break
-        write_inputs(layout.inputs(shard), shard_refs)
-        paths.append(layout.inputs(shard))
-        rows += len(shard_refs)
-        duplicates += sum(ref.duplicate_of is not None for ref in shard_refs)
+
+    def counted_refs() -> Iterator[InputRef]:
+        nonlocal rows, duplicates
+        for ref in refs:
+            rows += 1
+            duplicates += ref.duplicate_of is not None
+            yield columns.add(ref)
+
+    paths = write_input_lists(layout, counted_refs(), shard_size, first_shard=first_shard)
     fsync_paths([*paths, directory])
-    checksums = tuple(to_hex(crc32c_file(path)[1]) for path in paths)
+    checksums = {path.name: to_hex(crc32c_file(path)[1]) for path in paths}
     return InputLists(rows, duplicates, dict(columns.ignored), checksums, columns.columns())
 
 
-def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> None:
-    """Check that the lists of inputs of unfinished shards are unchanged.
+def check_frozen_inputs(plan: BuildPlan, finished_shards: Collection[int]) -> None:
+    """Check that the lists of inputs are unchanged, unless all shards are finished.
 
     Raises:
-        CorruptIndexError: a list of an unfinished shard is missing or was changed.
+        CorruptIndexError: a list of inputs is missing or was changed.
     """
     from storage_formats.format.checksum import crc32c_file, to_hex
 
-    for shard, checksum in zip(plan.shards, plan.input_checksums, strict=True):
-        if shard in finished_shards:
-            continue
-        path = Layout(plan.root).inputs(shard)
+    if len(finished_shards) == len(plan.shards):
+        return
+    for name, checksum in plan.input_checksums.items():
+        path = Layout(plan.root).input_lists / name
         try:
             damage = None if to_hex(crc32c_file(path)[1]) == checksum else "the checksum differs"
         except FileNotFoundError as error:

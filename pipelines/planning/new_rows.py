@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipelines.planning.config import AppendConfig, BuildConfig
-from pipelines.planning.inputs import check_frozen_inputs, removed_on_failure, write_input_lists
+from pipelines.planning.inputs import check_frozen_inputs, removed_on_failure, store_inputs
 from pipelines.planning.plan import BuildPlan, BuildSettings, discard_change, model_record, plan_of_manifest, read_plan
 from pipelines.planning.prepare import PreparedBuild
 from pipelines.planning.resources import check_index_size, check_workers
@@ -117,7 +117,7 @@ class RowsRequest:
 
     def _planned(self, new: NewInputs) -> BuildPlan:
         manifest, spec = self.index.manifest, self.index.manifest.spec
-        lists = write_input_lists(
+        lists = store_inputs(
             Layout(self.index.root),
             new.refs,
             spec.shard_size,

@@ -33,5 +33,5 @@ def _foreign_entries(layout: Layout) -> set[str]:
     # A build that was stopped while it listed its sources leaves `build/` without a plan.
     names = {entry.name for entry in layout.root.iterdir()} - {layout.build.name}
     if layout.build.is_dir():
-        names |= {entry.name for entry in layout.build.iterdir()} - {layout.lock.name, layout.inputs(0).parent.name}
+        names |= {entry.name for entry in layout.build.iterdir()} - {layout.lock.name, layout.input_lists.name}
     return {name for name in names if not name.startswith(f".{layout.plan.name}.")}  # a plan that was being written

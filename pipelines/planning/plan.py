@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
     from storage_formats.format.manifest import Manifest
 
-PLAN_VERSION = 1
+_PLAN_VERSION = 2  # of the files in `build/`; version 1 had one list of inputs per shard
+_FINGERPRINT_VERSION = 1  # of the rules by which a plan determines the stored bytes
 _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
 
 
@@ -82,7 +83,7 @@ class BuildSettings:
         Raises:
             KeyError, TypeError: `value` is not a JSON object with the settings of a plan.
         """
-        settings = {field.name: value[field.name] for field in fields(cls) if field.name != "truncated"}
+        settings = {setting.name: value[setting.name] for setting in fields(cls) if setting.name != "truncated"}
         settings["truncated"] = value.get("truncated", "fail")  # an earlier version of this program made the plan
         settings["sources"], settings["precisions"] = tuple(settings["sources"]), tuple(settings["precisions"])
         return cls(**settings)
@@ -101,7 +102,8 @@ class BuildPlan:
         duplicates: number of inputs that are byte-identical to an earlier input; 0 without `dedupe`. For a change of a
             finished index, the number of inputs that get no row because another row has the same content.
         ignored: number of entries in the sources that are not inputs, by suffix or reason.
-        input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal; empty for a finished index.
+        input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal, by file name; empty for a finished
+            index.
         columns: source columns of the index after the build or change.
         change: "build", "append", "update" or "retry-failed".
     """
@@ -113,7 +115,7 @@ class BuildPlan:
     inputs_digest: str
     duplicates: int
     ignored: dict[str, int]
-    input_checksums: tuple[str, ...] = ()
+    input_checksums: dict[str, str] = field(default_factory=dict)
     columns: tuple[SourceColumn, ...] = ()
     change: str = "build"
 
@@ -152,7 +154,7 @@ class BuildPlan:
 
     def write(self) -> None:
         """Store the plan. A build that is interrupted after this call can be resumed."""
-        content = {**asdict(self), "version": PLAN_VERSION, "fingerprint": self.fingerprint}
+        content = {**asdict(self), "version": _PLAN_VERSION, "fingerprint": self.fingerprint}
         content["columns"] = [column.to_json() for column in self.columns]
         del content["root"]
         write_json_atomic(self.path, {**content, "crc32c": json_checksum(content)})
@@ -213,11 +215,11 @@ def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
             inputs_digest=str(value["inputs_digest"]),
             duplicates=int(value["duplicates"]),
             ignored=dict(value["ignored"]),
-            input_checksums=tuple(value["input_checksums"]),
+            input_checksums=dict(value["input_checksums"]),
             columns=columns_from_json(value.get("columns", [])),
             change=str(value.get("change", "append" if append else "build")),
         )
-        intact = value["version"] == PLAN_VERSION and value["crc32c"] == json_checksum(value)
+        intact = value["version"] == _PLAN_VERSION and value["crc32c"] == json_checksum(value)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(f"{path} is not a valid build plan ({error!r}); {restart}") from error
     if not intact:
@@ -233,7 +235,7 @@ def plan_fingerprint(model: dict[str, Any], settings: BuildSettings, inputs_dige
     if settings.truncated == "fail":  # without this setting, plans of earlier versions keep their fingerprints
         del values["truncated"]
     parts = {
-        "version": PLAN_VERSION,
+        "version": _FINGERPRINT_VERSION,
         "encoder": model["fingerprint"],
         "settings": values,
         "inputs": inputs_digest,
@@ -269,10 +271,10 @@ def _refuse_differences(plan: BuildPlan, info: BundleInfo, settings: BuildSettin
     if plan.model["fingerprint"] != model["fingerprint"]:
         stored, requested = (f"{record['vision']} ({record['fingerprint']})" for record in (plan.model, model))
         differences["model"] = f"model {stored} in the index, {requested} requested"
-    for field in fields(BuildSettings):
-        stored, requested = (_in_words(getattr(values, field.name)) for values in (plan.settings, settings))
+    for name in (setting.name for setting in fields(BuildSettings)):
+        stored, requested = (_in_words(getattr(values, name)) for values in (plan.settings, settings))
         if stored != requested:
-            differences[field.name] = f"{field.name} {stored} in the index, {requested} requested"
+            differences[name] = f"{name} {stored} in the index, {requested} requested"
     if differences:
         requested = plan_fingerprint(model, settings, plan.inputs_digest)
         raise UsageError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
 
 _SLACK = 1.02  # metadata, and what the file system adds
-_FILES_PER_SHARD = 6  # tokens, checksums, embeddings, rows; during the build also inputs and receipt
+_FILES_PER_SHARD = 5  # tokens, checksums, embeddings, rows; during the build also the receipt
 _ROW_BYTES = 200  # rows table and frozen inputs together, compressed, for paths of about 60 characters
 _PROCESS_BYTES = 600 * 2**20  # torch, open_clip and their libraries
 _BATCHES_IN_MEMORY = 4  # being decoded, ready, and in the model

@@ -195,6 +195,10 @@ class Layout:
         return self.build / "writer"
 
     @property
+    def input_lists(self) -> Path:
+        return self.build / "inputs"
+
+    @property
     def staging(self) -> Path:
         return self.build / "staging"
 
@@ -233,8 +237,8 @@ class Layout:
     def snapshot(self, number: int) -> Path:
         return self.root / "snapshots" / f"{number:08d}.json"
 
-    def inputs(self, shard: int) -> Path:
-        return self.build / "inputs" / f"{shard:08d}.parquet"
+    def input_list(self, number: int) -> Path:
+        return self.input_lists / f"{number:08d}.parquet"
 
     def receipt(self, shard: int) -> Path:
         return self.build / "receipts" / f"{shard:08d}.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.images.inputs import read_inputs, write_inputs
+from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from pipelines.jobs.append import run_append
 from pipelines.jobs.build import run_build
 from pipelines.jobs.snapshots import history
@@ -20,6 +20,7 @@ from pipelines.progress.events import PlanReady, Progress
 from pipelines.progress.stopping import JobStopped
 from storage_formats import verify_index
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.rows import read_rows
 from tests.pipelines.conftest import write_photo
@@ -44,23 +45,40 @@ def finished_before(config):
 
 
 def test_swapped_rows_in_a_list_of_inputs_are_one_clear_error(config):
-    layout = Layout(prepare_build(config(), lambda _: None).plan.root)
-    write_inputs(layout.inputs(1), read_inputs(layout.inputs(1))[::-1])
-    with pytest.raises(CorruptIndexError, match=r"inputs/00000001\.parquet.* was damaged after the build began"):
+    plan = prepare_build(config(), lambda _: None).plan
+    layout = Layout(plan.root)
+    refs = [ref for shard in plan.shards for ref in read_shard_inputs(layout, plan.spec, shard)]
+    write_input_lists(layout, refs[::-1], plan.spec.shard_size)
+    with pytest.raises(CorruptIndexError, match=r"inputs/00000000\.parquet.* was damaged after the build began"):
         run_build(config(), lambda _: None)
 
 
 def test_a_missing_list_of_inputs_is_one_clear_error(config):
     layout = Layout(prepare_build(config(), lambda _: None).plan.root)
-    layout.inputs(2).unlink()
+    layout.input_list(0).unlink()
     with pytest.raises(CorruptIndexError, match=r"\(No such file or directory\); restore the file, or remove "):
         run_build(config(), lambda _: None)
 
 
-def test_lists_of_finished_shards_are_not_needed(config):
+def test_lists_are_not_needed_once_all_shards_are_finished(config, monkeypatch):
+    def fail(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr("pipelines.jobs.build.publish_build", fail)
+    with pytest.raises(JobStopped):
+        run_build(config(), lambda _: None)
+    monkeypatch.undo()
+    Layout(config().out).input_list(0).unlink()
+    assert finished_before(config()) == 3
+
+
+def test_an_unfinished_build_of_an_earlier_version_is_one_clear_error(config):
     stop_after_one_shard(run_build, config())
-    Layout(config().out).inputs(0).unlink()
-    assert finished_before(config()) == 1
+    path = Layout(config().out).plan
+    plan = {**json.loads(path.read_text()), "version": 1}
+    path.write_text(json.dumps({**plan, "crc32c": json_checksum(plan)}))
+    with pytest.raises(CorruptIndexError, match=r"written by another version of this program; remove .* and build"):
+        run_build(config(), lambda _: None)
 
 
 @pytest.mark.parametrize("damage", ["indexed", "crc32c"])

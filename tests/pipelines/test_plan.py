@@ -12,7 +12,7 @@ import shutil
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.images.inputs import read_inputs
+from edje_index.images.input_lists import read_shard_inputs
 from pipelines.planning import resources
 from pipelines.planning.output import check_output
 from pipelines.planning.plan import read_plan
@@ -34,7 +34,9 @@ def test_a_plan_holds_every_input_and_is_read_back(config):
     assert made.spec == IndexSpec(10, 4, (4, 16), 24)
     assert made.ignored == {".txt": 1}
     layout = Layout(made.root)
-    names = [os.path.basename(ref.path).decode() for shard in range(3) for ref in read_inputs(layout.inputs(shard))]
+    names = [
+        os.path.basename(ref.path).decode() for shard in range(3) for ref in read_shard_inputs(layout, made.spec, shard)
+    ]
     assert names == [f"{name:02d}.jpg" for name in range(10)]
     assert read_plan(made.root) == made
     assert json.loads(layout.plan.read_text())["fingerprint"] == made.fingerprint
@@ -49,7 +51,7 @@ def test_a_begun_index_goes_on_from_its_plan_without_looking_at_the_sources(conf
 
 def test_duplicates_are_decided_in_the_plan(config):
     made = plan(config(dedupe=True))
-    refs = read_inputs(Layout(made.root).inputs(0))
+    refs = read_shard_inputs(Layout(made.root), made.spec, 0)
     assert [ref.duplicate_of for ref in refs] == [None, None, None, 1]
     assert made.duplicates == 1
 
@@ -118,7 +120,7 @@ def test_nothing_to_index_is_refused_and_leaves_nothing(config, tmp_path, photos
         photo.unlink()
     with pytest.raises(UsageError, match=r"nothing to index .*\.txt 1"):
         plan(config())
-    assert not Layout(tmp_path / "index").inputs(0).parent.exists()
+    assert not Layout(tmp_path / "index").input_lists.exists()
 
 
 def test_a_full_disk_is_refused_with_numbers(config, monkeypatch):
@@ -149,7 +151,7 @@ def test_a_precision_that_does_not_fit_the_tokens_is_refused_and_leaves_nothing(
         plan(config(precisions=("mxfp8",)))
     layout = Layout(config().out)
     assert not layout.plan.exists()
-    assert not layout.inputs(0).parent.exists()
+    assert not layout.input_lists.exists()
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "build/other"])
@@ -174,7 +176,7 @@ def test_a_file_as_output_is_refused(config):
 
 
 def test_what_an_interrupted_listing_left_is_no_obstacle(config):
-    inputs = Layout(config().out).inputs(77)
+    inputs = Layout(config().out).input_list(77)
     inputs.parent.mkdir(parents=True)
     inputs.write_bytes(b"half a file")
     (Layout(config().out).build / ".plan.json.0123").write_bytes(b"half a plan")
@@ -233,7 +235,7 @@ def test_a_plan_that_cannot_be_flushed_leaves_nothing_that_stops_the_next_build(
     monkeypatch.undo()
     assert read_plan(config().out) is None
     plan(config())
-    assert Layout(config().out).inputs(0).exists()
+    assert Layout(config().out).input_list(0).exists()
 
 
 def test_disk_need_is_what_the_files_take():

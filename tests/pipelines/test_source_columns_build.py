@@ -211,17 +211,6 @@ def test_long_shards_take_less_per_row():
     assert add(collected, text="x" * 600) is not None
 
 
-def test_an_older_plan_has_no_metadata(tmp_path):
-    from edje_index.images.inputs import read_inputs, write_inputs
-
-    write_inputs(
-        tmp_path / "new", [InputRef("a", b"a", metadata={"when": datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)})]
-    )
-    assert read_inputs(tmp_path / "new")[0].metadata == {"when": "2024-01-01T00:00:00+00:00"}
-    pq.write_table(pq.read_table(tmp_path / "new").drop_columns(["metadata"]), tmp_path / "old")
-    assert read_inputs(tmp_path / "old") == [InputRef("a", b"a")]
-
-
 def test_one_image_is_no_list(tmp_path):
     write_photo(tmp_path / "a.jpg", 1)
     (ref,) = open_source(str(tmp_path / "a.jpg")).iter_inputs()

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from edje_index.images.containers import compressed, zips
 from edje_index.images.containers.compressed import DecompressedFile
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.images.inputs import InputRef, read_bytes, read_inputs, write_inputs
+from edje_index.images.input_lists import read_shard_inputs, write_input_lists
+from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.ranges import open_ranged
 from pipelines.sources import count_ignored, iter_all, open_source, open_sources
 from storage_formats.errors import UsageError
+from storage_formats.format.layout import IndexSpec, Layout
 
 PHOTOS = {f"{number:03d}.jpg": b"\xff\xd8\xff" + random.Random(number).randbytes(40_000) for number in range(12)}
 COMPRESSORS = {".tar.gz": "gzip", ".tgz": "gzip", ".tar.bz2": "bzip2", ".tar.xz": "xz", ".tar.zst": "zstd"}
@@ -91,8 +93,10 @@ def test_inputs_survive_their_list(folder: Path, suffix: str) -> None:
     else:
         pack(folder, suffix)
     refs = scan(folder / f"packed{suffix}")
-    write_inputs(folder / "inputs.parquet", refs)
-    assert read_inputs(folder / "inputs.parquet") == refs
+    layout = Layout(folder / "index")
+    layout.input_lists.mkdir(parents=True)
+    write_input_lists(layout, refs, len(refs))
+    assert read_shard_inputs(layout, IndexSpec(len(refs), len(refs), (4, 16), 24), 0) == refs
 
 
 def test_members_are_read_in_any_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Inputs: read as planned or refused with a reason; the stored list keeps every byte of a path."""
+"""Inputs: read as planned or refused with a reason."""
 
 from __future__ import annotations
 
@@ -14,21 +14,9 @@ from hypothesis import strategies as st
 
 from edje_index.images import inputs
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.images.inputs import InputRef, display_path, input_schema, read_bytes, read_inputs, write_inputs
-from storage_formats.errors import CorruptIndexError
+from edje_index.images.inputs import InputRef, display_path, read_bytes
 
 PATHS = st.binary(min_size=1, max_size=40).filter(lambda path: b"\0" not in path)
-REFS = st.builds(
-    InputRef,
-    uri=PATHS.map(display_path),
-    path=PATHS,
-    offset=st.integers(0, 2**62),
-    size=st.none() | st.integers(0, 2**62),
-    member=st.booleans(),
-    content_hash=st.none() | st.binary(min_size=32, max_size=32).map(bytes.hex),
-    duplicate_of=st.none() | st.integers(0, 2**62),
-    problem=st.none() | st.sampled_from(REASONS),
-)
 
 
 def reason(ref: InputRef) -> str:
@@ -117,27 +105,6 @@ def test_too_large(file: Path) -> None:
 
 def test_planned_problem(file: Path) -> None:
     assert reason(ref_of(file, problem="bad-list-line")) == "bad-list-line"
-
-
-@given(st.lists(REFS, max_size=5))
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, refs: list[InputRef]) -> None:
-    path = tmp_path_factory.getbasetemp() / "inputs.parquet"
-    write_inputs(path, iter(refs))
-    assert read_inputs(path) == refs
-
-
-def test_columns_are_the_fields() -> None:
-    assert input_schema().names == [field.name for field in dataclasses.fields(InputRef)]
-
-
-def test_damaged_list(tmp_path: Path) -> None:
-    path = tmp_path / "inputs.parquet"
-    with pytest.raises(CorruptIndexError, match="inputs"):
-        read_inputs(path)
-    write_inputs(path, [InputRef("a", b"a")])
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(CorruptIndexError, match="inputs"):
-        read_inputs(path)
 
 
 @given(st.binary(max_size=30))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.images.inputs import InputRef, write_inputs
+from edje_index.images.input_lists import write_input_lists
+from edje_index.images.inputs import InputRef
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import EncodingInterrupted, ShardTask, encode_shard
 from storage_formats.format.layout import IndexSpec, Layout
@@ -45,8 +46,8 @@ def task(tmp_path):
 
 def begin(root: Path, spec: IndexSpec, refs: list[InputRef]) -> ShardTask:
     begin_index(root, spec)
-    Layout(root).inputs(0).parent.mkdir(parents=True, exist_ok=True)
-    write_inputs(Layout(root).inputs(0), refs)
+    Layout(root).input_lists.mkdir(parents=True, exist_ok=True)
+    write_input_lists(Layout(root), refs, spec.shard_size)
     return ShardTask(str(root), 0, spec, "plan", batch_size=BATCH, max_pixels=10**7, decode_threads=2)
 
 

@@ -18,7 +18,8 @@ from PIL import Image, ImageFile
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.decode import content_hash, decode_rgb
-from edje_index.images.inputs import InputRef, write_inputs
+from edje_index.images.input_lists import write_input_lists
+from edje_index.images.inputs import InputRef
 from edje_index.images.transient import TransientInputError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import EncodingInterrupted, ShardTask, encode_shard
@@ -60,11 +61,8 @@ def case(tmp_path):
     spec = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=24)
     root = tmp_path / "index"
     begin_index(root, spec)
-    for shard in range(2):
-        path = Layout(root).inputs(shard)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = spec.shard_rows(shard)
-        write_inputs(path, refs[rows.start : rows.stop])
+    Layout(root).input_lists.mkdir()
+    write_input_lists(Layout(root), refs, spec.shard_size)
     task = ShardTask(str(root), 0, spec, "plan", batch_size=3, max_pixels=10**7, decode_threads=2)
     return task, refs
 
@@ -205,8 +203,8 @@ def test_trouble_outside_an_image_fails_the_shard_and_no_row(stage, case, encode
 
 def test_changed_bytes_are_not_indexed_under_the_planned_hash(case, encoder):
     task, refs = case
-    refs = [replace(ref, content_hash="0" * 64) if at == 1 else ref for at, ref in enumerate(refs[:8])]
-    write_inputs(_layout(task).inputs(0), refs)
+    refs = [replace(ref, content_hash="0" * 64) if at == 1 else ref for at, ref in enumerate(refs)]
+    write_input_lists(_layout(task), refs, 8)
     receipt = encode_shard(task, encoder)
     assert receipt.failed["changed-since-plan"] == 1
 
@@ -237,8 +235,8 @@ def test_a_name_that_is_not_utf8_is_kept_in_bytes(tmp_path, encoder):
     spec = IndexSpec(rows=1, shard_size=8, block_shape=(4, 16), embed_dim=24)
     root = tmp_path / "index"
     begin_index(root, spec)
-    Layout(root).inputs(0).parent.mkdir(parents=True)
-    write_inputs(Layout(root).inputs(0), [InputRef("/%FF%FE.jpg", name)])
+    Layout(root).input_lists.mkdir()
+    write_input_lists(Layout(root), [InputRef("/%FF%FE.jpg", name)], spec.shard_size)
     encode_shard(ShardTask(str(root), 0, spec, "plan", 3, 10**7, 1), encoder)
     row = read_shard_rows(Layout(root), 0).to_pylist()[0]
     assert (row["status"], row["uri_raw"]) == ("indexed", name)
@@ -251,7 +249,7 @@ def test_an_image_that_ends_or_stops_its_worker_becomes_a_failed_row_and_the_res
     expected = stored(task)
     poison = photo(99, (41, 30))
     Path(os.fsdecode(refs[3].path)).write_bytes(poison)
-    write_inputs(_layout(task).inputs(0), [*refs[:3], replace(refs[3], size=len(poison)), *refs[4:8]])
+    write_input_lists(_layout(task), [*refs[:3], replace(refs[3], size=len(poison)), *refs[4:]], 8)
     _layout(task).receipt(0).unlink()
     poisoned = Poisoned(encoder, 41, number)
     assert [exit_code_of_worker(task, poisoned) for _ in range(4)] == [-9, -9, -9, 0]

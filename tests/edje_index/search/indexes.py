@@ -9,7 +9,8 @@ import numpy as np
 from PIL import Image
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.images.inputs import InputRef, write_inputs
+from edje_index.images.input_lists import write_input_lists
+from edje_index.images.inputs import InputRef
 from edje_index.indexing.faiss_index import build_ann
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import ShardTask, encode_shard
@@ -28,12 +29,10 @@ def build_photos(folder: Path) -> tuple[Path, Path]:
     root = folder / "index"
     begin_index(root, SPEC)
     encoder = ImageEncoder.open(folder / "model", device="cpu", threads=1)
-    receipts = []
-    for shard in range(SPEC.shards):
-        refs = [_photo(folder, row) for row in SPEC.shard_rows(shard)]
-        Layout(root).inputs(shard).parent.mkdir(exist_ok=True)
-        write_inputs(Layout(root).inputs(shard), refs)
-        receipts.append(encode_shard(ShardTask(str(root), shard, SPEC, "plan", 4, 10**7, 1), encoder))
+    Layout(root).input_lists.mkdir()
+    write_input_lists(Layout(root), [_photo(folder, row) for row in range(SPEC.rows)], SPEC.shard_size)
+    tasks = (ShardTask(str(root), shard, SPEC, "plan", 4, 10**7, 1) for shard in range(SPEC.shards))
+    receipts = [encode_shard(task, encoder) for task in tasks]
     model = {"fingerprint": info.encoder_fingerprint, "bundle": str(folder / "model")}
     finish_index(root, SPEC, receipts, Provenance(model, {}, "plan"), build_ann(root, SPEC))
     return root, folder / "model"

@@ -1,0 +1,103 @@
+"""Lists of inputs: every field and row is read back, whatever the shards, and damage is one clear error."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edje_index.images import input_lists
+from edje_index.images.decode import REASONS
+from edje_index.images.input_lists import input_schema, read_shard_inputs, write_input_lists
+from edje_index.images.inputs import InputRef, display_path
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.layout import IndexSpec, Layout, Segment
+
+PATHS = st.binary(min_size=1, max_size=40).filter(lambda path: b"\0" not in path)
+REFS = st.builds(
+    InputRef,
+    uri=PATHS.map(display_path),
+    path=PATHS,
+    offset=st.integers(0, 2**62),
+    size=st.none() | st.integers(0, 2**62),
+    member=st.booleans(),
+    content_hash=st.none() | st.binary(min_size=32, max_size=32).map(bytes.hex),
+    duplicate_of=st.none() | st.integers(0, 2**62),
+    problem=st.none() | st.sampled_from(REASONS),
+)
+
+
+def layout_in(folder: Path) -> Layout:
+    layout = Layout(folder)
+    layout.input_lists.mkdir(parents=True, exist_ok=True)
+    return layout
+
+
+def spec_of(rows: int, shard_size: int, first_shard: int = 0) -> IndexSpec:
+    segments = (Segment(first_shard * shard_size, rows),)
+    return IndexSpec(segments[0].stop, shard_size, (4, 16), 24, segments=segments)
+
+
+@given(
+    st.lists(REFS, min_size=1, max_size=20), st.integers(1, 6), st.integers(0, 9), st.integers(1, 8), st.integers(1, 4)
+)
+def test_every_shard_is_read_back(tmp_path_factory, refs, shard_size, first_shard, list_rows, group_rows):
+    layout = layout_in(tmp_path_factory.mktemp("lists"))
+    spec = spec_of(len(refs), shard_size, first_shard)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(input_lists, "LIST_ROWS", list_rows)
+        patch.setattr(input_lists, "_GROUP_ROWS", group_rows)
+        paths = write_input_lists(layout, iter(refs), shard_size, first_shard=first_shard)
+        shards = {shard: read_shard_inputs(layout, spec, shard) for shard in spec.shard_numbers()}
+    assert [ref for shard in sorted(shards) for ref in shards[shard]] == refs
+    assert all(len(shards[shard]) == len(spec.shard_rows(shard)) for shard in shards)
+    assert paths == sorted(layout.input_lists.iterdir())
+    row_ids = [pq.read_table(path)["row_id"].to_pylist() for path in paths]
+    first = first_shard * shard_size
+    assert [row for rows in row_ids for row in rows] == list(range(first, first + len(refs)))
+    assert all(rows[0] % shard_size == 0 and (len(rows) <= list_rows or len(rows) <= shard_size) for rows in row_ids)
+
+
+def test_a_worker_reads_only_the_row_group_of_its_shard(tmp_path, monkeypatch):
+    layout = layout_in(tmp_path)
+    write_input_lists(layout, (InputRef(str(row), b"%d" % row) for row in range(5000)), 1)
+    groups_read = []
+    read_row_group = pq.ParquetFile.read_row_group
+
+    def noted(file: pq.ParquetFile, group: int, **options: bool) -> pa.Table:
+        groups_read.append(group)
+        return read_row_group(file, group, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
+    assert read_shard_inputs(layout, spec_of(5000, 1), 3000) == [InputRef("3000", b"3000")]
+    assert groups_read == [2]
+
+
+def test_values_of_source_columns_become_text(tmp_path):
+    layout = layout_in(tmp_path)
+    when = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+    write_input_lists(layout, [InputRef("a", b"a", metadata={"when": when, "width": 3})], 4)
+    metadata = read_shard_inputs(layout, spec_of(1, 4), 0)[0].metadata
+    assert metadata == {"when": "2024-01-01T00:00:00+00:00", "width": 3}
+
+
+def test_the_columns_are_the_row_id_and_the_fields() -> None:
+    assert input_schema().names == ["row_id", *(field.name for field in dataclasses.fields(InputRef))]
+
+
+def test_a_missing_cut_or_short_list_is_one_clear_error(tmp_path: Path) -> None:
+    layout, spec = layout_in(tmp_path), spec_of(10, 4)
+    with pytest.raises(CorruptIndexError, match=r"inputs/00000000\.parquet.*No such file"):
+        read_shard_inputs(layout, spec, 0)
+    (path,) = write_input_lists(layout, [InputRef("a", b"a")] * 9, 4)
+    with pytest.raises(CorruptIndexError, match="does not list the rows 8 to 9 in order; start the build again"):
+        read_shard_inputs(layout, spec, 2)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CorruptIndexError, match="cannot read the list of inputs"):
+        read_shard_inputs(layout, spec, 0)
