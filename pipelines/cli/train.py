@@ -81,7 +81,6 @@ class _TrainCommand(click.Command):
 @click.option("--run-dir", type=PATH, help="Directory for checkpoints, features and the log.  [default: OUT.run]")
 @click.option("--workers", type=int, help="Number of worker processes; several processes run on Ray.  [default: 1]")
 @click.option("--device", type=DEVICE, help="Device to train on.  [default: auto]")
-@click.option("--export", is_flag=True, help="Write a bundle from the last checkpoint without further training.")
 @quiet_option
 @json_option
 def train(

@@ -30,7 +30,6 @@ DEDICATED_OPTIONS = {
     "run_dir": "run.dir",
     "workers": "run.workers",
     "device": "run.device",
-    "export": "run.export",
     "steps": "loop.steps",
     "epochs": "loop.epochs",
 }
@@ -48,6 +47,7 @@ _RENAMED_OPTIONS = {
     "negatives-curriculum": "negatives.curriculum_steps",
     "words": "architecture.word_embeddings",
     "bank": "fitting.hubness_bank",
+    "export": "run.export",
 }
 Values = dict[str, dict[str, Any]]
 
@@ -117,7 +117,7 @@ def describe_settings(values: Values) -> str:
     """Return a TOML settings file with all settings and their descriptions."""
     lines = ["# Settings of edje-index train. Save them to a file and pass it with --config."]
     for group, kind in groups(TrainSettings).items():
-        lines += ["", f"# {kind.__doc__}", f"[{group}]"]
+        lines += ["", f"# {str(kind.__doc__).splitlines()[0]}", f"[{group}]"]
         for key, field in kind.model_fields.items():
             default = None if field.is_required() else field.default
             value = values.get(group, {}).get(key, default)

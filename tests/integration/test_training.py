@@ -351,7 +351,7 @@ def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):
 
 
 def test_nothing_is_made_for_an_export_without_a_checkpoint(case, tmp_path):
-    error = run_here(*training(case, tmp_path / "out", features=False), "--export", expect=2)["error"]
+    error = run_here(*training(case, tmp_path / "out", features=False), "--set", "run.export=true", expect=2)["error"]
     assert "no checkpoint to export" in error
     assert not (tmp_path / "out.run").exists()
 
@@ -403,7 +403,16 @@ def test_a_checkpoint_of_an_evaluation_is_exported(case, tmp_path):
     run_here(*arguments, "--steps", "12")
     recalls = {record["step"]: record["t2i"] for record in read_log(tmp_path / "out.run") if record["phase"] == "dev"}
     assert list(recalls) == [6, 12]
-    chosen = ["--steps", "12", "--export", "--set", "run.step=6", "--set", f"run.dir={tmp_path}/out.run"]
+    chosen = [
+        "--steps",
+        "12",
+        "--set",
+        "run.export=true",
+        "--set",
+        "run.step=6",
+        "--set",
+        f"run.dir={tmp_path}/out.run",
+    ]
     result = run_here(*[tmp_path / "chosen" if part == tmp_path / "out" else part for part in arguments], *chosen)
     assert result["steps"] == 6
     assert result["dev"]["images"]["logit_recall"] == recalls[6]
