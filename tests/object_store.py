@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,20 +24,47 @@ Fault = str | None
 """What happens to a request: "reset", "503", "slow", "truncate", "lost" (done, but the response is lost), or None."""
 
 
+_KEY, _SECRET = "key", "a-secret-of-sixteen"
+_ACTIONS = ["Admin", "Read", "Write", "List", "Tagging"]
+_IDENTITIES = [
+    {"name": "owner", "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}], "actions": _ACTIONS},
+    {"name": "anonymous", "actions": ["Read:public"]},
+]
+_PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+
+
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
-    """Start the server of moto on a free port of this machine. Yield its URL."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(port, process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    """Start SeaweedFS on free ports of this machine. Yield the URL of its S3 server."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "identities.json")
+        config.write_text(json.dumps({"identities": _IDENTITIES}))
+        names = (*_PORTS, "s3.port", "s3.port.grpc")
+        ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        settings = {
+            **ports, "dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3": "true", "s3.config": config,
+            "s3.port.iceberg": 0, "s3.port.lance": 0, "master.telemetry": "false", "master.volumeSizeLimitMB": 64,
+        }  # fmt: skip
+        command = [
+            Path(sys.executable).with_name("weed"),
+            "server",
+            *(f"-{key}={value}" for key, value in settings.items()),
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            _wait_for(ports["s3.port"], process)
+            yield f"http://127.0.0.1:{ports['s3.port']}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -46,18 +76,10 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError("the S3 server has not started")
 
 
-def make_bucket(endpoint: str, name: str) -> None:
-    """Create a bucket."""
-    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=30)
-    connection.request("PUT", f"/{name}")
-    assert connection.getresponse().status == 200
-    connection.close()
-
-
 def use_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Let `s3://` URLs lead to `endpoint`."""
-    values = {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
-    for name, value in {**values, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}.items():
+    values = {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
+    for name, value in {**values, "AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _SECRET}.items():
         monkeypatch.setenv(name, value)
 
 
@@ -107,11 +129,6 @@ def every(count: int, fault: str, part: str = "") -> Callable[[str, str], Fault]
     return decide
 
 
-# The server demands a signature, but does not check it. The proxy adds this one to requests without one.
-_SCOPE = "key/20260101/us-east-1/s3/aws4_request"
-_SIGNATURE = {"Authorization": f"AWS4-HMAC-SHA256 Credential={_SCOPE}, SignedHeaders=host, Signature=0"}
-
-
 def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -127,7 +144,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             if fault == "slow":
                 time.sleep(0.3)
             connection = http.client.HTTPConnection(proxy.upstream.removeprefix("http://"), timeout=60)
-            connection.request(self.command, self.path, body, {**_SIGNATURE, **dict(self.headers.items())})
+            connection.request(self.command, self.path, body, dict(self.headers.items()))
             response = connection.getresponse()
             data = response.read()
             connection.close()

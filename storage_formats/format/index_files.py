@@ -76,7 +76,7 @@ def download_missing(root: str | Path, paths: Iterable[Path]) -> None:
         EdjeError: the download failed, or an object is not the file that was committed.
     """
     if download := _downloads.get(str(root)):
-        download([path for path in paths if not check_inside(root, path).exists()])
+        download([path for path in paths if not path.exists()])
 
 
 def read_index_file(root: str | Path, path: Path, *, max_bytes: int | None = None) -> bytes:

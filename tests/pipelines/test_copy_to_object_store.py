@@ -19,7 +19,7 @@ from storage_formats.format.object_store import ObjectFolder
 from storage_formats.writing.index_copy import begin_remote_copy, files_to_copy
 from tests.command_line import command, environment
 from tests.conftest import write_random_index
-from tests.object_store import FaultyProxy, every, make_bucket, s3_server, use_endpoint
+from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
 from tests.pipelines.test_copy import contents
 
 pytestmark = pytest.mark.slow  # they start a server
@@ -30,7 +30,6 @@ LARGE = IndexSpec(rows=200, shard_size=180, block_shape=(64, 384), embed_dim=4) 
 @pytest.fixture(scope="module")
 def server():
     with s3_server() as endpoint:
-        make_bucket(endpoint, "bucket")
         yield endpoint
 
 

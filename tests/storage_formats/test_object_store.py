@@ -19,7 +19,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits
-from tests.object_store import FaultyProxy, every, make_bucket, s3_server, use_endpoint
+from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
 from tests.storage_formats.reading_cases import SPEC
 
 pytestmark = pytest.mark.slow  # they start a server
@@ -31,7 +31,6 @@ TOKENS = "tokens/bf16/c."
 @pytest.fixture(scope="module")
 def server():
     with s3_server() as endpoint:
-        make_bucket(endpoint, BUCKET)
         yield endpoint
 
 
@@ -90,8 +89,9 @@ def test_rows_and_embeddings_equal_those_on_disk(stored):
     np.testing.assert_array_equal(remote, local)
 
 
-def test_an_index_opens_by_plain_http(stored, proxy, whole):
-    with TokenStore.open(f"{proxy.url}/{BUCKET}/photos.edje") as store:
+def test_an_index_opens_by_plain_http(built, server, whole):
+    copy_index(built[0], "s3://public/photos.edje")
+    with TokenStore.open(f"{server}/public/photos.edje") as store:
         assert same_bits(store.fetch([1, 200]), whole["bf16"][[1, 200]])
 
 
