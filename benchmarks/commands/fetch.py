@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import click
 
 from benchmarks.commands.output import show
-from pipelines.cli.options import json_option
+from pipelines.cli.options import json_option, location
 
 if TYPE_CHECKING:
+    from benchmarks.fetch.plan import FetchBench
     from benchmarks.fetch.workloads import CacheState
 
 
 @click.command("fetch")
-@click.argument("index", required=False, type=click.Path(path_type=Path))
+@click.argument("index", required=False, type=location)
 @click.option(
     "--synthetic",
     type=click.IntRange(min=2),
@@ -86,7 +87,7 @@ if TYPE_CHECKING:
 @click.option("--targets", is_flag=True, help="Compare the results with the performance targets of this project.")
 @json_option
 def fetch_command(
-    index: Path | None,
+    index: Path | str | None,
     synthetic: int | None,
     precisions: tuple[str, ...],
     pool: int,
@@ -108,19 +109,20 @@ def fetch_command(
     Each run is a new process. Before a cold run, the command checks that the files are not in the page cache. If fio
     is installed, fio measures the speed of the disk on the same files, alternating with the other runs.
 
+    For the URL of an index on an object store, the command measures the rate of large fetches, and the latency,
+    requests and cost of queries of 100 blocks.
+
     \b
     Examples:
       edje-index bench fetch photos.edje
+      edje-index bench fetch s3://my-bucket/photos.edje --pool 5000 --peers
       edje-index bench fetch --synthetic 100000 --precision fp8 --peers --scratch /mnt/nvme --report out
     """
-    if (index is None) == (synthetic is None):
-        raise click.UsageError("give either INDEX or --synthetic N")
-    if scratch is None and index is None:
-        raise click.UsageError("--synthetic needs --scratch: give a directory on the disk to measure")
-    _check_engines(engines)
-    from benchmarks.fetch.bench import bench_fetch
+    if isinstance(index, str):
+        _fetch_remote(index, precisions, pool, repeats, peers=peers, as_json=as_json)
+        return
+    _check_subject(index, synthetic, scratch, engines)
     from benchmarks.fetch.plan import FetchBench
-    from benchmarks.fetch.report import describe, write_report
 
     bench = FetchBench(
         scratch=scratch or (index or Path()).resolve().parent,
@@ -138,12 +140,48 @@ def fetch_command(
         keep=keep,
         targets=targets,
     )
+    _fetch_local(bench, report, as_json=as_json)
+
+
+def _fetch_local(bench: FetchBench, report: Path | None, *, as_json: bool) -> None:
+    from benchmarks.fetch.bench import bench_fetch
+    from benchmarks.fetch.report import describe, write_report
+
     with _interrupted_by_sigterm():
         result = bench_fetch(bench, lambda line: click.echo(line, err=True))
     if report is not None:
         for path in write_report(result, report):
             click.echo(f"wrote {path}", err=True)
     show(result, as_json, describe(result))
+
+
+def _check_subject(index: Path | None, synthetic: int | None, scratch: Path | None, engines: tuple[str, ...]) -> None:
+    if (index is None) == (synthetic is None):
+        raise click.UsageError("give either INDEX or --synthetic N")
+    if scratch is None and index is None:
+        raise click.UsageError("--synthetic needs --scratch: give a directory on the disk to measure")
+    _check_engines(engines)
+
+
+_REMOTE_OPTIONS = {"index", "precisions", "pool", "repeats", "peers", "as_json"}
+
+
+def _fetch_remote(
+    url: str, precisions: tuple[str, ...], pool: int, repeats: int, *, peers: bool, as_json: bool
+) -> None:
+    """Measure the index at `url`. Raises click.UsageError for options that only apply to a disk."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        is_given = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
+        if is_given and option.name not in _REMOTE_OPTIONS:
+            raise click.UsageError(f"{option.opts[0]} does not apply to an index on an object store")
+    from benchmarks.fetch.remote import RemoteBench, bench_remote, describe_remote
+
+    for precision in precisions or (None,):
+        result = bench_remote(
+            RemoteBench(url, precision, pool, repeats, peers), lambda line: click.echo(line, err=True)
+        )
+        show(result, as_json, describe_remote(result))
 
 
 @contextlib.contextmanager

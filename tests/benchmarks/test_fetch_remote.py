@@ -1,0 +1,49 @@
+"""`bench fetch` on an S3-compatible server: every library returns the same bytes, and requests are counted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.fetch import remote
+from pipelines import copy_index
+from storage_formats import IndexSpec
+from tests.conftest import write_random_index
+from tests.object_store import FaultyProxy, s3_server, use_endpoint
+
+URL = "s3://bucket/photos.edje"
+SPEC = IndexSpec(rows=60, shard_size=32, block_shape=(4, 8), embed_dim=4, precisions=("bf16", "fp8"))
+
+
+@pytest.mark.slow  # it starts a server
+@pytest.mark.filterwarnings("ignore:Successfully reconstructed a store:RuntimeWarning")  # of zarrs
+def test_readers_are_measured_side_by_side(tmp_path, monkeypatch, run):
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    write_random_index(tmp_path / "photos.edje", SPEC)
+    with s3_server() as server, FaultyProxy(server).running() as proxy:
+        use_endpoint(monkeypatch, server)
+        copy_index(tmp_path / "photos.edje", URL)
+        monkeypatch.setattr(remote, "_QUERIES", 5)
+        arguments = ("bench", "fetch", URL, "--pool", 20, "--repeats", 1, "--precision", "fp8", "--json")
+        code, out, err = run(*arguments, "--peers")
+        assert code == 0, err
+        use_endpoint(monkeypatch, proxy.url)
+        assert run(*arguments)[0] == 0
+    result = json.loads(out)
+    assert set(result["readers"]) == {"edje", "obstore", "tensorstore", "zarrs"}
+    for reader in result["readers"].values():
+        assert reader["gigabytes_per_second"] > 0
+        assert 0 < reader["query_p50_ms"] <= reader["query_p99_ms"]
+    assert (result["blocks"], result["query_blocks"]) == (20, 20)
+    assert 1 <= result["requests_per_query"] <= 2  # two shards, whose gaps are read too
+    assert result["dollars_per_million_queries"] == pytest.approx(0.4 * result["requests_per_query"])
+    assert proxy.count("GET", "tokens/fp8/c.") >= 10 * result["requests_per_query"]  # 5 queries, twice
+
+
+def test_options_that_describe_a_disk_are_refused(run):
+    code, _, err = run("bench", "fetch", URL, "--cold")
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "error: --cold does not apply to an index on an object store (see 'edje-index bench fetch --help')",
+    )
