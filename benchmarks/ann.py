@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.environment import environment
 from benchmarks.steps import answer_step, run_step
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann
 from edje_index.indexing.faiss_part import check_faiss
 from edje_index.progress import OnProgress
+from pipelines.environment import environment
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import Counts, Manifest, created_by

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import environment
+from pipelines.environment import environment
 from storage_formats.errors import EdjeError
 
 _MEASURE = """

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from benchmarks.environment import environment
+from pipelines.environment import environment
 from storage_formats.codecs import BF16, Blocks, codec, precisions
 
 BLOCK_SHAPE = (64, 384)

@@ -1,28 +1,9 @@
-"""Describes the machine and the installed packages, for reports."""
+"""Describes the disk that holds a path, for reports."""
 
 from __future__ import annotations
 
 import os
-import platform
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-_PACKAGES = ("edje-index", "torch", "numpy", "zarr", "ray", "faiss-cpu", "pyarrow", "pillow", "tensorstore")
-
-
-def environment() -> dict[str, Any]:
-    """Return the date (UTC), the hardware, the kernel, and the versions of Python and of the main packages."""
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": {name: installed for name in _PACKAGES if (installed := _version(name))},
-    }
 
 
 def storage(path: Path) -> dict[str, str | None]:
@@ -68,17 +49,4 @@ def _text(path: Path) -> str | None:
     try:
         return path.read_text().strip()
     except OSError:
-        return None
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
         return None

@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.environment import environment
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.search.token_index import TokenIndex
 from pipelines.cli.search_queries import read_queries
+from pipelines.environment import environment
 from storage_formats.token_store import TokenStore
 
 Run = Callable[[torch.Tensor], torch.Tensor]

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from benchmarks.environment import environment
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.index_bundle import recorded_bundle
 from edje_index.bundles.info import read_bundle_info
@@ -24,6 +23,7 @@ from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.scoring.weights import BUNDLE_SCORE
 from edje_index.search.reranking import Candidates, Reranker
 from edje_index.search.search_model import SearchModel
+from pipelines.environment import environment
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore

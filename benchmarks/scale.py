@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.environment import environment
 from benchmarks.steps import answer_step, run_step
+from pipelines.environment import environment
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.inputs import check_frozen_inputs, freeze_inputs
 from pipelines.planning.plan import BuildPlan, BuildSettings, read_plan

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.environment import environment, storage
+from benchmarks.environment import storage
 from benchmarks.fetch.counters import Counters
 from benchmarks.fetch.page_cache import evict
+from pipelines.environment import environment
 from storage_formats.errors import EdjeError, UsageError
 
 CODES, SCALES = 12_288, 1_536

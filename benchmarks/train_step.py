@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.environment import environment
 from benchmarks.synthetic import make_synthetic
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import UntrainedSizes, create_untrained_bundle
@@ -37,6 +36,7 @@ from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.loop.train_worker import run_worker
 from edje_index.training.model.objectives import TOTAL, JointObjective
 from edje_index.training.model.start_bundle import Origin, make_start, make_trainable
+from pipelines.environment import environment
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.environment import environment
+from pipelines.environment import environment
 from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import BF16, Blocks
 from storage_formats.format.layout import IndexSpec

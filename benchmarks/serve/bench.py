@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import environment
 from benchmarks.fetch.page_cache import evict
 from benchmarks.serve.load import Searches, closed_loop, open_loop, poisson_times, summary
 from benchmarks.serve.overload import overload
 from benchmarks.serve.service_process import PeakMemory, ServiceProcess, running_service
+from pipelines.environment import environment
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 

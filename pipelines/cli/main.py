@@ -15,6 +15,7 @@ from click.shell_completion import shell_complete
 from edje_index import __version__
 from edje_index.errors import BundleNotFoundError
 from pipelines.cli.lazy_group import LazyGroup
+from pipelines.cli.output import print_json
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.progress.wording import printable
 from storage_formats.errors import EdjeError, UsageError
@@ -80,9 +81,15 @@ OLD_NAMES = {
 
 
 def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool) -> None:
-    if requested:
+    if not requested:
+        return
+    if ctx.params["as_json"]:
+        from pipelines.environment import dependencies, environment
+
+        print_json({**environment(), "version": __version__, "versions": dependencies()})
+    else:
         click.echo(f"edje-index {__version__}")
-        ctx.exit()
+    ctx.exit()
 
 
 @click.group(
@@ -91,10 +98,15 @@ def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool
     hidden=OLD_NAMES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+@click.option("--version", is_flag=True, expose_value=False, callback=_print_version, help="Show the version.")
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
+    "--json",
+    "as_json",
+    is_flag=True,
+    is_eager=True,
+    help="With --version, show the version, the machine and the installed packages as JSON, for bug reports.",
 )
-def cli() -> None:
+def cli(as_json: bool) -> None:
     """Index image collections for EDJE re-ranking: visual tokens in a sharded store, embeddings in FAISS.
 
     \b
@@ -106,6 +118,8 @@ def cli() -> None:
     Results go to standard output; messages and progress go to standard error. Exit codes: 0 success, 1 problems found
     or command failed, 2 wrong usage.
     """
+    if as_json:
+        raise UsageError("--json belongs after the name of the command, or after --version")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 import signal
 import subprocess
 
@@ -153,18 +155,6 @@ def test_a_closed_pipe_ends_the_program_quietly(arguments):
         assert process.wait() == 128 + signal.SIGPIPE
 
 
-def test_shell_completion_works():
-    done = subprocess.run(
-        command(),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**environment(), "_EDJE_INDEX_COMPLETE": "bash_source"},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "complete" in done.stdout
-
-
 def test_names_in_messages_cannot_drive_the_terminal(run):
     _, _, err = run("info", "no\x1b[31mwhere")
     assert err == "error: there is no index at no\\x1b[31mwhere\n"
@@ -193,3 +183,40 @@ def test_version(run):
     code, out, _ = run("--version")
     assert code == 0
     assert out.startswith("edje-index")
+
+
+def test_version_as_json_describes_the_environment(run):
+    code, out, err = run("--version", "--json")
+    told = json.loads(out)
+    assert (code, err) == (0, "")
+    assert told["version"] == importlib.metadata.version("edje-index")
+    assert told["python"] == platform.python_version()
+    for name in ("numpy", "torch", "ray"):  # one of the base installation, two of extras
+        assert told["versions"][name] == importlib.metadata.version(name)
+    assert run("--json", "--version") == (code, out, err)
+
+
+def test_json_before_a_command_is_refused(run):
+    code, out, err = run("--json", "info", "nowhere")
+    assert code == 2
+    assert "after the name of the command" in err
+    assert json.loads(out)["exit_code"] == 2
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completion_of_each_shell_names_the_program(shell):
+    variables = {**environment(), "_EDJE_INDEX_COMPLETE": f"{shell}_source"}
+    done = subprocess.run(command(), capture_output=True, text=True, check=True, env=variables)
+    assert "edje-index" in done.stdout
+    assert "_EDJE_INDEX_COMPLETE" in done.stdout
+
+
+def test_completion_offers_commands_and_options():
+    def completed(words, position):
+        variables = {"_EDJE_INDEX_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(position)}
+        done = subprocess.run(command(), capture_output=True, text=True, check=True, env={**environment(), **variables})
+        return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+    assert completed("edje-index qu", 1) == ["quantize"]
+    assert completed("edje-index model ge", 2) == ["get"]
+    assert "--precision" in completed("edje-index search --pre", 2)
