@@ -1,7 +1,8 @@
-# Two commands do everything on a machine that has Python 3.11 or newer, git and make:
+# Three commands do everything on a machine that has Python 3.11 or newer, git and make:
 #   make demo   index a folder of photos with a trained model, then quantize, verify, fetch and search
 #   make test   run the linters and the tests
-# Both create the virtual environment .venv and install the extras that they need.
+#   make docs   build the site of the documentation in site/
+# They create the virtual environment .venv and install the extras that they need.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 # scikit-image ships photos with its wheel, so the demo needs no network beyond the package registry.
 PHOTOS = $$($(BIN)/python -c "import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / 'data')")
 
-.PHONY: demo test test-slow oracles lint clean
+.PHONY: demo docs test test-slow oracles lint clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +23,14 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[demo,test]'
 	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+	@echo "Open site/index.html in a browser."
 
 demo: $(VENV)/.demo
 	test -d $(DEMO)/model || $(BIN)/edje-index model get --out $(DEMO)/model

@@ -46,7 +46,9 @@ class TokenStore:
 
     Args:
         index: an open index.
-        precision, engine, verify_reads: see `TokenStore.open`. The errors are described there too.
+        precision: see `TokenStore.open`, which also describes the errors.
+        engine: see `TokenStore.open`.
+        verify_reads: see `TokenStore.open`.
 
     Example:
         >>> from storage_formats import TokenStore

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
+import edje_index
 from pipelines.cli.main import cli
 from tests.conftest import REPO
 
@@ -78,6 +79,33 @@ def test_every_anchor_names_a_heading(page):
         headings = re.findall(r"^#+ (.+)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert anchor in anchors, f"{page.name} links to #{anchor} of {target}"
+
+
+def test_the_readme_is_short_and_begins_with_a_command():
+    lines = (REPO / "README.md").read_text().splitlines()
+    assert len(lines) <= 110
+    assert any(line.startswith("    make ") for line in lines[:40])
+
+
+def test_every_page_has_a_place_in_the_site():
+    navigation = (REPO / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    for page in (REPO / "docs").glob("*.md"):
+        assert f": {page.name}\n" in navigation, f"add {page.name} to `nav` in mkdocs.yml"
+
+
+def test_the_citation_has_the_version_of_the_package():
+    text = (REPO / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.+)$", text, re.MULTILINE) == [edje_index.__version__]
+
+
+def test_the_changelog_keeps_its_form():
+    text = (REPO / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert versions[0] == "Unreleased"
+    for heading in versions[1:]:
+        assert re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d{2}-\d{2}", heading), heading
+    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def drawn_imports() -> dict[str, set[str]]:

@@ -19,7 +19,9 @@ class TokenDataset(Dataset[torch.Tensor]):
     Pass a `batch_size` or a `batch_sampler` to the `DataLoader`: one call then reads a whole batch.
 
     Args:
-        root, precision, engine: arguments of `TokenStore.open`.
+        root: see `TokenStore.open`.
+        precision: see `TokenStore.open`.
+        engine: see `TokenStore.open`.
 
     Raises:
         UsageError, IncompleteIndexError, CorruptIndexError: as for `TokenStore.open`.

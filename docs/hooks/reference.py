@@ -1,0 +1,75 @@
+"""MkDocs hook: generates the reference of commands, of the Python interface, and of error messages from the code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from error_messages import errors_page
+from mkdocs.structure.files import File, Files
+
+from pipelines.cli.main import SECTIONS, cli
+
+HELP_WIDTH = 98  # what click prints on a terminal of 100 columns
+PACKAGES = ["storage_formats", "edje_index", "pipelines"]
+
+
+def commands(group: click.Group, context: click.Context, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each command below `group`, such as "edje-index model get", with its help text."""
+    for name in names:
+        command = group.get_command(context, name)
+        assert command is not None
+        inner = click.Context(command, context, info_name=name, terminal_width=HELP_WIDTH, **command.context_settings)
+        yield inner.command_path, command.get_help(inner)
+        if isinstance(command, click.Group):
+            yield from commands(command, inner, command.list_commands(inner))
+
+
+def section_page(heading: str) -> str:
+    """Markdown page with the help text of every command of a section of `edje-index --help`."""
+    context = click.Context(cli, info_name="edje-index", terminal_width=HELP_WIDTH, **cli.context_settings)
+    parts = [f"# {heading}: commands\n"]
+    for path, text in commands(cli, context, list(SECTIONS[heading])):
+        parts.append(f"## {path}\n\n~~~text\n{text}\n~~~\n")
+    return "\n".join(parts)
+
+
+def package_page(package: str) -> str:
+    """Markdown page with a directive of mkdocstrings for each public name of a package."""
+    module = importlib.import_module(package)
+    parts = [f"# {package}\n", inspect.getdoc(module) or "", ""]
+    homes: dict[str, str] = module._MODULES
+    for name in sorted(homes, key=str.lower):
+        home = homes[name]
+        if package != PACKAGES[0] and home.startswith(PACKAGES[0]) and name in _exported(PACKAGES[0]):
+            parts.append(f"## {name}\n\nSee [storage_formats.{name}][{home}.{name}].\n")
+        else:
+            parts.append(f"::: {home}.{name}\n")
+    return "\n".join(parts)
+
+
+def _exported(package: str) -> list[str]:
+    names: list[str] = importlib.import_module(package).__all__
+    return names
+
+
+def section_path(heading: str) -> str:
+    """Path of the page of a section, for example "reference/cli/train-and-measure.md"."""
+    return f"reference/cli/{heading.lower().replace(' ', '-')}.md"
+
+
+def pages() -> dict[str, str]:
+    """Generated pages by path."""
+    generated = {section_path(heading): section_page(heading) for heading in SECTIONS}
+    generated |= {f"reference/{package}.md": package_page(package) for package in PACKAGES}
+    return generated | {"reference/errors.md": errors_page()}
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Add the generated pages to the site."""
+    for path, text in pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
