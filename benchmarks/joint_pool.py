@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.environment import environment
 from benchmarks.joint_runtimes import kendall_tau
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
@@ -29,6 +28,7 @@ from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import LOGIT
 from edje_index.search.hits import Hits
 from edje_index.search.token_index import TokenIndex
+from pipelines.environment import environment
 from storage_formats.format.rows import read_all_rows
 
 _QUERIES_AT_ONCE = 8

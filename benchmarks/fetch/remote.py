@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.environment import environment
 from benchmarks.fetch.workloads import Ids
+from pipelines.environment import environment
 from storage_formats.codecs import Records, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
