@@ -30,6 +30,7 @@ EXTRAS_OF_MODULE = {
     "tensorstore": ("bench",),
     "torch": ("search", "build", "train"),
     "transformers": ("search", "build", "train"),
+    "urllib3": ("remote",),
     "uvicorn": ("serve",),
     "zarr": ("build", "bench"),
     "zarrs": ("bench",),

@@ -39,6 +39,7 @@ REASONS = (
     "too-many-pixels",
     "truncated",
     "truncated-archive",
+    "unreachable",
     "unreadable",
     "unsupported-image",
     "unsupported-member",

@@ -13,6 +13,7 @@ from edje_index.images.containers.container import Container
 from edje_index.images.containers.reading import read_packed
 from edje_index.images.decode import ImageError
 from edje_index.images.ranges import read_range
+from edje_index.images.remote.urls import WEB_SCHEMES, is_remote, scheme_of
 from edje_index.images.transient import retry_transient
 from storage_formats.format.source_columns import Value, text_of
 
@@ -25,9 +26,9 @@ class InputRef:
     """One input of a build.
 
     Attributes:
-        uri: readable name in the rows table: an absolute path, "<archive>!<member>" or
+        uri: readable name in the rows table: an absolute path or URL, "<archive>!<member>" or
             "<Parquet file>!<column>/<row>". Bytes that are not UTF-8 are written as %XX.
-        path: path of the file that contains the input, as bytes (`os.fsencode`). Any file name works.
+        path: path or URL of the file that contains the input, as bytes (`os.fsencode`). Any file name works.
         offset: offset of the input's bytes in the file. For a compressed tar, the offset in the decompressed archive.
             For a zip, the offset of the member's header. For a Parquet file, the row, counted from 0.
         size: number of bytes of the input when the build was planned; None if unknown.
@@ -98,6 +99,8 @@ def read_bytes(ref: InputRef) -> bytes:
 
 
 def _open_and_read(ref: InputRef) -> bytes:
+    if is_remote(ref.path):
+        return _read_remote(ref)
     try:
         if ref.container is not None:
             return read_packed(ref.path, ref.container, ref.offset, size=ref.size, max_bytes=MAX_INPUT_BYTES)
@@ -111,6 +114,42 @@ def _open_and_read(ref: InputRef) -> bytes:
         return _read(fd, ref)
     finally:
         os.close(fd)
+
+
+def _read_remote(ref: InputRef) -> bytes:
+    """Read an input at a URL.
+
+    A web server that does not respond fails an input that is a whole file, because lists name many servers, and some of
+    them no longer exist. Other inputs belong to a source that the user named, so the failure is temporary.
+    """
+    from edje_index.images.remote.access import read_remote, read_remote_range
+    from edje_index.images.remote.errors import OversizedFileError, UnreachableError
+
+    url = os.fsdecode(ref.path)
+    try:
+        if ref.container is not None:
+            return read_packed(ref.path, ref.container, ref.offset, size=ref.size, max_bytes=MAX_INPUT_BYTES)
+        if not ref.member:
+            return _of_planned_size(read_remote(url, MAX_INPUT_BYTES), ref)
+        if (ref.size or 0) > MAX_INPUT_BYTES:
+            raise ImageError(reason="too-many-bytes", detail=f"{ref.size} bytes is over the limit of {MAX_INPUT_BYTES}")
+        return read_remote_range(url, ref.size or 0, ref.offset) if ref.size else b""
+    except OversizedFileError as error:
+        raise ImageError(reason="too-many-bytes", detail=f"{error.strerror}") from error
+    except EOFError as error:
+        raise ImageError(reason="changed-since-plan", detail=str(error)) from error
+    except UnreachableError as error:
+        if ref.member or scheme_of(url) not in WEB_SCHEMES:
+            raise
+        raise ImageError(reason="unreachable", detail=f"{error.strerror}") from error
+
+
+def _of_planned_size(data: bytes, ref: InputRef) -> bytes:
+    if ref.size not in (None, len(data)):
+        raise ImageError(
+            reason="changed-since-plan", detail=f"the size is {len(data)} bytes, but was {ref.size} when planned"
+        )
+    return data
 
 
 def _directory_vanished(path: bytes) -> bool:

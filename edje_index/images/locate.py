@@ -22,6 +22,7 @@ from edje_index.images.decode import ImageError
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef
 from edje_index.images.ranges import RangedFile, open_ranged
+from edje_index.images.remote.urls import is_remote
 from edje_index.images.tar_members import Kind, iter_members
 
 _MAX_MEMBERS = 1_000_000  # of one archive; the names of more would fill the memory
@@ -39,6 +40,8 @@ def locate(row: dict[str, Any]) -> InputRef:
     """
     uri, size = row["uri"], row["size"]
     path = row["uri_raw"] or os.fsencode(uri)
+    if is_remote(path):
+        raise ImageError(reason="not-a-local-path", detail="the photo is on a server; only local photos are shown")
     parts = split_uri(uri)
     if parts is not None and not os.path.isfile(path):
         path = row["uri_raw"] or os.fsencode(parts[0])

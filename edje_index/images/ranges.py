@@ -8,6 +8,8 @@ import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from edje_index.images.remote.urls import is_remote
+
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
@@ -81,15 +83,29 @@ class RangedFile(io.RawIOBase):
 def open_ranged(path: bytes) -> RangedFile:
     """Open a file to read byte ranges.
 
+    Args:
+        path: path or URL.
+
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
+        MissingExtraError: the library that reads the URL is not installed.
     """
+    if is_remote(path):
+        return _open_remote(os.fsdecode(path))
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise OSError("not a regular file")
     return RangedFile(lambda size, offset: read_range(fd, size, offset), status.st_size, lambda: os.close(fd))
+
+
+def _open_remote(url: str) -> RangedFile:
+    from edje_index.images.remote.access import remote_length
+    from edje_index.images.remote.blocks import BlockReader
+
+    length = remote_length(url)
+    return RangedFile(BlockReader(url, length).pread, length)
 
 
 def read_range(fd: int, size: int, offset: int) -> bytes:

@@ -22,6 +22,7 @@ from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.decoded_input import FAIL, DecodeSettings, decode_input, read_input
 from edje_index.images.input_lists import read_shard_inputs
 from edje_index.images.inputs import InputRef
+from edje_index.images.remote.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from storage_formats.codecs import Blocks
 
+_REMOTE_THREADS = 16  # requests for remote inputs that run at the same time
 _BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being decoded, one ready
 
 
@@ -128,7 +130,7 @@ def encode_shard(
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard) as attempt,
-        _decode_pool(task.decode_threads, one_at_a_time=attempt.careful) as pool,
+        _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
     ):
         done = _restore(pieces, writer, entries)
         prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, decode_settings)
@@ -170,6 +172,13 @@ def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
     import ml_dtypes
 
     return np.empty((0, *spec.block_shape), ml_dtypes.bfloat16), np.empty((0, spec.embed_dim), np.float32)
+
+
+def _threads(task: ShardTask, refs: list[InputRef]) -> int:
+    """Return the number of threads that read and decode. Threads that wait for a server take no CPU time."""
+    if any(is_remote(ref.path) for ref in refs):
+        return max(task.decode_threads, _REMOTE_THREADS)
+    return task.decode_threads
 
 
 @contextlib.contextmanager

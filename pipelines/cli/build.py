@@ -77,7 +77,7 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
 
     A SOURCE is a directory, a tar or zip archive, a Parquet file of images, an image file, or a list of paths (Parquet,
     CSV, TSV, JSON Lines or text, or - for standard input). Directories are searched recursively. Quoted patterns such
-    as 'shards/{0000..0015}.tar' and 'data/*.parquet' name several files.
+    as 'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. Each can be a URL: https, s3, gs, az or hf.
 
     An image that cannot be read becomes a failed row. 'edje-index failures' lists the failed rows with their reasons.
     If more images fail than --max-failed allows, the build stops with exit code 1 and keeps the finished shards.
@@ -89,6 +89,7 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
       edje-index build photos --out photos.edje --model model
       edje-index build 'cc3m/{00000..00331}.tar' --out cc3m.edje --model model --dedupe
       edje-index build 'data/train-*.parquet' --column image --out hf.edje --model model
+      edje-index build s3://bucket/photos --out photos.edje --model model
       find photos -name '*.jpg' | edje-index build - --out found.edje --model model
       edje-index build list.parquet --column image_path --out list.edje --model model --device cuda
       edje-index build photos --out photos.edje --model model --address head:6379

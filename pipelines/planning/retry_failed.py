@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.images.inputs import InputRef
+from edje_index.images.remote.urls import is_remote
 from pipelines.planning.new_rows import NewInputs
 from pipelines.planning.update import digest_of
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
 
-_NO_FILE = frozenset({"bad-list-line", "not-a-local-path"})  # their uri is not the path of a file
 _DAMAGED = frozenset({"truncated-archive", "damaged-archive"})
 
 
@@ -77,7 +77,7 @@ def _refs_of(failed: list[dict[str, Any]], names: list[str]) -> Iterator[InputRe
             rows_of_archive.setdefault(archive, []).append(row)
         elif os.path.isdir(path):
             yield from FolderSource(os.fsdecode(path)).iter_inputs()
-        elif row["reason"] in _NO_FILE:
+        elif row["reason"] == "bad-list-line" or (row["reason"] == "not-a-local-path" and not is_remote(path)):
             yield InputRef(row["uri"], path, problem=row["reason"], metadata=_metadata(row, names))
         else:
             yield replace(file_input(path, row["uri"]), metadata=_metadata(row, names))

@@ -10,21 +10,24 @@ from dataclasses import dataclass, field
 
 from edje_index.images.containers.container import ARCHIVE_SUFFIXES, COMPRESSIONS, TAR_SUFFIXES, ZIP_MAGIC
 from edje_index.images.inputs import InputRef, display_path
+from edje_index.images.remote.errors import NoRangesError
 from pipelines.sources.base import Source
 from pipelines.sources.files import problem_of, read_head
 from pipelines.sources.parquet_images import ParquetImagesSource, find_image_column
 from pipelines.sources.selection import Ignored
+from pipelines.sources.specs import absolute_path, file_name
 from pipelines.sources.webdataset import WebDatasetSource
 from pipelines.sources.zip_archive import ZipSource
+from storage_formats.errors import UsageError
 
-ARCHIVE_KINDS = ("webdataset", "zip", "parquet")
+ARCHIVE_KINDS = ("archive", "webdataset", "zip", "parquet")
 PARQUET_SUFFIX = ".parquet"
 _ARCHIVES_AT_ONCE = 8
 
 
 def is_archive_name(name: str) -> bool:
     """Return True if a file of this name is an archive or a Parquet file."""
-    return name.lower().endswith((*ARCHIVE_SUFFIXES, PARQUET_SUFFIX))
+    return file_name(name).lower().endswith((*ARCHIVE_SUFFIXES, PARQUET_SUFFIX))
 
 
 def archive_source(path: str, head: bytes, column: str | None = None) -> Source | None:
@@ -39,7 +42,7 @@ def archive_source(path: str, head: bytes, column: str | None = None) -> Source 
         UsageError: a Parquet file has several columns of images, and none of them has a usual name.
         OSError, ValueError, pyarrow.ArrowException: a Parquet file cannot be read.
     """
-    name = path.lower()
+    name = file_name(path).lower()
     if name.endswith(".zip") or (name.endswith(TAR_SUFFIXES) and head.startswith(ZIP_MAGIC)):
         return ZipSource(path)
     if name.endswith(TAR_SUFFIXES):
@@ -67,7 +70,7 @@ class ArchiveFile:
     ignored: Ignored = field(init=False, default_factory=Ignored)
 
     def __post_init__(self) -> None:
-        self.path = os.path.abspath(os.fsencode(self.spec))
+        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         import pyarrow as pa
@@ -75,6 +78,8 @@ class ArchiveFile:
         self.ignored.clear()
         try:
             source = archive_source(self.spec, read_head(self.path), self.column)
+        except NoRangesError as error:
+            raise UsageError(f"cannot read {self.spec}: {error.strerror}", parameter="sources") from error
         except (OSError, ValueError, pa.ArrowException) as error:
             is_damage = not isinstance(error, OSError) or error.errno is None
             problem = "damaged-archive" if is_damage else problem_of(error)

@@ -7,6 +7,9 @@ import stat
 
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
+from edje_index.images.ranges import open_ranged
+from edje_index.images.remote.access import require_libraries
+from edje_index.images.remote.urls import is_remote
 from edje_index.images.transient import is_transient, transient_error
 
 
@@ -16,10 +19,13 @@ def file_input(path: bytes, uri: str | None = None) -> InputRef:
     The input has a `problem` if the file is missing, unreadable or not a regular file.
 
     Args:
-        path: path of the file.
+        path: path of the file, or its URL. No request is sent for a URL.
         uri: uri of the input; None derives the uri from `path`.
     """
     uri = display_path(path) if uri is None else uri
+    if is_remote(path):
+        require_libraries(os.fsdecode(path))
+        return InputRef(uri, path)
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -41,6 +47,8 @@ def problem_of(error: Exception) -> str:
 
 
 def read_head(path: bytes) -> bytes:
-    """Return the first `HEAD_BYTES` bytes of a regular file. Raises OSError if the file cannot be read."""
+    """Return the first `HEAD_BYTES` bytes of a regular file or a URL. Raises OSError if the file cannot be read."""
+    if is_remote(path):
+        return open_ranged(path).pread(HEAD_BYTES, 0)
     with open(path, "rb", buffering=0) as file:
         return file.read(HEAD_BYTES)

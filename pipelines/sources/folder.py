@@ -14,6 +14,7 @@ from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
 from pipelines.sources.files import file_input, problem_of, read_head
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
+from pipelines.sources.specs import absolute_path
 
 _FileId = tuple[int, int]  # device and inode: the same for every path to a file or directory
 
@@ -53,7 +54,7 @@ class ImageFileSource:
     ignored: Ignored = field(init=False, default_factory=Ignored)
 
     def __post_init__(self) -> None:
-        self.path = os.path.abspath(os.fsencode(self.spec))
+        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         yield file_input(self.path)
@@ -113,7 +114,7 @@ class _Walk:
         prefix = os.path.join(directory, b"")
         prefix_uri = display_path(prefix)
         linked = self._linked.get(identity, ())
-        sidecars = _sidecars(entries.files)
+        sidecars = find_sidecars(entries.files)
         reads_archives = not holds_images([*entries.files, *entries.links])
         archives: list[bytes] = []
         for name in sorted([*entries.files, *entries.links]):
@@ -211,7 +212,7 @@ def holds_images(names: Iterable[bytes]) -> bool:
     return any(has_image_suffix(name) and not name.startswith(b".") for name in names)
 
 
-def _sidecars(names: Sequence[bytes]) -> frozenset[bytes]:
+def find_sidecars(names: Sequence[bytes]) -> frozenset[bytes]:
     """Return the names of the metadata files in a directory: NAME.json and NAME.txt, if there is an image NAME.jpg."""
     stems = {os.path.splitext(name)[0] for name in names if has_image_suffix(name) and not name.startswith(b".")}
     suffixes = tuple(suffix.encode() for suffix in SIDECAR_SUFFIXES)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from edje_index.images.inputs import InputRef, display_path
-from pipelines.sources.path_list import listed_input
+from pipelines.sources.listed import listed_input
+from pipelines.sources.local_file import LocalFile
 from pipelines.sources.selection import Ignored
-from pipelines.sources.specs import STANDARD_INPUT
+from pipelines.sources.specs import STANDARD_INPUT, absolute_path, file_name
 from storage_formats.errors import UsageError
 
 LINES_SUFFIX = ".txt"
@@ -37,8 +38,10 @@ class LinesSource:
 
     def __post_init__(self) -> None:
         is_standard_input = self.spec == STANDARD_INPUT
-        self.path = b"-" if is_standard_input else os.path.abspath(os.fsencode(self.spec))
-        self._directory = os.fsencode(os.getcwd()) if is_standard_input else os.path.dirname(self.path)
+        self.path = b"-" if is_standard_input else absolute_path(self.spec)
+        directory = os.path.dirname(os.fsencode(file_name(os.fsdecode(self.path))))
+        self._directory = os.fsencode(os.getcwd()) if is_standard_input else directory
+        self._file = LocalFile(self.path)
         if is_standard_input and (sys.stdin is None or sys.stdin.isatty()):
             raise UsageError("standard input is a terminal; pipe a list of paths into the command", parameter="sources")
 
@@ -55,7 +58,7 @@ class LinesSource:
     def _open(self) -> AbstractContextManager[BinaryIO]:
         if self.spec == STANDARD_INPUT:
             return nullcontext(sys.stdin.buffer)
-        return open(self.path, "rb")
+        return open(self._file.path, "rb")
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:

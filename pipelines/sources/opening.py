@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import itertools
 import os
-import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from edje_index.images.containers.container import TAR_SUFFIXES
 from edje_index.images.headers import image_format
 from edje_index.images.inputs import InputRef
+from edje_index.images.remote.urls import is_remote, scheme_of
 from pipelines.sources.archives import ARCHIVE_KINDS, archive_source, compression_of, is_archive_name, scan_ahead
 from pipelines.sources.base import Source
 from pipelines.sources.braces import expand_braces
@@ -20,8 +20,9 @@ from pipelines.sources.files import read_head
 from pipelines.sources.folder import FolderSource, ImageFileSource, holds_images
 from pipelines.sources.lines import LINES_SUFFIX, LinesSource
 from pipelines.sources.path_list import LIST_SUFFIXES, PathListSource
+from pipelines.sources.remote import matching_urls, open_remote
 from pipelines.sources.selection import has_image_suffix
-from pipelines.sources.specs import STANDARD_INPUT
+from pipelines.sources.specs import STANDARD_INPUT, is_url
 from storage_formats.errors import UsageError
 
 ACCEPTED = (
@@ -29,7 +30,6 @@ ACCEPTED = (
     f"({', '.join((*LIST_SUFFIXES, LINES_SUFFIX))}, or - for standard input), an image file, or a quoted pattern "
     "such as 'shards-{0000..0127}.tar' or 'shards/*.tar'"
 )
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source]:
@@ -77,7 +77,9 @@ def open_source(spec: str, column: str | None = None) -> Source:
     """
     if spec == STANDARD_INPUT:
         return LinesSource(spec)
-    if _SCHEME.match(spec):
+    if is_url(spec):
+        return open_remote(spec, column)
+    if scheme_of(spec) is not None:
         raise UsageError(
             f"{spec} is not a local path; mount the storage, or copy the files to this machine", parameter="sources"
         )
@@ -127,6 +129,8 @@ def _expanded(spec: str) -> list[str]:
 
 
 def _matches(pattern: str) -> list[str]:
+    if is_url(pattern):
+        return matching_urls(pattern)
     if not glob.has_magic(pattern) or os.path.exists(pattern):
         return [pattern]
     names = sorted(glob.glob(pattern, recursive=True), key=os.fsencode)
@@ -150,7 +154,7 @@ def _refuse_overlaps(sources: Sequence[Source]) -> None:
     """Raise UsageError if two sources are the same, or if one source is inside another source."""
     source_of_path: dict[bytes, Source] = {}
     for source in sources:
-        other = source_of_path.setdefault(os.path.realpath(source.path), source)
+        other = source_of_path.setdefault(_real_path(source), source)
         if other is not source:
             raise UsageError(
                 f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
@@ -164,19 +168,23 @@ def _refuse_overlaps(sources: Sequence[Source]) -> None:
                 )
 
 
+def _real_path(source: Source) -> bytes:
+    return source.path if is_remote(source.path) else os.path.realpath(source.path)
+
+
 def _is_part_of_folder(source: Source) -> bool:
     """Return True if a directory that holds the source reads it, too."""
     if source.kind in ARCHIVE_KINDS:
-        return not holds_images(os.listdir(os.path.dirname(os.path.realpath(source.path))))
+        return not is_remote(source.path) and not holds_images(os.listdir(os.path.dirname(_real_path(source))))
     return source.kind in ("folder", "image")
 
 
 def without_nested(sources: Sequence[Source]) -> list[Source]:
     """Return `sources` without repeated sources and without sources that are inside another source."""
-    directories = {os.path.realpath(source.path) for source in sources if source.kind == "folder"}
+    directories = {_real_path(source) for source in sources if source.kind == "folder"}
     kept: dict[bytes, Source] = {}
     for source in sources:
-        path = os.path.realpath(source.path)
+        path = _real_path(source)
         is_nested = _is_part_of_folder(source) and any(parent in directories for parent in _parents(path))
         if not is_nested:
             kept.setdefault(path, source)

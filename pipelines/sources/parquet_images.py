@@ -14,10 +14,12 @@ from edje_index.images.containers.parquet_images import image_leaf
 from edje_index.images.headers import HEAD_BYTES, image_format, undecoded_format
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import RangedFile, open_ranged
-from pipelines.sources.files import file_input, problem_of
+from pipelines.sources.files import problem_of
 from pipelines.sources.list_entries import metadata_columns, to_python
+from pipelines.sources.listed import listed_input
 from pipelines.sources.metadata import source_values
 from pipelines.sources.selection import Ignored
+from pipelines.sources.specs import absolute_path
 from storage_formats.errors import UsageError
 
 NO_IMAGE = "(row without an image)"
@@ -44,7 +46,7 @@ class ParquetImagesSource:
     ignored: Ignored = field(init=False, default_factory=Ignored)
 
     def __post_init__(self) -> None:
-        self.path = os.path.abspath(os.fsencode(self.spec))
+        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         import pyarrow as pa
@@ -62,10 +64,11 @@ class ParquetImagesSource:
         container = Container(PARQUET, file.length, self.column)
         directory = os.path.dirname(self.path)
         for row, image in enumerate(self._images(file)):
+            row_uri = f"{uri}!{self.column}/{row}"
             if image.has_bytes:
-                ref = InputRef(f"{uri}!{self.column}/{row}", self.path, offset=row, member=True, container=container)
+                ref = InputRef(row_uri, self.path, offset=row, member=True, container=container)
             elif image.path:
-                ref = file_input(os.path.join(directory, os.fsencode(image.path)))
+                ref = listed_input(image.path, directory) or InputRef(row_uri, self.path, problem="bad-list-line")
             else:
                 self.ignored.count(NO_IMAGE)
                 continue

@@ -6,14 +6,10 @@ import csv
 import dataclasses
 import itertools
 import os
-import re
-import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from edje_index.images.inputs import InputRef, display_path
-from pipelines.sources.files import file_input
 from pipelines.sources.list_entries import (
     Entry,
     csv_entries,
@@ -22,8 +18,11 @@ from pipelines.sources.list_entries import (
     parquet_entries,
     parquet_text_columns,
 )
+from pipelines.sources.listed import listed_input
+from pipelines.sources.local_file import LocalFile
 from pipelines.sources.metadata import source_values
 from pipelines.sources.selection import Ignored
+from pipelines.sources.specs import absolute_path, file_name
 from storage_formats.errors import UsageError
 
 LIST_SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson")
@@ -31,7 +30,6 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PATH_COLUMNS = ("path", "image", "image_path", "file", "file_name", "filename", "filepath", "uri", "url")
 """Names of path columns. Unless the user names a column, the first of these names in the list is the path column."""
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LINES_WITH_COLUMNS = 1000  # lines of JSON Lines in which an object with column names is looked for
 
 
@@ -55,17 +53,19 @@ class PathListSource:
     ignored: Ignored = field(init=False, default_factory=Ignored)
 
     def __post_init__(self) -> None:
-        self.path = os.path.abspath(os.fsencode(self.spec))
-        self._suffix = os.path.splitext(self.spec)[1].lower()
+        self.path = absolute_path(self.spec)
+        self._suffix = os.path.splitext(file_name(self.spec))[1].lower()
         try:
+            self._file = LocalFile(self.path)
             self.column = self._choose(self._columns())
         except (OSError, ValueError, csv.Error) as error:
+            reason = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"cannot read the list {self.spec}: {error}; check the path and the format", parameter="sources"
+                f"cannot read the list {self.spec}: {reason}; check the path and the format", parameter="sources"
             ) from error
 
     def iter_inputs(self) -> Iterator[InputRef]:
-        directory = os.path.dirname(self.path)
+        directory = os.path.dirname(os.fsencode(file_name(os.fsdecode(self.path))))
         uri = display_path(self.path)
         self.ignored.clear()
         for number, values in self._entries():
@@ -86,30 +86,15 @@ class PathListSource:
 
     def _columns(self) -> list[str]:
         if self._suffix == ".parquet":
-            return parquet_text_columns(self.path)
+            return parquet_text_columns(self._file.path)
         if self._suffix in _DELIMITERS:
-            return next((row for _, row in csv_rows(self.path, _DELIMITERS[self._suffix])), None) or []
-        objects = (values for _, values in itertools.islice(json_entries(self.path), _LINES_WITH_COLUMNS))
+            return next((row for _, row in csv_rows(self._file.path, _DELIMITERS[self._suffix])), None) or []
+        objects = (values for _, values in itertools.islice(json_entries(self._file.path), _LINES_WITH_COLUMNS))
         return list(next(filter(None, objects), {}))
 
     def _entries(self) -> Iterator[Entry]:
         if self._suffix == ".parquet":
-            return parquet_entries(self.path, str(self.column), self.spec, self.ignored)
+            return parquet_entries(self._file.path, str(self.column), self.spec, self.ignored)
         if self._suffix in _DELIMITERS:
-            return csv_entries(self.path, self.ignored, _DELIMITERS[self._suffix])
-        return json_entries(self.path)
-
-
-def listed_input(value: Any, directory: bytes) -> InputRef | None:
-    """Return the input with the path `value`; None if `value` is not a path."""
-    if isinstance(value, str):
-        scheme = _SCHEME.match(value)
-        if scheme and scheme[1].lower() != "file":
-            return InputRef(display_path(os.fsencode(value)), os.fsencode(value), problem="not-a-local-path")
-        try:
-            value = urllib.parse.unquote_to_bytes(value[scheme.end() :]) if scheme else os.fsencode(value)
-        except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
-            return None
-    if not isinstance(value, bytes) or not value or b"\0" in value:
-        return None
-    return file_input(os.path.join(directory, value))
+            return csv_entries(self._file.path, self.ignored, _DELIMITERS[self._suffix])
+        return json_entries(self._file.path)

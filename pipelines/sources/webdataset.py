@@ -20,10 +20,12 @@ from edje_index.images.containers.container import Container
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import ReadAt, open_ranged
+from edje_index.images.remote.urls import is_remote
 from edje_index.images.tar_members import Kind, TarMember, iter_members
 from pipelines.sources.files import problem_of
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.selection import Ignored, ignored_as
+from pipelines.sources.specs import absolute_path
 
 
 @dataclass
@@ -46,7 +48,7 @@ class WebDatasetSource:
     ignored: Ignored = field(init=False, default_factory=Ignored)
 
     def __post_init__(self) -> None:
-        self.path = os.path.abspath(os.fsencode(self.spec))
+        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         self.ignored.clear()
@@ -119,11 +121,13 @@ class _Archive:
 
 @contextmanager
 def _opened(path: bytes, compression: str | None) -> Iterator[_Archive]:
-    if compression is not None:
-        file = open_ranged(path)
-        with file:
-            decompressed = DecompressedFile(file, compression)
-            yield _Archive(decompressed.pread, None, Container(compression, file.length))
+    if compression is not None or is_remote(path):
+        with open_ranged(path) as file:
+            if compression is None:
+                yield _Archive(file.pread, file.length)
+            else:
+                decompressed = DecompressedFile(file, compression)
+                yield _Archive(decompressed.pread, None, Container(compression, file.length))
         return
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

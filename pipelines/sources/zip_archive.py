@@ -17,6 +17,7 @@ from edje_index.images.ranges import open_ranged
 from pipelines.sources.files import problem_of
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
+from pipelines.sources.specs import absolute_path
 
 
 @dataclass
@@ -34,7 +35,7 @@ class ZipSource:
     ignored: Ignored = field(init=False, default_factory=Ignored)
 
     def __post_init__(self) -> None:
-        self.path = os.path.abspath(os.fsencode(self.spec))
+        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         self.ignored.clear()

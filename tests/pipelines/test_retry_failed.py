@@ -113,7 +113,7 @@ def test_all_members_of_an_archive_that_was_truncated(config, photos, tmp_path):
 def test_captions_of_a_list_are_kept(config, photos, tmp_path):
     listing = tmp_path / "list.jsonl"
     lines = [{"path": "photos/00.jpg", "caption": "a dog"}, {"path": "photos/07.jpg", "caption": "a cat"}]
-    listing.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"path": "http://x.org/a.jpg"}]))
+    listing.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"path": "ftp://x.org/a.jpg"}]))
     run_build(replace(config(), sources=(str(listing),)), lambda event: None)
     write_photo(photos / "07.jpg", 7)
     assert retry(config().out).indexed == 1

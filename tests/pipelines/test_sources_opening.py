@@ -50,7 +50,7 @@ def test_unknown_kinds_are_refused_with_what_is_accepted(photos: Path) -> None:
     for name in ("notes.md", "missing", "missing.tar", "missing.csv", "missing-{00..03}.tar"):
         assert name.partition("{")[0] in refused(photos / name)
     assert "a directory, a .tar" in refused(photos / "notes.md")
-    assert "not a local path" in refused("s3://bucket/photos")
+    assert "not a local path" in refused("ftp://host/photos")
     os.mkfifo(photos / "pipe.jpg")
     assert "neither a directory nor a regular file" in refused(photos / "pipe.jpg")
 

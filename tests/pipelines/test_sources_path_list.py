@@ -86,10 +86,10 @@ def test_empty_list_of_paths(tmp_path: Path, suffix: str) -> None:
 @SUFFIXES
 def test_addresses_are_not_local_paths(tmp_path: Path, suffix: str) -> None:
     (tmp_path / "a b.jpg").touch()
-    values = ["https://example.org/a.jpg", "s3://bucket/a.jpg", f"file://{tmp_path}/a%20b.jpg"]
+    values = ["ftp://example.org/a.jpg", "gopher://host/a.jpg", f"file://{tmp_path}/a%20b.jpg"]
     refs = scan(write_list(tmp_path / f"list{suffix}", values, "url"))
     assert [ref.problem for ref in refs] == ["not-a-local-path", "not-a-local-path", None]
-    assert refs[0].uri == "https://example.org/a.jpg"
+    assert refs[0].uri == "ftp://example.org/a.jpg"
     assert refs[2].path == os.fsencode(tmp_path / "a b.jpg")
 
 

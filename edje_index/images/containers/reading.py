@@ -14,6 +14,7 @@ from edje_index.images.containers.parquet_images import ParquetImages
 from edje_index.images.containers.zips import ZipArchive
 from edje_index.images.decode import ImageError
 from edje_index.images.ranges import open_ranged
+from edje_index.images.remote.urls import is_remote
 
 _MAX_OPEN = 8
 _OPENING = threading.Lock()
@@ -25,7 +26,7 @@ def read_packed(path: bytes, container: Container, offset: int, *, size: int | N
     """Return the bytes of an input in a container.
 
     Args:
-        path: path of the container.
+        path: path or URL of the container.
         container: how the file packs its inputs.
         offset: position of the input, see `InputRef`.
         size: number of bytes of the input when the plan was made; None if unknown.
@@ -38,11 +39,9 @@ def read_packed(path: bytes, container: Container, offset: int, *, size: int | N
     if (size or 0) > max_bytes:
         raise ImageError(reason="too-many-bytes", detail=f"{size} bytes is over the limit of {max_bytes}")
     try:
-        status = os.stat(path)
-        if status.st_size != container.length:
-            raise ImageError(reason="changed-since-plan", detail=f"the file has {status.st_size} bytes now")
+        modified = None if is_remote(path) else os.stat(path).st_mtime_ns
         with _OPENING:
-            opened = _open(path, container, status.st_mtime_ns)
+            opened = _open(path, container, modified)
         if isinstance(opened, DecompressedFile):
             data = opened.pread(size or 0, offset)
         else:
@@ -58,8 +57,10 @@ def read_packed(path: bytes, container: Container, offset: int, *, size: int | N
 
 
 @functools.lru_cache(_MAX_OPEN)
-def _open(path: bytes, container: Container, _modified: int) -> _Opened:
+def _open(path: bytes, container: Container, _modified: int | None) -> _Opened:
     file = open_ranged(path)
+    if file.length != container.length:
+        raise ImageError(reason="changed-since-plan", detail=f"the file has {file.length} bytes now")
     if container.kind == ZIP:
         return ZipArchive(file)
     if container.kind == PARQUET:

@@ -1,0 +1,89 @@
+"""Opens sources that are named by a URL."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+
+from edje_index.images.remote.access import list_remote_folder, require_libraries
+from edje_index.images.remote.urls import WEB_SCHEMES, scheme_of
+from pipelines.sources.archives import PARQUET_SUFFIX, ArchiveFile, archive_source, is_archive_name
+from pipelines.sources.base import Source
+from pipelines.sources.folder import ImageFileSource
+from pipelines.sources.lines import LINES_SUFFIX, LinesSource
+from pipelines.sources.path_list import LIST_SUFFIXES, PathListSource
+from pipelines.sources.remote_folder import RemoteFolderSource
+from pipelines.sources.selection import has_image_suffix
+from pipelines.sources.specs import file_name
+from storage_formats.errors import UsageError
+
+
+def open_remote(url: str, column: str | None = None) -> Source:
+    """Open a source on a server. Archives are opened when they are listed.
+
+    Args:
+        url: URL of a file or directory.
+        column: column of images or paths, if the file is a table.
+
+    Raises:
+        UsageError: the file cannot be read, or the server lists no directories.
+        MissingExtraError: the library for this kind of server is not installed.
+    """
+    require_libraries(url)
+    suffix = os.path.splitext(file_name(url))[1].lower()
+    try:
+        if suffix == PARQUET_SUFFIX:
+            return archive_source(url, b"", column) or PathListSource(url, column)
+        if is_archive_name(url):
+            return ArchiveFile(url)
+        if suffix in LIST_SUFFIXES:
+            return PathListSource(url, column)
+        if suffix == LINES_SUFFIX:
+            return LinesSource(url)
+        if has_image_suffix(os.fsencode(file_name(url))) or file_name(url) != url:
+            return ImageFileSource(url)
+        return _folder(url)
+    except (OSError, ValueError) as error:
+        raise _unusable(url, error) from error
+
+
+def matching_urls(pattern: str) -> list[str]:
+    """Return the URLs that a pattern matches, sorted. Wildcards are allowed after the last slash only.
+
+    Raises:
+        UsageError: nothing matches, or the server cannot list its files.
+    """
+    parent, _, name = pattern.rpartition("/")
+    if scheme_of(pattern) in WEB_SCHEMES or not glob.has_magic(pattern):
+        return [pattern]
+    if glob.has_magic(parent):
+        raise UsageError(f"{pattern} has a wildcard in a directory; use it in the last part only", parameter="sources")
+    require_libraries(pattern)
+    try:
+        folder = list_remote_folder(parent)
+    except (OSError, ValueError) as error:
+        raise _unusable(pattern, error) from error
+    names = [file.name for file in folder.files] if folder is not None else []
+    matching = sorted(fnmatch.filter(names, name), key=os.fsencode)
+    if not matching:
+        raise UsageError(f"no file matches {pattern}; check the pattern", parameter="sources")
+    return [f"{parent}/{each}" for each in matching]
+
+
+def _folder(url: str) -> Source:
+    folder = list_remote_folder(url)
+    if folder is None:
+        raise UsageError(
+            f"{url} is no image, archive or table, and web servers list no directories; name files, or give a list of "
+            "addresses",
+            parameter="sources",
+        )
+    if not folder.files and not folder.directories:
+        raise UsageError(f"{url} does not exist; check the URL", parameter="sources")
+    return RemoteFolderSource(url)
+
+
+def _unusable(url: str, error: Exception) -> UsageError:
+    reason = getattr(error, "strerror", None) or error
+    return UsageError(f"cannot read {url}: {reason}; check the URL and the credentials", parameter="sources")

@@ -1,0 +1,108 @@
+"""A source that is a directory in an object store or on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.inputs import InputRef
+from edje_index.images.ranges import open_ranged
+from edje_index.images.remote.access import list_remote_folder, read_remote
+from edje_index.images.remote.listing import RemoteFile
+from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
+from pipelines.sources.files import problem_of
+from pipelines.sources.folder import find_sidecars, holds_images
+from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
+from pipelines.sources.selection import Ignored, ignored_as
+from pipelines.sources.specs import absolute_path
+
+_SIDECARS_AT_ONCE = 16
+
+
+@dataclass
+class RemoteFolderSource:
+    """The images in a remote directory and its subdirectories, in the order of `FolderSource`.
+
+    The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg. Archives and Parquet files are read if
+    no image file lies in the same directory.
+    """
+
+    spec: str
+    kind: str = "folder"
+    path: bytes = field(init=False)
+    ignored: Ignored = field(init=False, default_factory=Ignored)
+
+    def __post_init__(self) -> None:
+        self.path = absolute_path(self.spec).rstrip(b"/")
+
+    def iter_inputs(self) -> Iterator[InputRef]:
+        self.ignored.clear()
+        pending = [os.fsdecode(self.path)]
+        while pending:
+            url = pending.pop()
+            try:
+                folder = list_remote_folder(url)
+            except OSError as error:
+                yield InputRef(url, os.fsencode(url), problem=problem_of(error))
+                continue
+            if folder is None:
+                raise ValueError(f"the server of {url} lists no directories")
+            yield from self._files(url, sorted(folder.files, key=lambda file: os.fsencode(file.name)))
+            hidden = [name for name in folder.directories if name.startswith(".")]
+            self.ignored.add({"(hidden)": len(hidden)} if hidden else {})
+            pending += [f"{url}/{name}" for name in sorted({*folder.directories} - {*hidden}, reverse=True)]
+
+    def _files(self, url: str, files: list[RemoteFile]) -> Iterator[InputRef]:
+        names = [os.fsencode(file.name) for file in files]
+        sidecars = find_sidecars(names)
+        archives: list[ArchiveFile] = []
+        images: list[RemoteFile] = []
+        for file, name in zip(files, names, strict=True):
+            if name in sidecars:
+                continue
+            if is_archive_name(file.name) and not name.startswith(b".") and not holds_images(names):
+                archives.append(ArchiveFile(f"{url}/{file.name}"))
+                continue
+            ignored = ignored_as(name, functools.partial(_read_head, f"{url}/{file.name}"))
+            if ignored is None:
+                images.append(file)
+            else:
+                self.ignored.count(ignored)
+        yield from self._images(url, images, sidecars)
+        yield from scan_ahead(archives)
+        for archive in archives:
+            self.ignored.add(archive.ignored)
+
+    def _images(self, url: str, images: list[RemoteFile], sidecars: frozenset[bytes]) -> Iterator[InputRef]:
+        remaining = iter(images)
+        with ThreadPoolExecutor(_SIDECARS_AT_ONCE, "edje-sidecar") as pool:
+            while batch := list(itertools.islice(remaining, 4 * _SIDECARS_AT_ONCE)):
+                yield from pool.map(functools.partial(self._input, url, sidecars), batch)
+
+    def _input(self, url: str, sidecars: frozenset[bytes], file: RemoteFile) -> InputRef:
+        uri = f"{url}/{file.name}"
+        ref = InputRef(uri, os.fsencode(uri), size=file.size)
+        stem = os.path.splitext(file.name)[0]
+        read = {
+            suffix: functools.partial(_read_sidecar, f"{url}/{stem}{suffix}")
+            for suffix in SIDECAR_SUFFIXES
+            if os.fsencode(stem + suffix) in sidecars
+        }
+        return dataclasses.replace(ref, metadata=sidecar_values(read, self.ignored)) if read else ref
+
+
+def _read_head(url: str) -> bytes:
+    return open_ranged(os.fsencode(url)).pread(HEAD_BYTES, 0)
+
+
+def _read_sidecar(url: str) -> bytes:
+    try:
+        return read_remote(url, MAX_SIDECAR_BYTES)
+    except OSError as error:
+        raise ValueError(problem_of(error)) from error

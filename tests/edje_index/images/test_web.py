@@ -1,0 +1,171 @@
+"""Files on web servers: whole, as ranges, and with servers that fail."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from edje_index.images.containers.container import Container
+from edje_index.images.decode import ImageError
+from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.images.remote import web
+from edje_index.images.remote.access import read_remote, read_remote_range, remote_length
+from edje_index.images.remote.errors import NoRangesError, OversizedFileError, UnreachableError
+from edje_index.images.transient import TransientInputError
+from tests.web_server import WebServer, web_server
+
+DATA = bytes(range(256)) * 40
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[WebServer]:
+    with web_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
+    """An empty server; pauses between attempts are short."""
+    for part in (running.files, running.faults, running.responses, running.requests, running.open_requests):
+        part.clear()
+    running.ranges = True
+    monkeypatch.setattr(web, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(web, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
+    return running
+
+
+def ref(server: WebServer, path: str, **fields: object) -> InputRef:
+    return InputRef(server.url + path, (server.url + path).encode(), **fields)
+
+
+@pytest.mark.parametrize("path", ["/a.jpg", "/a%20b/%C3%A9.jpg", "/photo?id=3&size=large", "/%2Fodd.jpg"])
+def test_urls_are_sent_as_they_are_written(server: WebServer, path: str) -> None:
+    server.files[path] = DATA
+    assert read_remote(server.url + path, 1 << 20) == DATA
+    assert server.requests == [(path, "")]
+
+
+def test_ranges(server: WebServer) -> None:
+    server.files["/a.bin"] = DATA
+    assert remote_length(f"{server.url}/a.bin") == len(DATA)
+    assert read_remote_range(f"{server.url}/a.bin", 1000, 77) == DATA[77:1077]
+    with pytest.raises(EOFError):
+        read_remote_range(f"{server.url}/a.bin", 5, len(DATA))
+    server.ranges = False
+    with pytest.raises(NoRangesError, match="download the file"):
+        remote_length(f"{server.url}/a.bin")
+    with pytest.raises(NoRangesError):
+        read_remote_range(f"{server.url}/a.bin", 5, 1)
+
+
+@pytest.mark.parametrize("fault", ["reset", "truncate", "429", "500", "502", "503", "504", "408"])
+def test_passing_trouble_is_overcome(server: WebServer, fault: str) -> None:
+    server.files["/a.jpg"] = DATA
+    server.faults["/a.jpg"] = [fault, fault, fault]
+    assert read_bytes(ref(server, "/a.jpg")) == DATA
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [("404", "missing"), ("410", "missing"), ("401", "unreadable"), ("403", "unreadable")]
+)
+def test_refusals_are_not_repeated(server: WebServer, status: str, reason: str) -> None:
+    server.files["/a.jpg"] = DATA
+    server.faults["/a.jpg"] = [status]
+    with pytest.raises(ImageError, match=f"{reason}: HTTP status {status}"):
+        read_bytes(ref(server, "/a.jpg"))
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(("fault", "detail"), [("503", "HTTP status 503"), ("truncate", "IncompleteRead|incomplete")])
+def test_lasting_trouble_fails_a_listed_image(server: WebServer, fault: str, detail: str) -> None:
+    server.files["/a.jpg"] = DATA
+    server.faults["/a.jpg"] = [fault] * 20
+    with pytest.raises(ImageError, match=f"unreachable: .*({detail}).* 4 times"):
+        read_bytes(ref(server, "/a.jpg"))
+
+
+def test_a_host_that_is_not_there_fails_a_listed_image(server: WebServer) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/a.jpg"
+    with pytest.raises(ImageError, match=r"unreachable: .*refused"):
+        read_bytes(InputRef(url, url.encode()))
+
+
+def test_lasting_trouble_of_an_archive_is_temporary(server: WebServer) -> None:
+    server.files["/a.tar"] = DATA
+    server.faults["/a.tar"] = ["503"] * 100
+    with pytest.raises(TransientInputError, match=r"cannot read .*/a\.tar.*503"):
+        read_bytes(ref(server, "/a.tar", offset=512, size=10, member=True))
+    with pytest.raises(TransientInputError, match="503"):
+        read_bytes(ref(server, "/a.tar", offset=0, member=True, container=Container("zip", len(DATA))))
+
+
+def test_large_files_are_refused_before_they_are_read(server: WebServer) -> None:
+    server.responses["/declared.jpg"] = lambda headers: (200, {"Content-Length": "999999999999"}, b"x")
+    chunks = b"".join(b"400\r\n" + bytes(1024) + b"\r\n" for _ in range(100)) + b"0\r\n\r\n"
+    server.responses["/endless.jpg"] = lambda headers: (
+        200, {"Transfer-Encoding": "chunked", "Content-Length": ""}, chunks
+    )  # fmt: skip
+    for path in ("/declared.jpg", "/endless.jpg"):
+        with pytest.raises(OversizedFileError):
+            read_remote(server.url + path, 10_000)
+    assert read_remote(f"{server.url}/endless.jpg", 1 << 20) == bytes(102_400)
+    with pytest.raises(ImageError, match="too-many-bytes"):
+        read_bytes(ref(server, "/declared.jpg"))
+
+
+def test_a_compressed_response_is_not_expanded(server: WebServer) -> None:
+    server.responses["/a.jpg"] = lambda headers: (200, {"Content-Encoding": "gzip"}, b"not expanded")
+    assert read_remote(f"{server.url}/a.jpg", 100) == b"not expanded"
+
+
+def test_redirects(server: WebServer) -> None:
+    server.files["/b.jpg"] = DATA
+    server.responses["/a.jpg"] = lambda headers: (302, {"Location": "/b.jpg"}, b"")
+    server.responses["/loop.jpg"] = lambda headers: (302, {"Location": "/loop.jpg"}, b"")
+    server.responses["/local.jpg"] = lambda headers: (302, {"Location": "file:///etc/hostname"}, b"")
+    assert read_remote(f"{server.url}/a.jpg", 1 << 20) == DATA
+    with pytest.raises(UnreachableError, match="redirects"):
+        read_remote(f"{server.url}/loop.jpg", 1 << 20)
+    with pytest.raises(OSError, match="not a valid URL"):
+        read_remote(f"{server.url}/local.jpg", 1 << 20)
+
+
+def test_a_server_that_stalls(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    web._pool.cache_clear()
+    monkeypatch.setattr(web, "READ_SECONDS", 0.1)
+    server.files["/a.jpg"] = DATA
+    server.faults["/a.jpg"] = ["slow"] * 20
+    with pytest.raises(ImageError, match=r"unreachable: .*[Tt]imed out"):
+        read_bytes(ref(server, "/a.jpg"))
+    web._pool.cache_clear()
+
+
+def test_connections_per_host_are_limited(server: WebServer) -> None:
+    for number in range(40):
+        server.files[f"/{number}.jpg"] = DATA
+        server.faults[f"/{number}.jpg"] = ["slow"]
+    with ThreadPoolExecutor(40) as pool:
+        results = list(pool.map(lambda number: read_bytes(ref(server, f"/{number}.jpg")), range(40)))
+    assert results == [DATA] * 40
+    assert 4 < server.open_requests["most"] <= web.CONNECTIONS_PER_HOST
+
+
+def test_a_size_that_changed(server: WebServer) -> None:
+    server.files["/a.jpg"] = DATA
+    with pytest.raises(ImageError, match="changed-since-plan"):
+        read_bytes(ref(server, "/a.jpg", size=5))
+
+
+def test_importing_the_module_loads_no_library() -> None:
+    code = "import sys, edje_index.images.inputs; print({'urllib3', 'obstore'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,117 @@
+"""Sources on an S3-compatible server: they list and read as local files do, also if responses are lost or short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+
+from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.images.remote import objects
+from edje_index.images.transient import TransientInputError
+from pipelines.jobs.build import run_build
+from pipelines.jobs.update import run_update
+from pipelines.planning.config import UpdateConfig
+from pipelines.sources import iter_all, open_sources
+from storage_formats import TokenStore, UsageError
+from storage_formats.format import object_store
+from storage_formats.format.object_store import ObjectFolder
+from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
+from tests.pipelines.conftest import write_photo
+from tests.pipelines.test_build_packed import _pack
+
+pytestmark = pytest.mark.slow  # they start a server
+BUCKET = "images"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy in front of the server, which `s3://` URLs lead to."""
+    monkeypatch.setattr(object_store, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
+    with FaultyProxy(server).running() as running:
+        use_endpoint(monkeypatch, running.url)
+        objects._bucket.cache_clear()
+        yield running
+    objects._bucket.cache_clear()
+
+
+@pytest.fixture
+def uploaded(proxy: FaultyProxy, photos: Path, tmp_path: Path) -> Path:
+    """A local folder, and the same files in the bucket: photos with metadata, and packed photos."""
+    tree = tmp_path / "tree"
+    (tree / "packed").mkdir(parents=True)
+    _pack(photos, tree / "packed")
+    photos.rename(tree / "photos")
+    (tree / "photos/01.txt").write_text("a dog")
+    (tree / "photos/02.json").write_text('{"licence": "cc0"}')
+    write_photo(tree / "photos/sub/é b.jpg", 77)
+    write_photo(tree / "photos/.hidden/c.jpg", 78)
+    upload(tree)
+    return tree
+
+
+def upload(tree: Path) -> None:
+    store = ObjectFolder.open(f"s3://{BUCKET}").store
+    obstore.put(store, "first", b"")  # creates the bucket
+    for page in obstore.list(store):
+        obstore.delete(store, [entry["path"] for entry in page])
+    for path in sorted(tree.rglob("*")):
+        if path.is_file():
+            obstore.put(store, str(path.relative_to(tree)), path.read_bytes())
+
+
+def contents(spec: str, base: str) -> list[tuple[str, bytes, object]]:
+    """Name below `base`, bytes and metadata of each input."""
+    refs = list(iter_all(open_sources([spec])))
+    return [(ref.uri.removeprefix(base), read_bytes(ref), ref.metadata) for ref in refs]
+
+
+@pytest.mark.parametrize("fault", [None, "reset", "503", "truncate"])
+def test_a_bucket_reads_as_a_folder(proxy: FaultyProxy, uploaded: Path, fault: str | None) -> None:
+    local = contents(str(uploaded), str(uploaded))
+    if fault is not None:
+        proxy.fault = every(4, fault)
+    assert contents(f"s3://{BUCKET}", f"s3://{BUCKET}") == local
+    assert len(local) == 41
+
+
+def test_a_directory_and_a_pattern(uploaded: Path) -> None:
+    for spec in ("photos", "packed/a.tar.gz", "packed/b.zip", "packed/c.parquet", "packed/*.zip", "photos/{01,02}.jpg"):
+        assert contents(f"s3://{BUCKET}/{spec}", f"s3://{BUCKET}") == contents(f"{uploaded}/{spec}", str(uploaded))
+    for spec, problem in (("nothing", "does not exist"), ("photos/*.png", "no file matches"), ("*/a.zip", "wildcard")):
+        with pytest.raises(UsageError, match=problem):
+            open_sources([f"s3://{BUCKET}/{spec}"])
+
+
+def test_a_store_that_fails_for_long_stops_the_reader(proxy: FaultyProxy, uploaded: Path) -> None:
+    (ref,) = iter_all(open_sources([f"s3://{BUCKET}/photos/01.jpg"]))
+    proxy.fault = every(1, "503")
+    with pytest.raises(TransientInputError, match=r"cannot read s3://images/photos/01\.jpg"):
+        read_bytes(InputRef(ref.uri, ref.path))
+
+
+def test_a_build_and_an_update(proxy: FaultyProxy, uploaded: Path, config: Callable[..., Any], tmp_path: Path) -> None:
+    local = replace(config(), sources=(f"{uploaded}/photos",), out=tmp_path / "local.edje")
+    remote = replace(config(), sources=(f"s3://{BUCKET}/photos",), out=tmp_path / "remote.edje")
+    run_build(local, lambda event: None)
+    proxy.fault = every(5, "reset")
+    result = run_build(remote, lambda event: None)
+    assert (result.inputs, result.indexed, result.failed) == (11, 10, 1)
+    ids = [row for row in range(11) if row != 7]
+    assert (TokenStore.open(remote.out).fetch(ids) == TokenStore.open(local.out).fetch(ids)).all()
+    write_photo(uploaded / "photos/new.jpg", 99)
+    (uploaded / "photos/00.jpg").unlink()
+    upload(uploaded)
+    changed = run_update(UpdateConfig(remote.out, engine="inline"), lambda event: None)
+    assert (changed.new, changed.vanished, changed.unchanged) == (1, 1, 10)

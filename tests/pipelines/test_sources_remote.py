@@ -1,0 +1,171 @@
+"""Sources on web servers and on the Hugging Face Hub: they list and read as local files do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.images.remote import web
+from pipelines.cli.failures import failed_rows
+from pipelines.jobs.build import run_build
+from pipelines.jobs.retry_failed import run_retry_failed
+from pipelines.planning.config import AppendConfig
+from pipelines.sources import iter_all, open_source, open_sources
+from storage_formats import MissingExtraError, UsageError, read_rows
+from tests.pipelines.test_build_packed import _pack
+from tests.web_server import WebServer, web_server
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[WebServer]:
+    with web_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
+    for part in (running.files, running.faults, running.responses, running.requests):
+        part.clear()
+    running.ranges = True
+    monkeypatch.setattr(web, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(web, "_LONGEST_PAUSE", 0.02)
+    return running
+
+
+def scan(spec: str) -> list[InputRef]:
+    return list(iter_all(open_sources([spec])))
+
+
+def contents(refs: list[InputRef], base: str) -> list[tuple[str, bytes, object]]:
+    """Name below `base`, bytes and metadata of each input."""
+    return [(ref.uri.removeprefix(base), read_bytes(ref), ref.metadata) for ref in refs]
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "b.zip", "c.parquet", "d.tar"])
+def test_archives_on_a_server(server: WebServer, tmp_path: Path, photos: Path, name: str) -> None:
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    _pack(photos, packed)
+    os.system(f"tar -C {photos} -cf {packed}/d.tar $(cd {photos}; ls *.jpg)")
+    server.files[f"/x/{name}"] = (packed / name).read_bytes()
+    refs = scan(f"{server.url}/x/{name}")
+    assert len(refs) == 10
+    assert contents(refs, f"{server.url}/x") == contents(scan(str(packed / name)), str(packed))
+    assert "?" not in refs[0].uri
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "txt"])
+def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
+    values = ["photos/a.jpg", f"{server.url}/other/b.jpg", "/etc/passwd", "file:///etc/passwd", "../up.jpg"]
+    lines = {
+        "csv": ["url", *values],
+        "tsv": ["url\tx", *(f"{value}\ty" for value in values)],
+        "jsonl": [json.dumps({"url": value}) for value in values],
+        "txt": values,
+    }
+    server.files[f"/lists/list.{suffix}"] = "\n".join(lines[suffix]).encode()
+    server.files["/lists/photos/a.jpg"] = b"a"
+    server.files["/other/b.jpg"] = b"b"
+    refs = scan(f"{server.url}/lists/list.{suffix}")
+    assert [ref.uri for ref in refs[:2]] == [f"{server.url}/lists/photos/a.jpg", f"{server.url}/other/b.jpg"]
+    assert [read_bytes(ref) for ref in refs[:2]] == [b"a", b"b"]
+    assert [ref.problem for ref in refs[2:]] == ["bad-list-line"] * 3
+
+
+def test_listing_addresses_sends_no_request(server: WebServer, tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text(f"url\n{server.url}/a.jpg\n{server.url}/a b.jpg\nftp://host/a.jpg\n")
+    refs = scan(str(tmp_path / "list.csv"))
+    assert [ref.problem for ref in refs] == [None, "bad-list-line", "not-a-local-path"]
+    assert server.requests == []
+
+
+def test_patterns_of_urls(server: WebServer) -> None:
+    for number in range(3):
+        server.files[f"/{number}.jpg"] = b"photo"
+    assert [ref.uri for ref in scan(server.url + "/{0..2}.jpg")] == [
+        f"{server.url}/{number}.jpg" for number in range(3)
+    ]
+    assert [ref.uri for ref in scan(server.url + "/photo?id=3")] == [f"{server.url}/photo?id=3"]
+    with pytest.raises(UsageError, match="web servers list no directories"):
+        open_source(f"{server.url}/photos")
+
+
+def test_what_a_server_cannot_do_is_said(server: WebServer) -> None:
+    with pytest.raises(UsageError, match=r"cannot read the list .*/list\.csv: HTTP status 404"):
+        open_source(f"{server.url}/list.csv")
+    server.files["/a.tar"] = bytes(10240)
+    server.ranges = False
+    with pytest.raises(UsageError, match=r"/a\.tar: the server does not answer requests for byte ranges; download"):
+        scan(f"{server.url}/a.tar")
+
+
+def test_a_missing_library_is_named(server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "urllib3", None)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    (tmp_path / "list.txt").write_text("https://example.org/a.jpg\n")
+    for spec in (str(tmp_path / "list.txt"), "https://example.org/a.tar", "s3://bucket/a.tar"):
+        with pytest.raises(MissingExtraError, match=r"pip install 'edje-index\[remote\]'"):
+            scan(spec)
+
+
+def test_a_folder_on_the_hub(server: WebServer, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    (tmp_path / "packed").mkdir()
+    _pack(photos, tmp_path / "packed")
+    data = (tmp_path / "packed/c.parquet").read_bytes()
+    names = ["train-00000.parquet", "train-00001.parquet"]
+    for name in names:
+        server.files[f"/datasets/owner/set/resolve/v1/data/{name}"] = data
+    sent: list[dict[str, str]] = []
+
+    def page(number: int) -> Callable[[dict[str, str]], Any]:
+        def answer(headers: dict[str, str]) -> Any:
+            sent.append(headers)
+            following = {} if number else {"Link": f'<{server.url}/page2>; rel="next"'}
+            entry = {"type": "file", "path": f"data/{names[number]}", "size": len(data)}
+            return 200, following, json.dumps([entry]).encode()
+
+        return answer
+
+    server.responses["/api/datasets/owner/set/tree/v1/data"] = page(0)
+    server.responses["/page2"] = page(1)
+    for spec in ("hf://datasets/owner/set@v1/data", "hf://datasets/owner/set@v1/data/*.parquet"):
+        refs = scan(spec)
+        assert [ref.uri for ref in refs[9:11]] == [
+            "hf://datasets/owner/set@v1/data/train-00000.parquet!image/9",
+            "hf://datasets/owner/set@v1/data/train-00001.parquet!image/0",
+        ]
+        assert read_bytes(refs[12]) == (photos / "02.jpg").read_bytes()
+    assert {headers["Authorization"] for headers in sent} == {"Bearer secret"}
+    with pytest.raises(UsageError, match="names no repository"):
+        open_source("hf://owner")
+
+
+def test_a_build_from_addresses(
+    server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["url,caption"]
+    for path in sorted(photos.glob("*.jpg")):
+        server.files[f"/{path.name}"] = path.read_bytes()
+        lines.append(f"{server.url}/{path.name},photo {path.stem}")
+    lines.append(f"{server.url}/gone.jpg,nothing")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    server.faults["/02.jpg"] = ["503"] * 4
+    server.faults["/04.jpg"] = ["reset", "truncate", "slow"]
+    request = replace(config(), sources=(str(tmp_path / "list.csv"),), out=tmp_path / "web.edje")
+    result = run_build(request, lambda event: None)
+    assert (result.inputs, result.indexed, result.failed) == (11, 8, 3)
+    failed = {row["uri"].rpartition("/")[2]: row["reason"] for row in failed_rows(request.out)}
+    assert failed == {"02.jpg": "unreachable", "07.jpg": "not-an-image", "gone.jpg": "missing"}
+    assert read_rows(request.out, columns=["caption"])["caption"].to_pylist()[4] == "photo 04"
+    retried = run_retry_failed(AppendConfig(request.out, (), engine="inline"), lambda event: None)
+    assert (retried.retried, retried.indexed) == (3, 1)

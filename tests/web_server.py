@@ -1,0 +1,128 @@
+"""A web server in this process that serves files from memory, answers range requests, and fails on request."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Response = tuple[int, dict[str, str], bytes]
+
+
+@dataclass
+class WebServer:
+    """A running server.
+
+    Attributes:
+        url: URL of the server, without a slash at its end.
+        files: contents by path, for example "/a.jpg". A path includes the query.
+        faults: what happens to the next requests for a path: "reset", "truncate", "slow" or a status such as "503".
+        responses: special responses by path.
+        ranges: whether the server answers range requests.
+        requests: (path, value of the header Range) of each request so far.
+        open_requests: number of requests that are being answered, and the largest such number so far.
+    """
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    responses: dict[str, Callable[[dict[str, str]], Response]] = field(default_factory=dict)
+    ranges: bool = True
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    open_requests: Counter[str] = field(default_factory=Counter)
+
+
+@contextlib.contextmanager
+def web_server() -> Iterator[WebServer]:
+    """Run a server on a free port of this machine."""
+    state = WebServer()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
+    server.daemon_threads = True
+    server.block_on_close = False
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _handler(state: WebServer) -> type[BaseHTTPRequestHandler]:
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            with lock:
+                state.requests.append((self.path, self.headers.get("Range", "")))
+                state.open_requests["now"] += 1
+                state.open_requests["most"] = max(state.open_requests["most"], state.open_requests["now"])
+                faults = state.faults.get(self.path, [])
+                fault = faults.pop(0) if faults else ""
+            try:
+                self._answer(fault)
+            finally:
+                with lock:
+                    state.open_requests["now"] -= 1
+
+        def _answer(self, fault: str) -> None:
+            if fault == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+                self.close_connection = True
+                return
+            if fault == "slow":
+                time.sleep(0.2)
+            if fault.isdecimal():
+                self._send(int(fault), {}, b"")
+            elif self.path in state.responses:
+                self._send(*state.responses[self.path](dict(self.headers.items())))
+            elif self.path in state.files:
+                self._file(state.files[self.path], is_truncated=fault == "truncate")
+            else:
+                self._send(404, {}, b"nothing here")
+
+        def _file(self, data: bytes, *, is_truncated: bool) -> None:
+            wanted = self.headers.get("Range", "") if state.ranges else ""
+            if not wanted:
+                return self._send(200, {}, data, is_truncated=is_truncated)
+            first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+            if first >= len(data):
+                return self._send(416, {"Content-Range": f"bytes */{len(data)}"}, b"")
+            part = data[first : last + 1]
+            content_range = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
+            return self._send(206, {"Content-Range": content_range}, part, is_truncated=is_truncated)
+
+        def _send(self, status: int, headers: dict[str, str], data: bytes, *, is_truncated: bool = False) -> None:
+            self.send_response_only(status)
+            for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                if value:
+                    self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(data[: len(data) // 2] if is_truncated else data)
+            if is_truncated or "Content-Length" in headers:
+                self.close_connection = True
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def handle(self) -> None:
+            with contextlib.suppress(OSError, ValueError):
+                super().handle()
+
+        def finish(self) -> None:
+            with contextlib.suppress(OSError, ValueError):
+                super().finish()
+
+    return Handler
