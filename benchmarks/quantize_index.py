@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.environment import storage
 from benchmarks.fetch.page_cache import evict
 from benchmarks.synthetic import make_synthetic
+from pipelines.doctor.block_device import storage
 from pipelines.environment import environment
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec, Layout

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.environment import storage
 from benchmarks.fetch.counters import Counters
 from benchmarks.fetch.page_cache import evict
+from pipelines.doctor.block_device import storage
 from pipelines.environment import environment
 from storage_formats.errors import EdjeError, UsageError
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("storage_formats", "edje_index", "pipelines", "benchmarks")
-_HOME = Path(__file__).resolve().parents[1]
+HOME = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
@@ -28,13 +28,13 @@ def _is_hidden(name: str) -> bool:
     """Return True if `import name` would import a package other than the package of this project."""
     spec = importlib.util.find_spec(name)
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    return (_HOME / name).is_dir() and not (folders and Path(folders[0]).resolve() == _HOME / name)
+    return (HOME / name).is_dir() and not (folders and Path(folders[0]).resolve() == HOME / name)
 
 
 def _put_home_first() -> None:
-    sys.path.insert(0, str(_HOME))
+    sys.path.insert(0, str(HOME))
     others = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(_HOME), *filter(None, [others])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [others])])
     importlib.invalidate_caches()
 
 

@@ -50,6 +50,7 @@ SECTIONS = {
         "retry-failed": "pipelines.cli.retry_failed:retry_failed",
         "ann": "pipelines.cli.ann:group",
         "report": "pipelines.cli.report:report",
+        "doctor": "pipelines.cli.doctor:doctor",
     },
     "Search": {
         "search": "pipelines.cli.search:search",

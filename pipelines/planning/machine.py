@@ -33,11 +33,16 @@ def free_disk(path: Path) -> int:
 def cuda_devices() -> int:
     """Return the number of CUDA devices that torch can use."""
     # A separate process counts the devices, so that this process does not import torch.
-    if not any(os.path.exists(node) for node in _GPU_NODES):
+    if not has_gpu_node():
         return 0
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
     last_word = done.stdout.split()[-1:] if done.returncode == 0 else []
     return int(last_word[0]) if last_word and last_word[0].isdigit() else 0
+
+
+def has_gpu_node() -> bool:
+    """Return True if the operating system knows a GPU that can compute."""
+    return any(os.path.exists(node) for node in _GPU_NODES)
 
 
 def _file_cache() -> int:
