@@ -21,6 +21,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import Tombstones, live_rows, refuse_renumbered, rows_in_use
@@ -104,7 +105,7 @@ class TokenStore:
             >>> len(store), store.block_shape, store.precision
             (10, (4, 8), 'bf16')
         """
-        return cls(CommittedIndex.open(root, snapshot), precision, engine, verify_reads=verify_reads)
+        return cls(open_index(root, snapshot), precision, engine, verify_reads=verify_reads)
 
     def refresh(self) -> int:
         """Switch the store to the current snapshot of the index, and return the number of this snapshot.
@@ -123,7 +124,7 @@ class TokenStore:
             >>> store.refresh()
             1
         """
-        before, index = self._view.index.manifest, CommittedIndex.open(self._view.index.location)
+        before, index = self._view.index.manifest, open_index(self._view.index.location)
         if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
             raise UsageError(f"the index at {index.location} was replaced by another index; open the index again")
         self._view = self._view_of(index)

@@ -19,6 +19,7 @@ from storage_formats.codecs import Records, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.token_store import TokenStore
 
@@ -72,7 +73,7 @@ def bench_remote(bench: RemoteBench, on_line: Callable[[str], None]) -> dict[str
     Raises:
         UsageError: the index does not have the precision, or has less than two rows.
     """
-    index = CommittedIndex.open(bench.url)
+    index = open_index(bench.url)
     assert index.remote is not None
     folder = CountingFolder(index.remote.url, index.remote.store)
     precision = bench.precision or index.manifest.spec.precisions[0]

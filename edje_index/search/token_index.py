@@ -28,6 +28,7 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
@@ -124,7 +125,7 @@ class TokenIndex:
             ModelError: the bundle is missing, did not build this index, or has no model for a part of `score`.
             ObjectStoreError: the object store refused a request or cannot be reached. Searches raise it too.
         """
-        index = CommittedIndex.open(root, snapshot)
+        index = open_index(root, snapshot)
         bundle = SearchModel.of_index(index, model, **options)
         bundle.weights("t2i", score)  # raises an error if the bundle cannot compute the score
         return cls(index, bundle, precision=precision or index.manifest.spec.precisions[0], score=score)
@@ -158,7 +159,7 @@ class TokenIndex:
         Raises:
             UsageError, CorruptIndexError: as for `refresh`.
         """
-        index = CommittedIndex.open(self.committed.location)
+        index = open_index(self.committed.location)
         if index.manifest == self.manifest:
             return self
         if index.manifest.model.get("fingerprint") != self.manifest.model.get("fingerprint"):

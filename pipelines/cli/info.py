@@ -48,10 +48,10 @@ def describe_index(root: Path | str) -> dict[str, Any]:
         return begun
     from dataclasses import asdict
 
-    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.mirror import open_index
     from storage_formats.format.shard_table import read_shard_tables
 
-    index = CommittedIndex.open(root)
+    index = open_index(root)
     manifest = index.manifest
     files = [*(file for _, file in read_shard_tables(index.root, manifest.shard_tables)), *manifest.ann_files]
     spec, counts = manifest.spec, manifest.counts

@@ -125,9 +125,9 @@ def search(
     _check_query(request, text=text, queries=queries, image=image)
     batches = [[text]] if text is not None else _batches(queries)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one query: threads that spin between products cost more
-    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.mirror import open_index
 
-    manifest = CommittedIndex.open(index).manifest  # may raise, so it comes before torch is loaded
+    manifest = open_index(index).manifest  # may raise, so it comes before torch is loaded
     from edje_index.search.token_index import TokenIndex
 
     started = time.perf_counter()

@@ -58,12 +58,12 @@ def run_copy(
     replace: bool = False,
 ) -> CopyResult:
     """Copy a snapshot of the index at `source` to `out`. Each is a directory or a URL. See `pipelines.copy_index`."""
-    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.mirror import open_index
     from storage_formats.format.object_store import is_url
     from storage_formats.writing.index_copy import files_to_copy
 
     started = time.monotonic()
-    index = CommittedIndex.open(source, snapshot)
+    index = open_index(source, snapshot)
     entries = files_to_copy(index)
     on_event(StatusMessage(f"copying {len(entries):,} files of snapshot {index.manifest.snapshot.number}"))
     job = _Job(index, entries, on_event, should_stop)

@@ -15,7 +15,7 @@ from storage_formats.errors import CorruptIndexError, IncompleteIndexError, Usag
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout, Segment
-from storage_formats.format.object_store import IndexLocation, ObjectFolder, is_url
+from storage_formats.format.object_store import IndexLocation, ObjectFolder
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import SourceColumn, columns_from_json
 from storage_formats.format.tombstones import Tombstones, read_tombstones
@@ -292,12 +292,8 @@ class CommittedIndex:
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
 
     @classmethod
-    def open(cls, root: IndexLocation, snapshot: int | None = None) -> CommittedIndex:
-        """Open the index at `root`, a directory or a URL. For the arguments and errors, see `Manifest.load`."""
-        if is_url(root):
-            from storage_formats.format.mirror import open_remote
-
-            return open_remote(str(root), snapshot)
+    def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
+        """Open the index at `root`. For the arguments and errors, see `Manifest.load`."""
         return cls(Path(root).absolute(), Manifest.load(root, snapshot))
 
 

@@ -25,7 +25,7 @@ from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import check_inside, set_download
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Manifest
-from storage_formats.format.object_store import ObjectFolder, ObjectVersion
+from storage_formats.format.object_store import IndexLocation, ObjectFolder, ObjectVersion, is_url
 from storage_formats.format.shard_table import FileEntry
 
 _PARALLEL_DOWNLOADS = 16
@@ -43,6 +43,14 @@ def cache_directory() -> Path:
     if configured := os.environ.get("EDJE_CACHE"):
         return Path(configured).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "edje-index"
+
+
+def open_index(location: IndexLocation, snapshot: int | None = None) -> CommittedIndex:
+    """Open the index at `location`, a directory or a URL, to read it.
+
+    For the arguments and errors, see `Manifest.load` and `open_remote`.
+    """
+    return open_remote(str(location), snapshot) if is_url(location) else CommittedIndex.open(location, snapshot)
 
 
 def open_remote(url: str, snapshot: int | None = None) -> CommittedIndex:

@@ -18,6 +18,8 @@ from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import download_missing, read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.mirror import open_index
+from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.parquet import read_table
 from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn, Value, as_type
@@ -200,11 +202,11 @@ def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -
     return pa.concat_tables(iter_rows(index, columns))
 
 
-def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
+def read_rows(root: IndexLocation, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
     """Read rows of the rows table as a `pyarrow.Table`.
 
     Args:
-        root: directory of the index.
+        root: directory of the index, or its URL on an object store.
         row_ids: [k], row ids in any order. Duplicates are allowed. None reads all rows that are not deleted.
         columns: names of the columns to read, see SPEC.md section 9. None reads all columns.
 
@@ -223,7 +225,7 @@ def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str
         >>> read_rows(example_index(), [9, 0], columns=["uri", "status"]).to_pylist()
         [{'uri': '9.jpg', 'status': 'failed'}, {'uri': '0.jpg', 'status': 'indexed'}]
     """
-    return read_index_rows(CommittedIndex.open(root), row_ids, columns)
+    return read_index_rows(open_index(root), row_ids, columns)
 
 
 def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:

@@ -19,7 +19,7 @@ from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.mirror import checked_chunks, named_by_manifest, read_root
+from storage_formats.format.mirror import checked_chunks, named_by_manifest, open_remote, read_root
 from storage_formats.format.object_store import (
     CHUNK_BYTES,
     WRITABLE_SCHEMES,
@@ -254,7 +254,7 @@ def _claim(folder: ObjectFolder, checksum: str) -> None:
 def _conflict(folder: ObjectFolder, manifest: Manifest, entries: Sequence[FileEntry]) -> str | None:
     """Return the path of a file that the index at the destination has with other contents; None if there is none."""
     new = {entry.path: entry for entry in entries if not entry.path.endswith("zarr.json")}
-    old = CommittedIndex.open(folder.url)
+    old = open_remote(folder.url)
     if old.manifest != manifest:
         raise EdjeError(f"another writer changed {folder.url}; copy again")
     for entry in (*(entry for _, entry in read_shard_tables(old.root, manifest.shard_tables)), *manifest.ann_files):

@@ -15,7 +15,7 @@ from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore,
 from storage_formats.format import object_store
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits
@@ -85,7 +85,7 @@ def test_blocks_equal_those_of_a_local_fetch(stored, whole, precision):
 def test_rows_and_embeddings_equal_those_on_disk(stored):
     row_ids = [299, 0, 64, 3, 3]
     assert read_rows(URL, row_ids) == read_rows(stored[0], row_ids)
-    remote, local = (read_embeddings(CommittedIndex.open(root), row_ids) for root in (URL, stored[0]))
+    remote, local = (read_embeddings(open_index(root), row_ids) for root in (URL, stored[0]))
     np.testing.assert_array_equal(remote, local)
 
 
