@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.commands.end_to_end import end_to_end_command
 from benchmarks.commands.fetch import fetch_command
 from benchmarks.commands.output import show
 from benchmarks.commands.paper import paper_command
@@ -31,6 +32,7 @@ bench.add_command(fetch_command)
 bench.add_command(rerank_command)
 bench.add_command(paper_command)
 bench.add_command(serve_command)
+bench.add_command(end_to_end_command)
 bench.add_command(quantize_index_command)
 bench.add_command(scales_layout_command)
 bench.add_command(train_step_command)

@@ -23,6 +23,7 @@ EXTRAS_OF_MODULE = {
     "prometheus_client": ("serve",),
     "pydantic": ("train", "serve"),
     "PIL": ("search", "build", "train"),
+    "qdrant_edge": ("bench",),
     "ray": ("build", "train"),
     "safetensors": ("search", "build", "train"),
     "scipy": ("search", "build", "train"),

@@ -20,6 +20,7 @@ DISTRIBUTIONS = {
     "PIL": "pillow",
     "lance": "pylance",
     "prometheus_client": "prometheus-client",
+    "qdrant_edge": "qdrant-edge-py",
 }
 BLOCK = """
 import sys

@@ -1,0 +1,90 @@
+"""The comparison of whole systems, on a small index of random photos."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.end_to_end.bench import EndToEndBench, bench_end_to_end, figures
+from benchmarks.end_to_end.collection import Collection, write_collection
+from benchmarks.end_to_end.report import table, write_report
+from benchmarks.end_to_end.systems import SYSTEMS
+from benchmarks.joint_pool import Query
+from edje_index.search.token_index import TokenIndex
+from storage_formats import UsageError
+from tests.conftest import REPO
+
+GOLDEN = REPO / "tests" / "golden" / "release_0_1"
+BENCH = EndToEndBench(GOLDEN / "index", GOLDEN / "captions.jsonl", GOLDEN, model=GOLDEN / "model")
+TEXTS = ["a dog plays in the snow", "of the", "two red boats on a lake"]
+
+
+@pytest.fixture(scope="module")
+def index() -> TokenIndex:
+    return TokenIndex.open(GOLDEN / "index", GOLDEN / "model")
+
+
+@pytest.fixture(scope="module")
+def collection(index, tmp_path_factory) -> Collection:
+    folder = tmp_path_factory.mktemp("collection")
+    row_id = index.search("a dog", 1, 4)[0].row_id
+    write_collection(folder, index, [Query(text, row_id) for text in TEXTS])
+    return Collection.open(folder)
+
+
+def test_the_vectors_rank_as_late_interaction(index, collection):
+    assert [query.text for query in collection.queries] == [TEXTS[0], TEXTS[2]], "no content word, no query"
+    count = len(collection.tokens)
+    for query, exact in zip(collection.queries, collection.exact(count), strict=True):
+        hits = index.search(query.text, count, count, score="late")
+        scores = {hit.row_id: hit.score for hit in hits}
+        ranked = [scores[int(collection.row_ids[position])] for position in exact]
+        np.testing.assert_allclose(ranked, sorted(ranked, reverse=True), atol=5e-3)  # tokens are rounded to bfloat16
+
+
+@pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if system.effort == "pool"])
+def test_a_whole_pool_gives_the_exact_order(collection, tmp_path, name):
+    if (package := SYSTEMS[name].package) is not None:
+        pytest.importorskip(package)
+    system = SYSTEMS[name](tmp_path, collection)
+    system.build()
+    system.open()
+    for query, exact in zip(collection.queries, collection.exact(3), strict=True):
+        found = system.search(query, 3, len(collection.tokens))
+        assert found == exact or "nvfp4" in name
+        assert len(system.search(query, 3, 3)) == 3
+
+
+def test_figures(collection):
+    queries = [replace(collection.queries[0], relevant=7)] * 2
+    searched = {"positions": [[1, 7], [2, 3]], "milliseconds": [1.0, 3.0], "peak_bytes": 2, "libraries_bytes": 1}
+    result = figures(searched, replace(collection, queries=queries), [[1, 7], [3, 4]])
+    assert result["recall"] == {"1": 0, "5": 50, "10": 50}
+    assert (result["of_exact"], result["p50_ms"]) == (75, 2)
+
+
+@pytest.mark.slow  # starts six processes
+def test_the_report_has_a_row_for_each_effort(tmp_path, monkeypatch):
+    systems = ("edje-index bf16", "edje-index, joint encoder")
+    for name in systems:
+        monkeypatch.setattr(SYSTEMS[name], "efforts", (4, 8))
+    bench = replace(BENCH, folder=tmp_path / "systems", images="/photos", systems=systems, queries=4)
+    report = bench_end_to_end(bench, lambda activity, done, total: None)
+    assert [[run["effort"] for run in system["runs"]] for system in report["systems"]] == [[4, 8], [4, 8]]
+    assert len(table(report)) == 2 + 4
+    assert all(run["memory_bytes"] > 0 for system in report["systems"] for run in system["runs"])
+    assert not (tmp_path / "systems").exists()
+    text, data, plot = write_report(report, tmp_path / "report")
+    assert "| edje-index bf16 | pool 4 |" in text.read_text()
+    assert json.loads(data.read_text())["collection"]["images"] > 0
+    assert plot.stat().st_size > 0
+
+
+def test_senseless_requests_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for changes, message in (({"systems": ("Solr",)}, "no system 'Solr'"), ({"folder": tmp_path}, "is not empty")):
+        with pytest.raises(UsageError, match=message):
+            bench_end_to_end(replace(BENCH, **changes), lambda activity, done, total: None)
