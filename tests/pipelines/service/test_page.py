@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from pipelines import build_index, quantize_index
+from tests.edje_index.scoring.bundles import bundle_with_all_parts
 from tests.pipelines.service.server import Service, serve
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,8 @@ def index(tmp_path_factory, tiny_bundle) -> Path:
     for row, name in enumerate([*(f"{row}.jpg" for row in range(20)), NAME]):
         pixels = np.random.default_rng(row).integers(0, 255, (6, 8, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((320, 240)).save(folder / "photos" / name)
-    build_index(folder / "photos", folder / "photos.edje", tiny_bundle, engine="inline", threads=1)
+    bundle_with_all_parts(tiny_bundle).save(folder / "model")
+    build_index(folder / "photos", folder / "photos.edje", folder / "model", engine="inline", threads=1)
     quantize_index(folder / "photos.edje", ["nvfp4", "sign1"])
     return folder / "photos.edje"
 
@@ -237,6 +239,24 @@ def test_the_pool_slider_changes_the_candidates(watched):
     assert request.value.post_data_json["pool"] == 20
     watched.wait()
     assert watched.page.inner_text("#pool-value") == "20"
+
+
+def test_the_joint_encoder_scores_the_best(watched, browser):
+    watched.search("a red canoe")
+    assert "not computed" not in watched.page.locator("#after .parts").all_text_contents()[-1]
+    with watched.page.expect_response("**/search"):
+        watched.page.select_option("#joint-pool", "10")
+    watched.wait()
+    parts = watched.page.locator("#after .parts").all_text_contents()
+    assert ["not computed" in text for text in parts] == [False] * 10 + [True] * 2
+    expected = answer(watched, {"query": "a red canoe", "k": 12, "pool": 100, "joint_pool": 10})
+    assert watched.rows("after") == [hit["row_id"] for hit in expected["hits"]]
+    shared = Watched(browser.new_page(), watched.home)
+    shared.page.goto(watched.page.url)
+    shared.wait()
+    assert (shared.rows("after"), shared.problems) == (watched.rows("after"), [])
+    assert shared.page.input_value("#joint-pool") == "10"
+    shared.page.close()
 
 
 def test_the_keyboard_is_enough(watched):
