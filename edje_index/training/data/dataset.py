@@ -9,20 +9,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.models.joint_inputs import JointTokenizer
-from edje_index.models.text_cleaning import clean_canonicalize
-from edje_index.models.text_encoder import embed_texts
-from edje_index.models.text_tower import TextTower
-from edje_index.progress import OnProgress
 from storage_formats.atomic import fsync_paths
-from storage_formats.errors import UsageError
-
-_BATCH = 4096
 
 
 @dataclass(frozen=True)
@@ -115,69 +106,3 @@ class DevCaptions:
 
     captions: CaptionSet
     image_embeddings: NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Miner:
-    """The embedding model for hard-negative mining.
-
-    Attributes:
-        text: text tower of the mining model.
-        image_embeddings: embeddings of the n training images by the mining model, float32 [n, e].
-    """
-
-    text: TextTower
-    image_embeddings: NDArray[np.float32]
-
-
-def prepare_data(
-    items: CaptionSet,
-    tokenizer: JointTokenizer,
-    tower: TextTower,
-    miner: Miner,
-    on_progress: OnProgress = lambda activity, done, total: None,
-) -> TrainingData:
-    """Tokenize and embed all captions of `items`, and return the training data.
-
-    Args:
-        items: images and captions to train on.
-        tokenizer: tokenizer of the joint encoder.
-        tower: text tower that embeds the captions.
-        miner: mining model. If `miner.text` is `tower`, the captions are embedded only once.
-        on_progress: called with the progress. An exception raised by `on_progress` stops this function.
-
-    Raises:
-        UsageError: `items` has no captions.
-    """
-    texts = items.texts()
-    if not texts:
-        raise UsageError("no image with a caption has features; give captions of images in the feature index")
-    ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
-    embeddings = embed_texts(tower, texts, on_progress)
-    mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)
-    words = [_words(text, tokenizer) for text in texts]
-    keys = {text: number for number, text in enumerate(dict.fromkeys(words))}
-    return TrainingData(
-        rows=np.asarray(items.rows, dtype=np.int64),
-        caption_starts=_starts([len(group) for group in items.captions]),
-        token_starts=_starts([len(caption) for caption in ids]),
-        tokens=np.concatenate(ids),
-        caption_keys=np.array([keys[text] for text in words], dtype=np.int64),
-        text_embeddings=embeddings,
-        image_mining=miner.image_embeddings,
-        text_mining=mining,
-    )
-
-
-def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int]]:
-    starts = range(0, len(texts), _BATCH)
-    return [ids for start in starts for ids in tokenizer.caption_ids(texts[start : start + _BATCH])]
-
-
-def _words(text: str, tokenizer: JointTokenizer) -> str:
-    """Normalise a caption. Two captions with the same words give the same string."""
-    return clean_canonicalize(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
-
-
-def _starts(lengths: Sequence[int]) -> NDArray[Any]:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

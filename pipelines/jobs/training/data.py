@@ -53,17 +53,18 @@ def prepared_data(
         UsageError: `folder` contains data of another number of images.
     """
     from edje_index.bundles.bundle import ModelBundle
-    from edje_index.training.data.dataset import DevCaptions, Miner, TrainingData, prepare_data
+    from edje_index.training.data.dataset import DevCaptions, TrainingData
+    from edje_index.training.data.preparation import CaptionModels, Miner, prepare_data
     from storage_formats.reading.embeddings import read_embeddings
 
     features, dev = matched.features, None
-    image_embeddings = read_embeddings(mining.index, mining.rows)
     if matched.dev is not None:
         dev = DevCaptions(matched.dev, read_embeddings(features, matched.dev.rows))
     bundle = start.bundle if mining.bundle is None else ModelBundle.load(mining.bundle)
     if not folder.exists():
-        miner, tokenizer = Miner(bundle.text, image_embeddings), start.bundle.joint.tokenizer
-        prepare_data(matched.captions, tokenizer, start.bundle.text, miner, on_progress).save(folder)
+        miner = Miner(bundle.text, mining.index, mining.rows)
+        models = CaptionModels(start.bundle.joint.tokenizer, start.bundle.text, miner)
+        prepare_data(folder, matched.captions, models, on_progress)
     if TrainingData.open(folder).images != len(matched.items):
         raise UsageError(f"{folder} contains the training data of other captions; set run.dir to another folder")
     temperature = 0.0 if settings.selection == "top" else settings.temperature

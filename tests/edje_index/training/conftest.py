@@ -12,8 +12,9 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.config import TrainConfig, make_config
 from edje_index.training.data.batches import BatchSource
-from edje_index.training.data.dataset import CaptionSet, Miner, TrainingData, prepare_data
+from edje_index.training.data.dataset import CaptionSet, TrainingData
 from edje_index.training.data.features import StoredFeatures
+from edje_index.training.data.preparation import CaptionModels, Miner, prepare_data
 from edje_index.training.data.token_rows import SpecialTokens
 from edje_index.training.loop.feature_task import StoredTask
 from edje_index.training.loop.schedule import total_steps
@@ -21,7 +22,6 @@ from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.model.start_bundle import Origin, make_start
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
 IMAGES = 24
@@ -95,7 +95,6 @@ def case(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Case:
     write_random_index(features, IndexSpec(IMAGES + 3, 8, (16, 32), embed_dim=24))
     bundle = ModelBundle.load(tiny_bundle)
     items = CaptionSet(np.arange(IMAGES) + 2, captions())
-    miner = Miner(bundle.text, read_embeddings(CommittedIndex.open(features), items.rows))
-    prepared = prepare_data(items, bundle.joint.tokenizer, bundle.text, miner)
-    prepared.save(folder / "data")
+    miner = Miner(bundle.text, CommittedIndex.open(features), items.rows)
+    prepare_data(folder / "data", items, CaptionModels(bundle.joint.tokenizer, bundle.text, miner))
     return Case(folder, tiny_bundle, features, folder / "data")
