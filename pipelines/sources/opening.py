@@ -16,6 +16,7 @@ from edje_index.images.remote.urls import is_remote, scheme_of
 from pipelines.sources.archives import ARCHIVE_KINDS, archive_source, compression_of, is_archive_name, scan_ahead
 from pipelines.sources.base import Source
 from pipelines.sources.braces import expand_braces
+from pipelines.sources.caption_file import CAPTION_SUFFIX, CaptionFileSource
 from pipelines.sources.files import read_head
 from pipelines.sources.folder import FolderSource, ImageFileSource, holds_images
 from pipelines.sources.lines import LINES_SUFFIX, LinesSource
@@ -27,8 +28,9 @@ from storage_formats.errors import UsageError
 
 ACCEPTED = (
     "a directory, a .tar (also .tar.gz, .tar.xz, .tar.zst), a .zip, a Parquet file of images, a list of paths "
-    f"({', '.join((*LIST_SUFFIXES, LINES_SUFFIX))}, or - for standard input), an image file, or a quoted pattern "
-    "such as 'shards-{0000..0127}.tar' or 'shards/*.tar'"
+    f"({', '.join((*LIST_SUFFIXES, LINES_SUFFIX))}, or - for standard input), a caption file "
+    f"({CAPTION_SUFFIX}, of COCO or Karpathy), an image file, a URL of any of these, or a quoted pattern such as "
+    "'shards-{0000..0127}.tar' or 'shards/*.tar'"
 )
 
 
@@ -112,6 +114,8 @@ def _list(spec: str, column: str | None) -> Source | None:
     suffix = os.path.splitext(spec)[1].lower()
     if suffix in LIST_SUFFIXES:
         return PathListSource(spec, column)
+    if suffix == CAPTION_SUFFIX:
+        return CaptionFileSource(spec)
     return LinesSource(spec) if suffix == LINES_SUFFIX else None
 
 
