@@ -1,10 +1,12 @@
-"""MkDocs hook: generates the reference of commands, of the Python interface, and of error messages from the code."""
+"""MkDocs hook: generates pages: commands, Python interface and error messages from the code, and the notebooks."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +17,7 @@ from pipelines.cli.main import SECTIONS, cli
 
 HELP_WIDTH = 98  # what click prints on a terminal of 100 columns
 PACKAGES = ["storage_formats", "edje_index", "pipelines"]
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 
 
 def commands(group: click.Group, context: click.Context, names: list[str]) -> Iterator[tuple[str, str]]:
@@ -61,10 +64,21 @@ def section_path(heading: str) -> str:
     return f"reference/cli/{heading.lower().replace(' ', '-')}.md"
 
 
+def notebook_page(path: Path) -> str:
+    """Markdown page with the cells of a notebook, and a link to the notebook."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"~~~python\n{text}\n~~~")
+    parts.insert(1, f"[Download the notebook]({path.name})")
+    return "\n\n".join(parts)
+
+
 def pages() -> dict[str, str]:
     """Generated pages by path."""
     generated = {section_path(heading): section_page(heading) for heading in SECTIONS}
     generated |= {f"reference/{package}.md": package_page(package) for package in PACKAGES}
+    generated |= {f"notebooks/{path.stem}.md": notebook_page(path) for path in NOTEBOOKS}
     return generated | {"reference/errors.md": errors_page()}
 
 

@@ -1,0 +1,72 @@
+"""Files that the guides take for granted: photos, captions, lists, arrays, and an index of them by a tiny model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from pipelines import build_index, delete_rows, quantize_index
+
+ROWS = 1100  # guides fetch row 1023
+
+
+def write_guide_files(folder: Path, bundle: Path) -> None:
+    """Photos, captions, a model, and an index with metadata and three snapshots."""
+    rng = np.random.default_rng(0)
+    for name in ("photos/2019", "photos/2026", "shards"):
+        (folder / name).mkdir(parents=True)
+    paths = [folder / "photos" / ("2019" if row < 3 else "") / f"{row:05}.png" for row in range(ROWS)]
+    for path in [*paths, folder / "photos/2026/new.png"]:
+        Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(path)
+    paths[9].write_bytes(b"no image")
+    shutil.copy(paths[5], folder / "canoe.jpg")
+    write_texts(folder, paths[10:50])
+    write_tables(folder, paths)
+    shutil.copytree(bundle, folder / "model")
+    index = folder / "photos.edje"
+    build_index(folder / "list.parquet", index, folder / "model", engine="inline", threads=1, column="image_path")
+    quantize_index(index, ["fp8", "nvfp4"])
+    for row in (1001, 1002, 1003):
+        delete_rows(index, rows=[row])
+    shutil.copytree(index, folder / "local.edje")
+    quantize_index(folder / "local.edje", drop=["bf16", "fp8"])  # other tokens than those of the other indexes
+
+
+def write_texts(folder: Path, captioned: list[Path]) -> None:
+    records = [
+        {"image": str(path), "captions": [f"photo {path.stem} of a canoe"], "split": ["dev", "test"][number % 2]}
+        for number, path in enumerate(captioned)
+    ]
+    (folder / "captions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    images = [
+        {"filename": record["image"], "split": record["split"], "sentences": [{"raw": record["captions"][0]}]}
+        for record in records
+    ]
+    (folder / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
+    (folder / "queries.txt").write_text("a red canoe\ntwo dogs\n")
+
+
+def write_tables(folder: Path, paths: list[Path]) -> None:
+    columns = {
+        "image_path": [str(path) for path in paths],
+        "licence": ["cc0"] * ROWS,
+        "captions": [["a lake"]] * ROWS,
+        "taken": pa.array([0] * ROWS, pa.timestamp("us")),
+    }
+    pq.write_table(pa.table(columns), folder / "list.parquet")
+    with tarfile.open(folder / "shards/0000.tar", "w") as archive:
+        for path in paths[10:14]:
+            archive.add(path, path.name)
+    for number in range(1, 128):
+        shutil.copy(folder / "shards/0000.tar", folder / f"shards/{number:04}.tar")
+    rng = np.random.default_rng(1)
+    np.save(folder / "tokens.npy", rng.standard_normal((8, 64, 384), np.float32))
+    np.save(folder / "embeddings.npy", rng.standard_normal((8, 512), np.float32))
+    pq.write_table(pa.table({"uri": [f"page-{row}" for row in range(8)]}), folder / "rows.parquet")

@@ -1,0 +1,132 @@
+"""The commands and the Python code of README, tutorial and guides run, in order, on a tiny model and small photos."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+
+from pipelines.cli.main import cli
+from tests.conftest import REPO
+
+pytestmark = pytest.mark.slow
+ROWS = 1100  # guides fetch row 1023
+PAGES = [REPO / "README.md"] + [
+    REPO / "docs" / f"{name}.md"
+    for name in (
+        "tutorial",
+        "install",
+        "build",
+        "change",
+        "quantize",
+        "search",
+        "fetch",
+        "evaluate",
+        "own-encoder",
+        "train",
+    )
+]
+# The beginning of a command that the tests leave out here -> where it runs, or why it cannot.
+NOT_RUN = {
+    "model get": "tests/test_packaging.py runs it; it downloads 174 MB",
+    "serve": "tests/pipelines/service run it; it does not end",
+    "bench": "tests/benchmarks run the benchmarks; the commands of the guides take minutes",
+    "model import checkpoint.pth": "tests/edje_index import checkpoints; the tower comes from a model hub",
+    "model from-open-clip": "needs a model hub",
+    "model fetch-towers": "tests/edje_index run it; it downloads 174 MB",
+    "model train-embedding": "tests/edje_index run it, on towers that it downloads",
+    "train captions.jsonl": "tests/pipelines train tiny models; the commands of the guides take hours",
+    "train more.jsonl": "tests/pipelines train tiny models; the commands of the guides take hours",
+    "build photos --out siglip2.edje": "its model comes from a model hub",
+    "eval siglip2.edje": "its model comes from a model hub",
+    "search photos.edje\n": "without a query it reads from a terminal",
+    'search photos.edje "a red canoe on a lake" --joint-pool': "the tiny model has one part of the score",
+    "ann build photos.edje --ann IVF4096,PQ96x4fs": "the embeddings of the tiny model have 24 values",
+    "build ~/photos --out photos.edje --model model --address": "needs a Ray cluster; tests/integration start one",
+}
+
+
+def blocks(page: Path) -> Iterator[str]:
+    """Indented code blocks of a page, with the indentation removed."""
+    for match in re.finditer(r"(?:^(?:    .*|)\n)+", page.read_text(), re.MULTILINE):
+        if match[0].strip():
+            yield textwrap.dedent(match[0]).strip("\n")
+
+
+def commands(page: Path) -> list[str]:
+    """Lines `edje-index ...` of the code blocks of a page."""
+    text = "\n".join(blocks(page)).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.startswith("edje-index ")]
+
+
+def python_code(page: Path) -> list[str]:
+    """Code blocks of a page that are Python, as far as they import what they use."""
+    texts = [text for text in blocks(page) if re.search(r"^(from|import) \w", text, re.MULTILINE)]
+    return [text for text in texts if not re.search(r"^(edje-index|pip|make) ", text, re.MULTILINE)]
+
+
+def left_out(line: str) -> bool:
+    rest = line.removeprefix("edje-index ").strip() + "\n"
+    return any(rest.startswith(beginning) for beginning in NOT_RUN)
+
+
+def words_of(line: str, home: Path) -> list[str]:
+    """Arguments of a command, as the shell gives them, without Ray and without a browser."""
+    words = [re.sub(r"^~/", f"{home}/", word) for word in shlex.split(line, comments=True)[1:] if word != "--open"]
+    command = cli.get_command(click.Context(cli), words[0])
+    options = [name for parameter in command.params for name in parameter.opts] if command else []
+    return [*words, "--engine", "inline"] if "--engine" in options and "--engine" not in words else words
+
+
+def run_line(line: str, home: Path, run) -> None:
+    words = words_of(line, home)
+    if words[0] in ("build", "merge", "import-arrays"):
+        shutil.rmtree(home / words[words.index("--out") + 1], ignore_errors=True)
+    code, out, err = run(*words)
+    assert code == 0, f"{line}\n{out}\n{err}"
+
+
+WITH_COMMANDS = [page for page in PAGES if not all(map(left_out, commands(page)))]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run(page, home, run):
+    for line in commands(page):
+        if not left_out(line):
+            run_line(line, home, run)
+
+
+NAMES = {
+    "fetch": {"pools": [[1, 2], [3, 17]]},
+    "own-encoder": {
+        "batches": [(np.ones((2, 64, 384), np.float32), np.eye(2, 512, dtype=np.float32), ["a", "b"])],
+        "query_vectors": np.ones((3, 384), np.float32),
+        "query_embedding": np.ones(512, np.float32),
+    },
+}
+WITH_PYTHON = [page for page in PAGES if python_code(page) and page.stem != "train"]  # its code trains for an hour
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+def test_the_python_code_of_a_page_runs(page, template, home):
+    names = dict(NAMES.get(page.stem, {}))
+    for code in python_code(page):
+        shutil.rmtree(home / "photos.edje")
+        if "build_index(" not in code:
+            shutil.copytree(template / "photos.edje", home / "photos.edje")
+        code = code.replace("/photos/12.jpg", str(template / "photos/00012.png"))
+        exec(compile(code, str(page), "exec"), names)
+
+
+def test_every_exception_is_needed():
+    rest = [line.removeprefix("edje-index ").strip() + "\n" for page in PAGES for line in commands(page)]
+    for beginning in NOT_RUN:
+        assert any(line.startswith(beginning) for line in rest), beginning
+    assert sum(not left_out(line) for page in PAGES for line in commands(page)) > 60
