@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from storage_formats.format.layout import IndexSpec
     from storage_formats.format.manifest import Manifest
     from storage_formats.format.rows import read_rows
+    from storage_formats.shard_check import Problem
     from storage_formats.token_store import TokenStore
-    from storage_formats.verify import Problem, verify_index
+    from storage_formats.verify import verify_index
     from storage_formats.writing.index_writer import IndexWriter
     from storage_formats.writing.shard_writer import ShardWriter
 
@@ -37,7 +38,7 @@ _MODULES = {
     "IndexSpec": "storage_formats.format.layout",
     "MissingExtraError": "storage_formats.extras",
     "Manifest": "storage_formats.format.manifest",
-    "Problem": "storage_formats.verify",
+    "Problem": "storage_formats.shard_check",
     "RowIdError": "storage_formats.errors",
     "ShardWriter": "storage_formats.writing.shard_writer",
     "TokenStore": "storage_formats.token_store",

@@ -14,25 +14,57 @@ from pipelines.progress.wording import counted
 
 @click.command()
 @click.argument("index", type=PATH)
+@click.option(
+    "--sample",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SHARE|N",
+    help="Check only a random sample of the shards: a share below 1, or a number of shards.  [default: all shards]",
+)
 @json_option
-def verify(index: Path, as_json: bool) -> int:
+def verify(index: Path, sample: float | None, as_json: bool) -> int:
     """Check every file of INDEX: lengths, checksums, rows and counts.
 
     If zarr-python is installed, the command also checks that zarr-python can open the arrays. The exit code is 1 if
     the command finds a problem.
 
+    With --sample, the command checks every file of some shards, which it draws anew each time, and the metadata of the
+    index. It does not look at the other files.
+
     \b
     Examples:
       edje-index verify photos.edje
-      edje-index verify photos.edje --json
+      edje-index verify photos.edje --sample 0.01
+      edje-index verify photos.edje --sample 100 --json
     """
     from storage_formats.verify import verify_index
 
-    problems = verify_index(index)
+    checked = 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal checked
+        checked = done
+
+    problems = verify_index(index, count, sample=sample)
+    drawn = {} if sample is None else {"sample": {"shards": checked, "of": _shards_of(index)}}
     if as_json:
-        print_json({"index": str(index), "sound": not problems, "problems": [asdict(problem) for problem in problems]})
+        listed = [asdict(problem) for problem in problems]
+        print_json({"index": str(index), "sound": not problems, "problems": listed, **drawn})
     for problem in problems:
         note(f"{problem.path}: {problem.message}")
     if not as_json:
-        print_line(f"{index}: {counted(len(problems), 'problem') if problems else 'sound'}")
+        verdict = counted(len(problems), "problem") if problems else "sound"
+        of = f" in a random sample of {checked:,} of {counted(_shards_of(index), 'shard')}" if drawn else ""
+        print_line(f"{index}: {verdict}{of}")
     return 1 if problems else 0
+
+
+def _shards_of(index: Path) -> int:
+    """Return the number of shards of `index` that have files; 0 if `index.json` cannot be read."""
+    from storage_formats.errors import CorruptIndexError
+    from storage_formats.format.manifest import Manifest
+
+    try:
+        spec = Manifest.load(index).spec
+    except CorruptIndexError:
+        return 0
+    return sum(len(spec.segment_shards(segment)) for segment in spec.used_segments)

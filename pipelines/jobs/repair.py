@@ -16,7 +16,7 @@ from storage_formats.format.layout import Layout
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.shard_table import FileEntry
-    from storage_formats.verify import Problem
+    from storage_formats.shard_check import Problem
     from storage_formats.writing.repair import RepairedFile, ShardRepair
 
 

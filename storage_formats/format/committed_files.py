@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,7 @@ from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.shard_table import EXCHANGED, SHARD_TABLE_SCHEMA, FileEntry
 
 _KEPT_ENTRIES = 1 << 16  # about 20 MB
+_SHARDS_PER_READ = 1024  # their lines are in one or a few row groups
 
 
 class CommittedFiles:
@@ -67,6 +69,30 @@ class CommittedFiles:
                 raise CorruptIndexError(
                     f"the shard table {table.path} does not list {self._path(shard)}; run 'edje-index verify'"
                 )
+
+
+def iter_shard_files(index: CommittedIndex, shards: Sequence[int]) -> Iterator[tuple[int, dict[str, FileEntry]]]:
+    """Yield each of `shards` with the entries of its files in the shard tables, keyed by path.
+
+    A shard that no table lists has no entries. Memory use does not depend on the number of shards.
+
+    Args:
+        index: the index.
+        shards: shard numbers, ascending. Each shard must belong to a segment.
+
+    Raises:
+        CorruptIndexError: a shard table cannot be read.
+    """
+    layout, spec = Layout(index.root), index.manifest.spec
+    for segment, entry in zip(spec.used_segments, index.manifest.shard_tables, strict=True):
+        table, of_segment = _Table(layout, entry), spec.segment_shards(segment)
+        start, stop = (bisect.bisect_left(shards, shard) for shard in (of_segment.start, of_segment.stop))
+        for first in range(start, stop, _SHARDS_PER_READ):
+            group = list(shards[first : min(first + _SHARDS_PER_READ, stop)])
+            files: dict[int, dict[str, FileEntry]] = {shard: {} for shard in group}
+            for line in table.lines(group):
+                files[line["shard"]][line["path"]] = FileEntry(line["path"], line["bytes"], line["crc32c"])
+            yield from files.items()
 
 
 class _Table:

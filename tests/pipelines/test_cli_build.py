@@ -16,6 +16,7 @@ import pytest
 from edje_index.bundles import random_bundle as untrained
 from pipelines.planning.prepare import prepare_build
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import read_rows
 from tests.conftest import REPO
 from tests.pipelines.conftest import write_photo
@@ -188,6 +189,15 @@ def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):
     assert (finished["state"], finished["counts"]["indexed"], finished["block_shape"]) == ("finished", 9, [4, 16])
     assert finished["model"]["trained"] is False
     assert "not-an-image 1" in run("info", index)[1]
+
+
+def test_verify_says_that_it_checked_a_sample_only(run):
+    golden = REPO / "tests/golden/release_0_1/index"
+    shards = -(-Manifest.load(golden).spec.rows // Manifest.load(golden).spec.shard_size)
+    code, out, _ = run("verify", golden, "--sample", 1, "--json")
+    assert (code, json.loads(out)["sample"]) == (0, {"shards": 1, "of": shards})
+    assert f"sound in a random sample of 1 of {shards} shard" in run("verify", golden, "--sample", 0.01)[1]
+    assert run("verify", golden, "--sample", 0)[0] == 2
 
 
 def test_verify_tells_a_sound_index_from_a_damaged_one(run, build, index):

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from dataclasses import replace
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage_formats import UsageError, verify_index
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import RowEntry
+from storage_formats.format.shard_table import read_shard_tables, write_shard_table
+from storage_formats.verify import sampled_shards
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 16), embed_dim=6)
@@ -116,3 +122,72 @@ def test_an_index_that_changes_during_verification_is_not_called_damaged(copy):
     assert [problem.code for problem in problems] == ["changed"]
     assert "verify the index again" in problems[0].message
     assert codes(copy) == {("tokens/bf16/extra", "stray-file")}
+
+
+def segmented_spec() -> IndexSpec:
+    """Shards 0 to 2, and 5 to 9."""
+    return IndexSpec(79, 8, (4, 16), 6, segments=(Segment(0, 21), Segment(40, 39)))
+
+
+@given(st.integers(1, 20) | st.floats(0.01, 0.99))
+def test_a_sample_has_the_requested_number_of_different_shards_of_the_segments(sample):
+    spec = segmented_spec()
+    shards = sampled_shards(spec, sample)
+    assert len(shards) == min(8, sample if sample >= 1 else math.ceil(8 * sample))
+    assert list(shards) == sorted(set(shards))
+    assert set(shards) <= set(spec.shard_numbers())
+
+
+def test_every_shard_can_be_drawn():
+    spec = segmented_spec()
+    assert {shard for _ in range(200) for shard in sampled_shards(spec, 1)} == set(spec.shard_numbers())
+
+
+@pytest.mark.parametrize("sample", [0, -1, -0.5, math.nan, math.inf])
+def test_a_sample_that_is_not_positive_is_refused(sound, sample):
+    with pytest.raises(UsageError, match="must be a share or a number of shards above 0, got"):
+        verify_index(sound, sample=sample)
+
+
+def test_a_sample_finds_damage_in_its_shards_only(copy, monkeypatch):
+    layout = Layout(copy)
+    for damaged in (layout.rows_file(1), layout.token_shard("bf16", 2)):
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    damaged_shards = {0: set(), 1: {"rows/00000001.parquet"}, 2: {"tokens/bf16/c.2.0.0"}}
+    for shard, paths in damaged_shards.items():
+        monkeypatch.setattr("random.sample", lambda population, count, drawn=shard: [drawn])
+        steps = []
+        problems = verify_index(copy, lambda done, of, steps=steps: steps.append((done, of)), sample=1)
+        assert {problem.path for problem in problems} == paths
+        assert steps == [(1, 1)]
+
+
+def test_a_sample_of_all_shards_finds_what_a_full_check_finds_in_shards(copy, monkeypatch):
+    monkeypatch.setattr("storage_formats.format.committed_files._SHARDS_PER_READ", 2)
+    for path in (Layout(copy).embedding_shard(0), Layout(copy).checksums("bf16", 2)):
+        data = bytearray(path.read_bytes())
+        data[3] ^= 1
+        path.write_bytes(data)
+    problems = verify_index(copy)
+    assert {problem.path for problem in problems} >= {"embeddings/c.0.0", "checksums/bf16/00000002.crc32c"}
+    assert verify_index(copy, sample=3) == problems
+
+
+def test_a_sample_reads_only_its_entries_of_the_shard_table(tmp_path, monkeypatch):
+    spec = IndexSpec(200, 1, (1, 16), 6)
+    write_random_index(tmp_path, spec)
+    manifest = Manifest.load(tmp_path)
+    monkeypatch.setattr("storage_formats.format.shard_table._TABLE_GROUP_LINES", 8)
+    table = write_shard_table(Layout(tmp_path), read_shard_tables(tmp_path, manifest.shard_tables))
+    replace(manifest, shard_table=table).write(Layout(tmp_path))
+    groups = []
+    read_row_group = pq.ParquetFile.read_row_group
+
+    def noted(file, group, **options):
+        groups.append(group)
+        return read_row_group(file, group, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
+    monkeypatch.setattr("random.sample", lambda population, count: [17, 150])
+    assert verify_index(tmp_path, sample=2) == []
+    assert groups[:2] == [8, 75]
