@@ -80,6 +80,7 @@ class State:
 
     photos: dict[int, int]
     rows: int
+    first: int = 0
     deleted: int = 0
     precisions: frozenset[str] = frozenset({"bf16"})
 
@@ -91,6 +92,7 @@ class Model:
     snapshots: dict[int, State]
     next_shard: int
     killed: dict[str, int] = field(default_factory=dict)
+    commits: int = 0
 
     @property
     def number(self) -> int:
@@ -124,11 +126,21 @@ class Model:
             return None
         first = self.next_shard * SHARD
         photos = dict(enumerate(self.now.photos.values(), first))
-        return replace(self.now, photos=photos, rows=first + len(photos), deleted=0)
+        return replace(self.now, photos=photos, rows=first + len(photos), first=first, deleted=0)
+
+    def merged(self, photos: list[int]) -> State:
+        """The state of a new index of this one and of an index of `photos`, in which rows are numbered from 0."""
+        offset = -(-(self.now.rows - self.now.first) // SHARD) * SHARD
+        rows = {row - self.now.first: photo for row, photo in self.now.photos.items()}
+        held = set(rows.values()) - {BROKEN}
+        new = {offset + position: photo for position, photo in enumerate(photos) if photo not in held}
+        deleted = self.now.deleted + len(photos) - len(new)
+        return replace(self.now, photos={**rows, **new}, rows=offset + len(photos), first=0, deleted=deleted)
 
     def commit(self, state: State) -> None:
         self.next_shard = max(self.next_shard, -(-state.rows // SHARD))
         self.snapshots[self.number + 1] = state
+        self.commits += 1
 
     def keep(self, count: int) -> None:
         for number in sorted(self.snapshots)[:-count]:
@@ -204,8 +216,11 @@ def cli(tmp_path: Path) -> Iterator[ForkingCli]:
     forking.close()
 
 
-def build(cli: ForkingCli, sources: Path, out: Path, bundle: Path) -> None:
-    options = ["--engine", "inline", "--shard-size", SHARD, "--batch-size", 1, "--threads", 1, "--max-failed", 1]
+def build(
+    cli: ForkingCli, sources: Path, out: Path, bundle: Path, precisions: frozenset[str] = frozenset({"bf16"})
+) -> None:
+    options = [option for name in sorted(precisions) for option in ("--precision", name)]
+    options += ["--engine", "inline", "--shard-size", SHARD, "--batch-size", 1, "--threads", 1, "--max-failed", 1]
     assert cli.run("build", sources, "--out", out, "--model", bundle, *options) == 0, cli.output()
 
 
@@ -221,15 +236,17 @@ class Trial:
 
     cli: ForkingCli
     folder: Path
+    bundle: Path
     root: Path
     model: Model
     reference: Reference
     rng: random.Random
     kills: float
+    merges: int = 0
 
     def change(self, step: int) -> None:
         kinds = {"append": 28, "update": 14, "delete": 20, "erase": 8, "retry_failed": 4, "rollback": 12}
-        kinds |= {"gc": 7, "quantize": 9, "compact": 10}
+        kinds |= {"gc": 7, "quantize": 9, "compact": 10, "merge": 6}
         kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
         before, store = self.model.now, TokenStore.open(self.root)
         getattr(self, kind)(step)
@@ -332,6 +349,23 @@ class Trial:
             assert code == 0, self.cli.output()
         self.model.snapshots[self.model.number] = after
 
+    def merge(self, step: int) -> None:
+        """Merge the index with a new one. The later changes are changes of the merged index."""
+        photos = sorted({1, *self.rng.sample(range(PHOTOS), self.rng.randint(1, 6))})
+        other, out = self.folder / f"other-{step}.edje", self.folder / f"merged-{step}.edje"
+        sources = write_photos(self.folder / f"sources-{step}", photos)
+        build(self.cli, sources, other, self.bundle, self.model.now.precisions)
+        arguments = ("merge", self.root, other, "--out", out, "--quiet")
+        code = self.cli.run(*arguments, kill_after=self._kill_after(0.3))
+        if code == -signal.SIGKILL:
+            self.model.killed["merge"] = self.model.killed.get("merge", 0) + 1
+            assert verify_index(self.root) == verify_index(other) == []
+            code = 0 if out.exists() else self.cli.run(*arguments)
+        assert code == 0, self.cli.output()
+        after = self.model.merged(photos)
+        self.root, self.model.snapshots, self.model.next_shard = out, {0: after}, -(-after.rows // SHARD)
+        self.merges += 1
+
     def _kill_after(self, longest: float) -> float | None:
         return self.rng.uniform(0, longest) if self.rng.random() < self.kills else None
 
@@ -351,28 +385,29 @@ class Trial:
             self.model.commit(after)
 
 
-def run_trial(cli: ForkingCli, folder: Path, bundle: Path, *, seed: int, changes: int, kills: float) -> Model:
+def run_trial(cli: ForkingCli, folder: Path, bundle: Path, *, seed: int, changes: int, kills: float) -> Trial:
     reference = reference_of(cli, folder, bundle)
     first = list(range(0, PHOTOS, 4))
     build(cli, write_photos(folder / "first", first), folder / "index.edje", bundle)
     model = Model({0: State(dict(enumerate(first)), len(first))}, next_shard=-(-len(first) // SHARD))
-    trial = Trial(cli, folder, folder / "index.edje", model, reference, random.Random(seed), kills)
+    trial = Trial(cli, folder, bundle, folder / "index.edje", model, reference, random.Random(seed), kills)
     reference.check(trial.root, model)
     for step in range(changes):
         trial.change(step)
-    return model
+    return trial
 
 
 def test_changes_equal_those_of_a_model(cli, tmp_path, tiny_bundle):
-    model = run_trial(cli, tmp_path, tiny_bundle, seed=1, changes=8, kills=0)
-    assert model.number > 4
+    trial = run_trial(cli, tmp_path, tiny_bundle, seed=1, changes=8, kills=0)
+    assert trial.model.commits > 3
 
 
 @pytest.mark.slow
 def test_two_hundred_changes_of_which_many_are_killed(cli, tmp_path, tiny_bundle):
-    model = run_trial(cli, tmp_path, tiny_bundle, seed=2, changes=200, kills=0.4)
-    assert model.number > 80
-    assert sum(model.killed.values()) > 20, model.killed
+    trial = run_trial(cli, tmp_path, tiny_bundle, seed=2, changes=200, kills=0.4)
+    assert trial.model.commits > 80
+    assert trial.merges > 2
+    assert sum(trial.model.killed.values()) > 20, trial.model.killed
 
 
 def test_a_store_reads_the_snapshot_that_it_opened(cli, tmp_path, tiny_bundle):
