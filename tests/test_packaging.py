@@ -93,6 +93,12 @@ def test_light_install_reads_and_verifies(clean, tmp_path):
     assert told["bytes"] < LIGHT_MEGABYTES * 1e6
 
 
+@pytest.mark.slow
+def test_the_package_index_would_accept_the_files(built, tmp_path):
+    told = run(sys.executable, "-m", "twine", "check", "--strict", *built, folder=tmp_path).stdout
+    assert told.count("PASSED") == 2
+
+
 @pytest.fixture
 def borrowing(built: tuple[Path, Path], tmp_path: Path) -> Path:
     """The `bin` folder of an environment that holds the wheel. Other packages come from this process's environment."""
