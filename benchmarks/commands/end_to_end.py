@@ -26,7 +26,7 @@ from pipelines.cli.options import PATH, POSITIVE, images_option, json_option, mo
     "memory_gib",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GIB",
-    help="Memory that a search may use, together with the page cache.  [default: all memory]",
+    help="Memory limit of a search, including the page cache.  [default: all memory]",
 )
 @seed_option
 @click.option("--report", type=PATH, help="Directory for a report with a plot.")

@@ -1,7 +1,8 @@
 """The embeddings, tokens and queries that every system gets.
 
-They are those of the late interaction of a model bundle: the mean word vector is subtracted from tokens and words, and
-all vectors have unit length. The exact score of an image is its MaxSim with the content words of a caption.
+A model bundle computes them for late interaction: it subtracts the mean word vector from the image tokens and from the
+word vectors, and scales all vectors to unit length. The exact score of an image is the MaxSim between its tokens and
+the content words of the caption.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Participants:
-    """How the disk is measured, the installed compared libraries, and the engines of this project's reader."""
+    """What a benchmark compares: the disk, the other libraries that are installed, and the engines of our reader."""
 
     device: str
     peers: tuple[str, ...]

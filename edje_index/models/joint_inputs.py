@@ -151,7 +151,8 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
     """
     if not folder.is_dir():
         raise ModelError(
-            f"there is no directory {folder}: give a directory with config.json and tokenizer.json or vocab.txt"
+            f"there is no directory {folder}: give a directory that contains config.json and either tokenizer.json "
+            "or vocab.txt"
         )
     check_tokenizer_folder(folder)
     try:

@@ -88,7 +88,7 @@ def _plan(index: CommittedIndex) -> RowCopy:
 
     manifest, selection = index.manifest, Selection.of(index)
     if not len(selection):
-        raise UsageError(f"all rows of {index.root} are deleted, so no row would be left; delete the directory instead")
+        raise UsageError(f"cannot compact {index.root}: all its rows are deleted; delete the directory instead")
     first_shard = max(manifest.spec.shards, manifest.snapshot.next_shard)
     text = f"compact {manifest.snapshot} {manifest.shard_tables} {manifest.spec.precisions}"
     plan = hashlib.sha256(text.encode()).hexdigest()

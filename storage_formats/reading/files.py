@@ -34,8 +34,8 @@ class ShardFile:
         size: length in bytes.
         path: path of the file.
         readers: number of readers that use the file now.
-        resident: bool [records], which records were in the page cache at the last query. None before the first query.
-        resident_at: `time.monotonic()` at the last query.
+        resident: bool [records], which records were in the page cache at the last check. None before the first check.
+        resident_at: `time.monotonic()` at the last check.
     """
 
     fd: int

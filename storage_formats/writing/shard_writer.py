@@ -61,7 +61,7 @@ class ShardWriter:
         """Add blocks and embeddings to the shard. Skipped positions become holes.
 
         Args:
-            positions: int64 [k], positions in the shard. They must ascend within a call and from call to call.
+            positions: int64 [k], positions in the shard. They must ascend, within a call and across calls.
             tokens: ml_dtypes.bfloat16 [k, m, d], finite.
             embeddings: float32 [k, embed_dim], finite.
 
@@ -75,8 +75,8 @@ class ShardWriter:
         ascending = positions[0] >= self._next and bool((np.diff(positions) > 0).all())
         if not ascending or positions[-1] >= len(self._rows):
             raise UsageError(
-                "positions must ascend, within a call and from call to call, and be in "
-                f"0..{len(self._rows) - 1}; got {positions}"
+                f"positions must be in 0..{len(self._rows) - 1} and must ascend, within a call and across calls; "
+                f"got {positions}"
             )
         if tokens.shape[0] != len(positions) or embeddings.shape != (len(positions), self._spec.embed_dim):
             raise UsageError(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def show(bundle: Path, as_json: bool) -> None:
     """Show what the model bundle BUNDLE contains.
 
-    The encoder fingerprint covers the vision tower and the adapter. A bundle can search an index only if the bundle and
-    the index have the same encoder fingerprint. The other fingerprint covers the whole bundle.
+    The output has two fingerprints. The bundle fingerprint covers the whole bundle. The encoder fingerprint covers the
+    vision tower and the adapter. A bundle can search an index only if both have the same encoder fingerprint.
 
     \b
     Examples:
