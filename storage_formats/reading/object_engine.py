@@ -51,9 +51,9 @@ class RemoteFiles:
             _, length = padded_shard_bytes(len(self.spec.shard_rows(shard)), self.spec.shard_size, self.record_bytes)
             info = self.folder.info(self.key(shard))
             if info is None or info.size != length:
-                actual = "is missing" if info is None else f"has {info.size} bytes"
+                actual = "does not exist" if info is None else f"has {info.size} bytes"
                 raise CorruptIndexError(
-                    f"the token object {self.url(shard)} {actual} instead of {length} bytes; copy the index again"
+                    f"the token object {self.url(shard)} {actual}, but should have {length} bytes; copy the index again"
                 )
 
     def url(self, shard: int) -> str:
