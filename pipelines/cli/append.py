@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,7 +21,7 @@ from pipelines.progress.wording import counted
 @column_option
 @max_failed_option
 @new_rows_options
-def append(as_json: bool, quiet: bool, **options: Any) -> None:
+def append(as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
     """Add the images of every SOURCE to INDEX.
 
     'edje-index build --help' describes SOURCE. New rows are encoded with the settings of INDEX. Images that INDEX
@@ -37,7 +38,7 @@ def append(as_json: bool, quiet: bool, **options: Any) -> None:
     from pipelines.jobs.append import run_append
 
     config = AppendConfig(**{**options, "sources": tuple(options["sources"])})
-    result = run_job(run_append, config, quiet=quiet)
+    result = run_job(run_append, config, quiet=quiet, log=log)
     if as_json:
         print_json(asdict(result))
     else:

@@ -17,6 +17,7 @@ from pipelines.cli.options import (
     device_option,
     engine_option,
     json_option,
+    log_option,
     max_failed_option,
     quiet_option,
     shard_size_option,
@@ -70,9 +71,10 @@ _NO_MODEL = (
 @max_failed_option
 @click.option("--max-pixels", type=POSITIVE, help="Maximum number of pixels of an image.  [default: 89478485]")
 @truncated_option
+@log_option
 @quiet_option
 @json_option
-def build(as_json: bool, quiet: bool, **options: Any) -> None:
+def build(as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
     """Build a new index of the images in every SOURCE.
 
     A SOURCE is a directory, a tar or zip archive, a Parquet file of images, an image file, or a list of paths (Parquet,
@@ -101,7 +103,8 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
 
     options["sources"], options["precisions"] = tuple(options["sources"]), tuple(options["precisions"])
     config = BuildConfig(**options)
-    with running_job(quiet=quiet, can_resume=Layout(config.out).plan.exists) as (on_event, should_stop):
+    can_resume = Layout(config.out).plan.exists
+    with running_job(quiet=quiet, can_resume=can_resume, log=log, root=config.out) as (on_event, should_stop):
         try:
             result = run_build(config, on_event, should_stop)
         except FailedInputsError as error:

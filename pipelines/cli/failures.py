@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
+from pipelines.cli.failed_rows import failed_rows
 from pipelines.cli.options import PATH, json_option
 from pipelines.cli.output import print_json, print_line
-from storage_formats.format.layout import Layout
 
 
 @click.command()
@@ -37,28 +35,3 @@ def failures(index: Path, reasons: tuple[str, ...], as_json: bool) -> None:
         return
     for row in rows:
         print_line(f"{row['row_id']}  {row['reason']}  {row['uri']}  {row['detail']}")
-
-
-def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
-    """Yield the row id, reason, URI and detail of each failed row. Raises EdjeError if `root` contains no index."""
-    from storage_formats.format.rows import FAILED
-
-    columns = ["row_id", "reason", "uri", "detail", "status"]
-    for table in _tables(root, columns):
-        for row in table.to_pylist():
-            if row.pop("status") == FAILED:
-                yield row
-
-
-def _tables(root: Path, columns: list[str]) -> Iterator[Any]:
-    """Return an iterator over the rows of each finished shard, as Arrow tables."""
-    from pipelines.planning.plan import read_plan
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.receipts import read_receipts
-    from storage_formats.format.rows import iter_rows, read_shard_rows
-
-    layout = Layout(root)
-    if layout.manifest.exists() or (plan := read_plan(root)) is None:
-        return iter_rows(CommittedIndex.open(root), columns)
-    finished = sorted(read_receipts(layout, plan.shards, plan.fingerprint))
-    return (read_shard_rows(layout, shard, columns) for shard in finished)

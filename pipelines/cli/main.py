@@ -8,12 +8,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 from click.shell_completion import shell_complete
 
 from edje_index import __version__
 from edje_index.errors import BundleNotFoundError
+from pipelines.cli.defaults import use_defaults
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.output import print_json
 from pipelines.engines.base import EngineUnavailableError, describe_error
@@ -70,6 +72,8 @@ SECTIONS = {
 }
 """Commands by heading, in the order of the help text, with the module and attribute that define each command."""
 
+_COMMANDS = {name for section in SECTIONS.values() for name in section}
+
 OLD_NAMES = {
     "init-model": "pipelines.cli.models.init_model:init_model",
     "import-checkpoint": "pipelines.cli.models.import_checkpoint:import_checkpoint",
@@ -106,6 +110,14 @@ def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool
     is_flag=True,
     is_eager=True,
     help="With --version, show the version, the machine and the installed packages as JSON, for bug reports.",
+)
+@click.option(
+    "--defaults",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    expose_value=False,
+    callback=use_defaults,
+    help="TOML file with default values of options, one table per command, for example [build] with workers = 2.",
 )
 def cli(as_json: bool) -> None:
     """Index image collections for EDJE re-ranking: visual tokens in a sharded store, embeddings in FAISS.
@@ -149,7 +161,7 @@ def _run(arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except BaseException as raised:
-        command = next((argument for argument in arguments if not argument.startswith("-")), "")
+        command = next((argument for argument in arguments if argument in _COMMANDS), "")
         error = missing_extra(raised, preferred=command) or raised
         code, message = _explain(error)
         _report(error, message, code, as_json="--json" in arguments)

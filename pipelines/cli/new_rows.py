@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import click
@@ -12,6 +13,7 @@ from pipelines.cli.options import (
     address_option,
     engine_option,
     json_option,
+    log_option,
     model_option,
     quiet_option,
 )
@@ -31,6 +33,7 @@ _OPTIONS = (
     engine_option("ray"),
     click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']"),
     address_option,
+    log_option,
     quiet_option,
     json_option,
 )
@@ -55,9 +58,12 @@ def new_rows_options(command: _Command) -> _Command:
     return command
 
 
-def run_job(job: Callable[[_Config, OnEvent, ShouldStop], _Result], config: _Config, *, quiet: bool) -> _Result:
-    """Run `job` with a progress display. If `job` is stopped, say whether it can be resumed."""
-    with running_job(quiet=quiet, can_resume=Layout(config.root).append_plan.exists) as (on_event, should_stop):
+def run_job(
+    job: Callable[[_Config, OnEvent, ShouldStop], _Result], config: _Config, *, quiet: bool, log: Path | None
+) -> _Result:
+    """Run `job` with a progress display and a log. If `job` is stopped, say whether it can be resumed."""
+    can_resume = Layout(config.root).append_plan.exists
+    with running_job(quiet=quiet, can_resume=can_resume, log=log, root=config.root) as (on_event, should_stop):
         return job(config, on_event, should_stop)
 
 

@@ -29,6 +29,12 @@ DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
+log_option = click.option(
+    "--log",
+    type=FILE,
+    metavar="FILE",
+    help="Append every event of the job to FILE, one JSON object per line. The file is not part of the index.",
+)
 seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all random numbers."
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
-from pipelines.progress.events import OnEvent
+from pipelines.progress.events import Event, OnEvent
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from pipelines.progress.wording import printable
 
@@ -37,10 +39,22 @@ def this_command() -> str:
 
 
 @contextlib.contextmanager
-def running_job(*, quiet: bool, can_resume: Callable[[], bool] = lambda: True) -> Iterator[tuple[OnEvent, ShouldStop]]:
+def running_job(
+    *,
+    quiet: bool,
+    can_resume: Callable[[], bool] = lambda: True,
+    log: Path | None = None,
+    root: Path | None = None,
+) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield two callbacks for a job: `on_event` shows progress, and `should_stop` returns True after a signal to stop.
 
     If the job stops early and `can_resume()` returns True, the error message says how to resume the job.
+
+    Args:
+        quiet: True to show no progress.
+        can_resume: function that returns True if a stopped job can be resumed.
+        log: file to append the events to; None writes no log.
+        root: directory of the index that the job writes; the log names the failed inputs of this index.
     """
     # Standard output carries only the result, so text that libraries print goes to standard error.
     from pipelines.progress.display import progress_display
@@ -50,10 +64,30 @@ def running_job(*, quiet: bool, can_resume: Callable[[], bool] = lambda: True) -
         with (
             contextlib.redirect_stdout(sys.stderr),
             stop_on_signals() as should_stop,
-            progress_display(quiet=quiet) as on_event,
+            progress_display(quiet=quiet) as show,
+            _logging(show, log, root) as on_event,
         ):
             yield on_event, should_stop
     except (JobStopped, KeyboardInterrupt) as error:
         if not can_resume():
             raise
         raise JobStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}") from error
+
+
+@contextlib.contextmanager
+def _logging(show: OnEvent, log: Path | None, root: Path | None) -> Iterator[OnEvent]:
+    """Yield a callback that passes events to `show`, and to the log file `log` if it is not None."""
+    if log is None:
+        yield show
+        return
+    from pipelines.cli.failed_rows import failed_rows_of_shard
+    from pipelines.progress.event_log import event_log
+
+    failures = functools.partial(failed_rows_of_shard, root) if root is not None else lambda shard: ()
+    with event_log(log, this_command(), failures) as write:
+
+        def show_and_write(event: Event) -> None:
+            show(event)
+            write(event)
+
+        yield show_and_write

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import PATH, POSITIVE, engine_option, json_option, quiet_option
+from pipelines.cli.options import PATH, POSITIVE, engine_option, json_option, log_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.cli.quantization_report import ReportRequest, measure, report_options
 from pipelines.progress.wording import counted
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--workers", type=POSITIVE, help="Number of worker processes, with --engine ray.  [default: 2]")
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --engine ray.")
 @report_options
+@log_option
 @quiet_option
 @json_option
 def quantize(
@@ -42,6 +43,7 @@ def quantize(
     workers: int | None,
     address: str | None,
     request: ReportRequest | None,
+    log: Path | None,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -72,7 +74,7 @@ def quantize(
         from pipelines.jobs.quantize import QuantizeConfig, run_quantize
 
         chosen_engine = _engine(engine, workers, address)
-        with running_job(quiet=quiet) as (on_event, should_stop):
+        with running_job(quiet=quiet, log=log) as (on_event, should_stop):
             result = run_quantize(QuantizeConfig(index, to, drop, source), chosen_engine, on_event, should_stop)
         if not as_json:
             _print(index, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,7 +18,7 @@ from pipelines.progress.wording import counted
 @click.command("retry-failed")
 @click.argument("root", type=PATH, metavar="INDEX")
 @new_rows_options
-def retry_failed(as_json: bool, quiet: bool, **options: Any) -> None:
+def retry_failed(as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
     """Try to index the failed inputs of INDEX again.
 
     'edje-index failures' lists these inputs. The old failed rows are deleted, and each input gets a new row. Inputs
@@ -33,7 +34,7 @@ def retry_failed(as_json: bool, quiet: bool, **options: Any) -> None:
     from pipelines.jobs.retry_failed import run_retry_failed
 
     config = AppendConfig(sources=(), **options)
-    result = run_job(run_retry_failed, config, quiet=quiet)
+    result = run_job(run_retry_failed, config, quiet=quiet, log=log)
     if as_json:
         print_json(asdict(result))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @column_option
 @max_failed_option
 @new_rows_options
-def update(as_json: bool, quiet: bool, **options: Any) -> None:
+def update(as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
 
     Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE, name all sources of INDEX,
@@ -51,7 +52,7 @@ def update(as_json: bool, quiet: bool, **options: Any) -> None:
     from pipelines.jobs.update import run_update
 
     config = UpdateConfig(**{**options, "sources": tuple(options["sources"])})
-    result = run_job(run_update, config, quiet=quiet)
+    result = run_job(run_update, config, quiet=quiet, log=log)
     if as_json:
         print_json(asdict(result))
     else:

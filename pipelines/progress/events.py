@@ -57,6 +57,23 @@ class ShardCounts:
 
 
 @dataclass(frozen=True)
+class FinishedShard:
+    """A shard that a job has finished.
+
+    Attributes:
+        shard: shard number.
+        rows: number of rows, including failed rows.
+        failed: number of failed rows.
+        stage_seconds: seconds spent in each stage; empty if an earlier run finished the shard.
+    """
+
+    shard: int
+    rows: int
+    failed: int
+    stage_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Progress:
     """The progress of one activity.
 
@@ -65,12 +82,14 @@ class Progress:
         done: number of finished units of work.
         total: number of all units of work; None if unknown.
         shards: counts of the shards; None if the job does not process shards.
+        finished_shard: the shard that was just finished; None if the event reports something else.
     """
 
     activity: str
     done: int
     total: int | None = None
     shards: ShardCounts | None = None
+    finished_shard: FinishedShard | None = None
 
 
 Event = StatusMessage | PlanReady | Progress

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pipelines.progress.events import Bottleneck, Progress, ShardCounts
+from pipelines.progress.events import Bottleneck, FinishedShard, Progress, ShardCounts
 
 # A worker is always in one of three stages: waiting for decoded images, running the model, writing.
 _BOTTLENECK_OF_STAGE: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}
@@ -62,7 +62,9 @@ class ShardMeter:
         self._running.pop(shard, None)
         self._finished_shards += 1
         self._finished = _sum([self._finished, state])
-        return self.progress()
+        return replace(
+            self.progress(), finished_shard=FinishedShard(shard, state.done, state.failed, state.stage_seconds)
+        )
 
     def progress(self) -> Progress:
         """Return the progress of the job."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.progress.events import Progress, ShardCounts
+from pipelines.progress.events import FinishedShard, Progress, ShardCounts
 from pipelines.progress.meter import ShardMeter, ShardState, bottleneck
 
 
@@ -30,7 +30,7 @@ def test_progress_adds_up_running_finished_and_earlier_shards():
         "indexing", 20, 40, ShardCounts(1, 4, 3, "model")
     )
     assert meter.finish(1, ShardState(10, 2, {"wait": 2.0})) == Progress(
-        "indexing", 24, 40, ShardCounts(2, 4, 3, "decode")
+        "indexing", 24, 40, ShardCounts(2, 4, 3, "decode"), FinishedShard(1, 10, 2, {"wait": 2.0})
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli.failures import failed_rows
+from pipelines.cli.failed_rows import failed_rows
 from pipelines.jobs.build import run_build
 from pipelines.jobs.retry_failed import RetryResult, run_retry_failed
 from pipelines.planning.config import AppendConfig

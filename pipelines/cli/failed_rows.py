@@ -1,0 +1,50 @@
+"""Lists the failed rows of an index, or of one shard of an unfinished index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from storage_formats.format.layout import Layout
+
+_COLUMNS = ["row_id", "reason", "uri", "detail", "status"]
+
+
+def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
+    """Yield the row id, reason, URI and detail of each failed row. Raises EdjeError if `root` contains no index."""
+    for table in _tables(root):
+        yield from _failed(table)
+
+
+def failed_rows_of_shard(root: Path, shard: int) -> Iterator[dict[str, Any]]:
+    """Yield the row id, reason, URI and detail of each failed row of a finished shard.
+
+    Raises:
+        CorruptIndexError: the rows of the shard cannot be read.
+    """
+    from storage_formats.format.rows import read_shard_rows
+
+    yield from _failed(read_shard_rows(Layout(root), shard, _COLUMNS))
+
+
+def _failed(table: Any) -> Iterator[dict[str, Any]]:
+    from storage_formats.format.rows import FAILED
+
+    for row in table.to_pylist():
+        if row.pop("status") == FAILED:
+            yield row
+
+
+def _tables(root: Path) -> Iterator[Any]:
+    """Return an iterator over the rows of each finished shard, as Arrow tables."""
+    from pipelines.planning.plan import read_plan
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.receipts import read_receipts
+    from storage_formats.format.rows import iter_rows, read_shard_rows
+
+    layout = Layout(root)
+    if layout.manifest.exists() or (plan := read_plan(root)) is None:
+        return iter_rows(CommittedIndex.open(root), _COLUMNS)
+    finished = sorted(read_receipts(layout, plan.shards, plan.fingerprint))
+    return (read_shard_rows(layout, shard, _COLUMNS) for shard in finished)
