@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli.dry_run import show_dry_run
 from pipelines.cli.options import (
     DTYPE,
     PATH,
@@ -15,6 +17,7 @@ from pipelines.cli.options import (
     address_option,
     column_option,
     device_option,
+    dry_run_option,
     engine_option,
     json_option,
     log_option,
@@ -71,10 +74,11 @@ _NO_MODEL = (
 @max_failed_option
 @click.option("--max-pixels", type=POSITIVE, help="Maximum number of pixels of an image.  [default: 89478485]")
 @truncated_option
+@dry_run_option
 @log_option
 @quiet_option
 @json_option
-def build(as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
+def build(as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **options: Any) -> None:
     """Build a new index of the images in every SOURCE.
 
     A SOURCE is a directory, a tar or zip archive, a Parquet file of images, an image file, or a list of paths (Parquet,
@@ -103,6 +107,11 @@ def build(as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
 
     options["sources"], options["precisions"] = tuple(options["sources"]), tuple(options["precisions"])
     config = BuildConfig(**options)
+    if dry_run:
+        from pipelines.jobs.dry_run import try_build
+
+        show_dry_run(functools.partial(try_build, config), config.out, quiet=quiet, as_json=as_json)
+        return
     can_resume = Layout(config.out).plan.exists
     with running_job(quiet=quiet, can_resume=can_resume, log=log, root=config.out) as (on_event, should_stop):
         try:

@@ -35,6 +35,9 @@ log_option = click.option(
     metavar="FILE",
     help="Append every event of the job to FILE, one JSON object per line. The file is not part of the index.",
 )
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Show inputs, disk space, memory and time, and write nothing."
+)
 seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all random numbers."
 )

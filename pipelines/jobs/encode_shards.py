@@ -12,6 +12,7 @@ from pipelines.engines.base import TaskInterrupted, Worker
 from pipelines.jobs.failed_inputs import FailureLimit
 from pipelines.jobs.shard_run import ShardJob, ShardRun, run_shards
 from pipelines.planning.config import BuildConfig
+from pipelines.planning.plan import BuildSettings
 from pipelines.planning.prepare import PreparedBuild
 from pipelines.progress.events import OnEvent, PlanReady
 from pipelines.progress.meter import ShardState
@@ -73,17 +74,16 @@ def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
         plan=plan.fingerprint,
         batch_size=plan.settings.batch_size,
         max_pixels=plan.settings.max_pixels,
-        decode_threads=_decode_threads(prepared),
+        decode_threads=decode_threads(plan.settings, prepared.workers),
         columns=plan.columns,
         truncated=plan.settings.truncated,
     )
 
 
-def _decode_threads(prepared: PreparedBuild) -> int:
+def decode_threads(settings: BuildSettings, workers: int | None) -> int:
     """Return the number of decoding threads per worker, at most 16."""
     # If the model runs on the CPU, this is the number of threads of the model. Otherwise the workers share all CPUs.
-    settings = prepared.plan.settings
-    threads = settings.threads if settings.device == "cpu" else usable_cpus() // (prepared.workers or 1)
+    threads = settings.threads if settings.device == "cpu" else usable_cpus() // (workers or 1)
     return min(max(1, threads), _MAX_DECODE_THREADS)
 
 

@@ -41,12 +41,12 @@ def prepare_append(
     request = request_rows(config, index, "append")
     stored = read_plan(config.root, append=True)
     if stored is not None:
-        _refuse_other_change(stored, request)
+        refuse_other_append(stored, request)
         return request.resumed(stored)
-    return request.prepared(_new_inputs(config, index, on_event, should_stop))
+    return request.prepared(new_inputs(config, index, on_event, should_stop))
 
 
-def _refuse_other_change(stored: BuildPlan, request: RowsRequest) -> None:
+def refuse_other_append(stored: BuildPlan, request: RowsRequest) -> None:
     """Raise EdjeError unless `stored` is a plan for the same append to the current rows of the index."""
     refuse_change_of_another_kind(stored, request.change)
     if stored.settings != request.settings:
@@ -61,7 +61,14 @@ def _refuse_other_change(stored: BuildPlan, request: RowsRequest) -> None:
         )
 
 
-def _new_inputs(config: AppendConfig, index: CommittedIndex, on_event: OnEvent, should_stop: ShouldStop) -> NewInputs:
+def new_inputs(config: AppendConfig, index: CommittedIndex, on_event: OnEvent, should_stop: ShouldStop) -> NewInputs:
+    """List the inputs of the sources that `index` does not contain.
+
+    Raises:
+        UsageError: a source cannot be used.
+        TransientInputError: an input cannot be read for a temporary reason.
+        JobStopped: `should_stop()` returned True.
+    """
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 
     sources, digest = open_sources(config.sources, config.column), hashlib.sha256()

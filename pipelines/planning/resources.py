@@ -62,12 +62,15 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
     workers = choose_workers(config, settings)
     if config.address is None:
         _check_device(settings.device)
-        height, width = info.vision["image_size"]
-        need = worker_memory_need(
-            workers or 1, info.encoder_weights_bytes, settings.batch_size, int(height) * int(width)
-        )
+        need = model_memory_need(workers, settings, info)
         _check_memory(need, "use fewer workers or a smaller batch size", "workers")
     return workers
+
+
+def model_memory_need(workers: int | None, settings: BuildSettings, info: BundleInfo) -> Need:
+    """Return a lower bound of the memory that all workers need together. None workers count as one."""
+    height, width = info.vision["image_size"]
+    return worker_memory_need(workers or 1, info.encoder_weights_bytes, settings.batch_size, int(height) * int(width))
 
 
 def check_index_size(root: Path, spec: IndexSpec) -> None:

@@ -1,0 +1,132 @@
+"""The estimated cost of a build and of an append."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from pipelines.jobs import dry_run
+from pipelines.jobs.build import run_build
+from pipelines.jobs.dry_run import try_append, try_build
+from pipelines.planning.config import AppendConfig
+from pipelines.planning.resources import disk_need
+from pipelines.progress.stopping import JobStopped
+from storage_formats.errors import UsageError
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
+from tests.command_line import run_here
+from tests.pipelines.conftest import write_photo
+
+
+def quiet(_event):
+    pass
+
+
+def tree(folder):
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+def test_an_estimate_agrees_with_the_build_and_writes_nothing(config, tmp_path):
+    request = config(dedupe=True)
+    before = tree(tmp_path)
+    estimate = try_build(request, quiet)
+    assert tree(tmp_path) == before
+    result = run_build(request, quiet)
+    assert (estimate.inputs, estimate.duplicates, estimate.shards) == (result.inputs, result.duplicates, result.shards)
+    assert estimate.rows == result.rows
+    assert estimate.disk_bytes == disk_need(CommittedIndex.open(request.out).manifest.spec).parts
+    used = sum(path.stat().st_size for path in (Layout(request.out).tokens).rglob("c.*"))
+    assert 0.9 * used <= estimate.disk_bytes["tokens"] <= 1.2 * used
+    assert estimate.sampled_images == 8  # ten inputs, a duplicate, and one that is no image
+    assert estimate.seconds > 0
+    assert estimate.workers == 1
+
+
+def test_a_finished_build_and_known_images_cost_nothing(config, photos):
+    request = config()
+    run_build(request, quiet)
+    again = try_build(request, quiet)
+    assert (again.finished_shards, again.seconds, again.sampled_images) == (3, 0.0, 0)
+    with pytest.raises(UsageError, match="sources"):
+        try_build(replace(request, sources=(str(photos / "00.jpg"),)), quiet)
+    before = tree(request.out)
+    known = try_append(AppendConfig(request.out, (str(photos),), engine="inline"), quiet)
+    assert (known.inputs, known.duplicates, known.rows, known.shards, known.seconds) == (10, 10, 0, 0, 0.0)
+    assert known.disk_bytes == {}
+    assert tree(request.out) == before
+
+
+def test_an_append_counts_new_images_only(config, photos):
+    request = config()
+    run_build(request, quiet)
+    for name in range(20, 25):
+        write_photo(photos / f"{name}.jpg", name)
+    result = run_here("append", request.out, photos, "--engine", "inline", "--dry-run", "--quiet")
+    assert (result["inputs"], result["duplicates"], result["rows"], result["shards"]) == (15, 10, 5, 2)
+    assert result["sampled_images"] == 5
+    assert result["seconds"] > 0
+    assert CommittedIndex.open(request.out).manifest.snapshot.number == 0
+
+
+def test_finished_shards_of_a_stopped_build_are_subtracted(config):
+    request = config()
+    receipts = Layout(request.out).receipt(0).parent
+    with pytest.raises(JobStopped):
+        run_build(request, quiet, lambda: receipts.exists() and any(receipts.iterdir()))
+    before = tree(request.out)
+    estimate = try_build(request, quiet)
+    assert 0 < estimate.finished_shards < estimate.shards == 3
+    assert estimate.finished_shards == len(list(receipts.iterdir()))
+    assert tree(request.out) == before
+
+
+def test_the_time_is_unknown_where_workers_run_elsewhere_or_no_image_decodes(config, photos):
+    assert try_build(config(engine="ray", address="head:6379", workers=4), quiet).seconds is None
+    for photo in photos.glob("*.jpg"):
+        photo.write_bytes(b"not a photo")
+    estimate = try_build(config(), quiet)
+    assert (estimate.seconds, estimate.sampled_images) == (None, 0)
+
+
+def test_what_a_build_refuses_is_the_same_error(config, photos, monkeypatch, run):
+    monkeypatch.setattr("pipelines.planning.resources.free_disk", lambda path: 1000)
+    with pytest.raises(UsageError, match="1\\.0 kB are free"):
+        try_build(config(), quiet)
+    shutil.rmtree(photos)
+    photos.mkdir()
+    with pytest.raises(UsageError, match="nothing to index"):
+        try_build(config(), quiet)
+
+
+def test_the_sample_is_drawn_from_all_inputs(config, photos, monkeypatch):
+    monkeypatch.setattr(dry_run, "_SAMPLED_IMAGES", 3)
+    drawn = []
+    monkeypatch.setattr(dry_run, "_trial", lambda cost, sample, on_event: drawn.extend(sample))
+    try_build(config(), quiet)
+    names = [ref.uri.rpartition("/")[2] for ref in drawn]
+    assert len(set(names)) == 3
+    assert max(names) > "02.jpg"
+
+
+def test_the_command_line_shows_the_cost(config, photos, run):
+    request = config()
+    arguments = [
+        "build",
+        photos,
+        "--out",
+        request.out,
+        "--model",
+        request.model,
+        "--engine",
+        "inline",
+        "--device",
+        "cpu",
+    ]
+    code, out, _ = run(*arguments, "--dry-run")
+    assert code == 0
+    assert "10 inputs = 10 to encode + 0 duplicates + 0 that cannot be read" in out
+    assert "tokens" in out
+    assert "time about" in out
+    assert not request.out.exists()
