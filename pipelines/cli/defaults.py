@@ -43,8 +43,10 @@ def _defaults(group: click.Group, tables: Mapping[str, Any], place: str) -> dict
         if not isinstance(values, dict):
             raise UsageError(f"{place}{name} is not a table; write [{name}], and its options below")
         inner = f"{place}[{name}] "
-        is_group = isinstance(command, click.Group)
-        defaults[name] = _defaults(command, values, inner) if is_group else _options(command, values, inner)
+        if isinstance(command, click.Group):
+            defaults[name] = _defaults(command, values, inner)
+        else:
+            defaults[name] = _options(command, values, inner)
     return defaults
 
 
