@@ -133,7 +133,7 @@ def test_other_settings_in_the_same_folder_are_named(case):
     for words in (
         "optimizer.lr was 0.001, is 0.0005",
         "loop.seed was 0, is 3",
-        "inputs.features was None",
+        "inputs.features (--features) was None",
         "run.dir (--run-dir)",
     ):
         assert words in error

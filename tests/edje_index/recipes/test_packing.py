@@ -161,7 +161,7 @@ def test_other_towers_are_refused(towers, trained, tmp_path):
         (other / name).mkdir(parents=True)
         state = read_weights(towers / name / WEIGHTS)
         save_file({key: tensor + 1 for key, tensor in state.items()}, other / name / WEIGHTS)
-    with pytest.raises(ModelError, match="other base towers"):
+    with pytest.raises(ModelError, match="does not contain the base towers"):
         unpack_model(tmp_path / "packed", other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -192,7 +192,7 @@ def test_only_files_of_weights_are_written(towers, trained, tmp_path):
     content = json.loads(description.read_text())
     content["tensors"]["../outside.safetensors"] = content["tensors"].pop("adapter.safetensors")
     description.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match=r"'../outside.safetensors', which is not a weight file"):
+    with pytest.raises(ModelError, match=r"'../outside.safetensors', which is not a weights file"):
         unpack_model(tmp_path / "packed", towers, tmp_path / "out")
 
 

@@ -124,4 +124,6 @@ def test_damage_is_an_error_without_traceback(index, run, tmp_path):
 
 def test_info_says_what_its_fingerprint_covers(run):
     assert "encoder fingerprint " in run("info", GOLDEN)[1]
-    assert "fingerprint of the whole bundle" in " ".join(run("info", "--help")[1].split())
+    assert "'edje-index model show' prints the encoder fingerprint of a bundle" in " ".join(
+        run("info", "--help")[1].split()
+    )

@@ -54,7 +54,7 @@ def test_keys_come_from_the_environment(index, tmp_path):
 
 @pytest.mark.parametrize("text", ["", "# only a comment", "short", "with a space in the middle of it", "ü" * 20])
 def test_invalid_keys_are_refused_and_not_shown(text):
-    with pytest.raises(UsageError, match=r"keys\.txt holds") as caught:
+    with pytest.raises(UsageError, match=r"keys\.txt contains") as caught:
         read_api_keys(text, "keys.txt")
     assert not text or text not in str(caught.value)
 
