@@ -61,6 +61,7 @@ def test_everything_on_an_index(index, bench_run, tmp_path):
     assert images == [f"{precision}-{name}.png" for precision in ("bf16", "fp8") for name in names]
 
 
+@pytest.mark.slow
 def test_cold_fetches_from_a_synthetic_index(index, bench_run, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "DEPTHS", (1, 4))
     monkeypatch.setattr(plan, "READERS", (1, 2))

@@ -6,6 +6,7 @@ from benchmarks.quantize_index import QuantizeBench, bench_quantize_index
 from storage_formats import UsageError, codec
 
 
+@pytest.mark.slow
 def test_bytes_moved_are_those_of_both_precisions(tmp_path):
     report = bench_quantize_index(QuantizeBench(tmp_path, rows=40, to="nvfp4", repeats=2))
     quantize, copy = report["runs"]["quantize"], report["runs"]["cp"]

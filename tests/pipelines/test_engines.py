@@ -127,7 +127,8 @@ def test_ray_runs_the_task_of_a_killed_worker_again_and_gives_up_on_one_that_alw
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("action", [pytest.param("stop_once", marks=pytest.mark.slow), "read_fifo_once"])
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["stop_once", "read_fifo_once"])
 def test_ray_replaces_a_worker_that_hangs(tmp_path, action):
     jobs = [Job(1, action), Job(2), Job(3)]
     outcomes = {outcome.task.name: outcome for outcome in run(RayEngine(2, stall_seconds=8), tmp_path, jobs)}

@@ -105,6 +105,7 @@ def test_texts_are_re_ranked_by_the_joint_encoder(tmp_path: Path, tiny_bundle: P
         search_texts(opened, 1, ["a", " "])
 
 
+@pytest.mark.slow
 def test_weights_from_a_file_and_random_ones(tmp_path: Path) -> None:
     model = open_clip.create_model("ViT-B-32", pretrained=None)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
