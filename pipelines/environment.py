@@ -29,7 +29,11 @@ def environment() -> dict[str, Any]:
 
 def dependencies() -> dict[str, str]:
     """Return the versions of the installed packages that edje-index or one of its extras requires."""
-    names = {match[0] for line in requires(_DISTRIBUTION) or () if (match := re.match(r"[\w.-]+", line))}
+    try:
+        lines = requires(_DISTRIBUTION) or ()
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return {}
+    names = {match[0] for line in lines if (match := re.match(r"[\w.-]+", line))}
     return {name: installed for name in sorted(names, key=str.lower) if (installed := _version(name))}
 
 

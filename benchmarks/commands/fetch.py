@@ -177,11 +177,11 @@ def _fetch_remote(
             raise click.UsageError(f"{option.opts[0]} does not apply to an index on an object store")
     from benchmarks.fetch.remote import RemoteBench, bench_remote, describe_remote
 
-    for precision in precisions or (None,):
-        result = bench_remote(
-            RemoteBench(url, precision, pool, repeats, peers), lambda line: click.echo(line, err=True)
-        )
-        show(result, as_json, describe_remote(result))
+    if len(precisions) > 1:
+        raise click.UsageError("give one --precision for an index on an object store")
+    precision = precisions[0] if precisions else None
+    result = bench_remote(RemoteBench(url, precision, pool, repeats, peers), lambda line: click.echo(line, err=True))
+    show(result, as_json, describe_remote(result))
 
 
 @contextlib.contextmanager

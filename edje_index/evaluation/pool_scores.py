@@ -103,8 +103,10 @@ class PoolScorer:
         score = FinalScore.of(self.weights[direction])
         parts = {part: values[:, :pool] for part, values in parts.items()}
         if self.joint_pool is not None:
-            # Of these candidates, those with a logit are the best `joint_pool`, whatever further pool sizes needed.
-            parts = Cascade(score, self.joint_pool).with_every_logit(parts)
+            cascade = Cascade(score, self.joint_pool)
+            chosen = cascade.chosen(parts, self.pools[direction].candidates[:, :pool])
+            logits = np.where(chosen, parts[LOGIT], np.float32(np.nan))  # other pool sizes may need other logits
+            parts = cascade.with_every_logit({**parts, LOGIT: logits})
         total: Floats = score.sum(parts)
         return total
 

@@ -39,7 +39,7 @@ class Hit:
         score: final score, by which hits are sorted. Without re-ranking, the score is `embedding_score`.
         embedding_score: cosine similarity of the embeddings of the query and the image.
         joint_score: weighted sum of only logit, late interaction and pooled similarity. None if the final score has
-            none of these parts.
+            none of these parts. With `joint_pool`, the logit of a hit without one counts as the lowest weighted logit.
         parts: values of the parts of the final score, without weights. The keys are part names, see
             `edje_index.scoring.weights.PART_NAMES`. In a search with `joint_pool`, hits that the joint encoder did not
             score have no `logit`, see `edje_index.scoring.cascade`.

@@ -76,6 +76,8 @@ def _check(option: click.Option, value: Any, place: str, context: click.Context)
     for each in value if option.multiple else [value]:
         if isinstance(each, dict | list) or (isinstance(each, bool) and not option.is_flag):
             raise UsageError(f"{place}{each!r} is not a text or number")
+        if isinstance(each, float) and isinstance(option.type, click.types.IntParamType):  # click would cut it
+            raise UsageError(f"{place}{each!r} is not a whole number")
     try:
         option.type_cast_value(context, value)
     except click.BadParameter as error:

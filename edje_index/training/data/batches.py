@@ -20,7 +20,7 @@ from edje_index.training.data.features import Features, Loaded
 from edje_index.training.data.negatives import draw_negatives, mined_share, negative_mask
 from edje_index.training.data.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, VIEW_CHOICE, Sampler, stream
 from edje_index.training.data.token_rows import SpecialTokens, TokenIds, joint_rows, mask_captions, text_rows
-from storage_formats.errors import EdjeError
+from edje_index.training.data.unreadable import nothing_readable
 
 _ALIGNMENT, _JOINT = range(2)
 Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
@@ -86,9 +86,6 @@ class TeacherSource:
     """Reads the inputs of the teacher in distillation.
 
     Attributes:
-        features: reads stored tokens of the teacher, or patch features for the adapter of the teacher. None if the
-            adapter of the teacher reads the patch features of the batch.
-        rows: row of each training image in `features`, int64 [n]; None without `features`.
         tokens: number of tokens per image that the teacher's joint encoder reads.
         features: stored tokens of the teacher, or patch features from which the teacher's adapter makes tokens. None if
             the teacher's adapter reads the patch features of the batch.
@@ -253,7 +250,7 @@ class BatchSource:
             loaded = self._load(images[local], _ALIGNMENT, number)
             local = local[loaded.readable]
             if not len(local):
-                raise _nothing_readable()
+                raise nothing_readable()
             words = [ids[counted[ids]] for ids in map(self._token_ids, captions[:, local].ravel().tolist())]
             distinct, position = np.unique(np.concatenate(words), return_inverse=True)
             shares = np.zeros((len(distinct), len(words)), dtype=np.float32)
@@ -294,16 +291,9 @@ def _replacements(readable: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the position of the pair to train instead of each pair: itself if its image is readable, int64 [b]."""
     positions, usable = np.arange(len(readable)), np.flatnonzero(readable)
     if not len(usable):
-        raise _nothing_readable()
+        raise nothing_readable()
     following: NDArray[np.int64] = usable[np.searchsorted(usable, positions) % len(usable)]
     return following
-
-
-def _nothing_readable() -> EdjeError:
-    return EdjeError(
-        "none of the images of a batch can be read any more; restore the image files, and train again to resume. The "
-        "files unreadable-*.jsonl in the run folder name the images"
-    )
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -45,7 +45,7 @@ class TrainingData:
 
     @classmethod
     def open(cls, folder: Path) -> TrainingData:
-        """Memory-map the arrays that :meth:`save` wrote to `folder`."""
+        """Memory-map the arrays of `folder`."""
         return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
 
     def save(self, folder: Path) -> None:

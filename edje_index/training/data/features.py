@@ -52,6 +52,10 @@ class Features(ABC):
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """Return the features of the k `rows`, bfloat16 [k, n, d]."""
 
+    def fetch_readable(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Return the features of those of the k `rows` that can be read, bfloat16 [j, n, d], and which they are [k]."""
+        return self.fetch(rows), np.ones(len(rows), dtype=bool)
+
     def unreadable(self) -> int:
         """Return the number of images that could not be read so far."""
         return 0

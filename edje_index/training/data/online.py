@@ -21,7 +21,7 @@ from edje_index.models.adapter import build_adapter
 from edje_index.models.devices import resolve_dtype
 from edje_index.training.data.crops import Crops
 from edje_index.training.data.features import Features, Loaded
-from edje_index.training.data.unreadable import UnreadableImages
+from edje_index.training.data.unreadable import UnreadableImages, nothing_readable
 from storage_formats.format.manifest import CommittedIndex
 
 TOWER_BATCH = 32  # images per forward pass of the tower, as in a build
@@ -121,7 +121,25 @@ class OnlineFeatures(Features):
         return torch.cat([self._tower(part) for part in torch.split(values, TOWER_BATCH)])
 
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU, with few images in memory at once."""
-        starts = range(0, len(rows), TOWER_BATCH)
-        parts = [self.finish(self.load(rows[start : start + TOWER_BATCH]).values).cpu() for start in starts]
-        return torch.cat(parts)
+        """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU. An image that cannot be read is blank.
+
+        Raises:
+            EdjeError: there are at least 32 `rows`, and none of their images can be read.
+        """
+        return self._fetch(rows)[0]
+
+    def fetch_readable(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Return the features of those of the k `rows` that can be read, and which they are. Raises as `fetch`."""
+        features, readable = self._fetch(rows)
+        return features[torch.from_numpy(readable)], readable
+
+    def _fetch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Return the features of `rows`, and which of them can be read, with few images in memory at once."""
+        features, readable = [], []
+        for start in range(0, len(rows), TOWER_BATCH):
+            loaded = self.load(rows[start : start + TOWER_BATCH])
+            features.append(self.finish(loaded.values).cpu())
+            readable.append(loaded.readable)
+        if len(rows) >= TOWER_BATCH and not any(part.any() for part in readable):
+            raise nothing_readable()
+        return torch.cat(features), np.concatenate(readable)

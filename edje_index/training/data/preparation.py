@@ -1,7 +1,7 @@
 """Prepares the training data of captions: token ids, embeddings and similarities for mining.
 
-The arrays are written to files in chunks, so that the memory does not depend on the number of captions. An interrupted
-preparation continues after its last chunk.
+The arrays are written to files in chunks, so that their memory does not depend on the number of captions. An
+interrupted preparation continues after its last chunk.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,9 +150,8 @@ class _Writer:
                 self._create("image_mining", (len(miner.rows), rows.shape[1]), np.float32)
             self._store("image_mining", slice(start, start + len(rows)), rows)
         if miner.text is self.models.text:
-            (self.folder / "text_mining.npy").unlink(missing_ok=True)
-            (self.folder / "text_mining.npy").hardlink_to(self.folder / "text_embeddings.npy")
-        for temporary in (_TOKENS, _DONE):
+            _link_or_copy(self.folder / "text_embeddings.npy", self.folder / "text_mining.npy")
+        for temporary in (_DONE, _TOKENS):  # in this order: without tokens, a resumed preparation must begin again
             (self.folder / temporary).unlink()
         fsync_paths([*self.folder.iterdir(), self.folder])
 
@@ -184,3 +184,11 @@ def _key(text: str, tokenizer: JointTokenizer) -> int:
     """Return a number that captions with the same words share. Other captions share it with probability 2**-64."""
     words = clean_canonicalize(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _link_or_copy(path: Path, new: Path) -> None:
+    new.unlink(missing_ok=True)
+    try:
+        new.hardlink_to(path)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, new)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edje_index.filesystem import read_json_lines
 from edje_index.images.decode import ImageError
+from storage_formats.errors import EdjeError
 
 _PATTERN = "unreadable-*.jsonl"
 
@@ -43,3 +44,11 @@ def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
     values = [line.value for path in sorted(run_dir.glob(_PATTERN)) for line in read_json_lines(path)]
     reasons = {value["uri"]: value["reason"] for value in values if value}  # a killed worker may leave half a line
     return dict(sorted(Counter(reasons.values()).items()))
+
+
+def nothing_readable() -> EdjeError:
+    """Return the error for a batch without any image that can be read."""
+    return EdjeError(
+        "none of the images of a batch can be read any more; restore the image files, and train again to resume. The "
+        "files unreadable-*.jsonl in the run folder name the images"
+    )

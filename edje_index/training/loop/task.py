@@ -72,7 +72,7 @@ class TrainTask:
         run: fingerprint of the settings, data and initial weights of the training run.
         start: path of the bundle with the initial weights.
         features: where to get the features that the adapter is trained on.
-        data: folder written by `TrainingData.save`.
+        data: folder of the training data, see `preparation.prepare_data`.
         temperature: temperature of the softmax that draws negatives; 0 selects the most similar candidates.
         steps: number of optimiser steps of the joint phase.
         teacher: the teacher; None without distillation.

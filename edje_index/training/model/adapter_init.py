@@ -23,7 +23,7 @@ _SHARPNESS = 4.0  # standard deviation of attention scores over patches; one dev
 def init_from_features(adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int) -> None:
     """Initialise `adapter` in place from patch features of random training images. `seed` determines the images."""
     images = np.sort(stream(seed, CLUSTERING).permutation(data.images)[:_SAMPLE_IMAGES])
-    init_queries(adapter, features.fetch(data.rows[images]), torch.Generator().manual_seed(seed))
+    init_queries(adapter, features.fetch_readable(data.rows[images])[0], torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

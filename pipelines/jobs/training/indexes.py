@@ -140,13 +140,15 @@ def online_index(start: StartModel, items: Sequence[CaptionedImage], builder: In
     one_patch = replace(start.feature_adapter, kind=STRIDED, num_tokens=1)
     model = _model_of_tower(builder.folder / "images-model", start, one_patch)
     index = builder.build(_EMBEDDINGS, model, sources, "computing embeddings of the frozen tower, once")
-    rows = write_input_table(table, iter_all(open_sources(sources, _path_column(sources))))
+    unchecked = table.with_name(f".{table.name}.part")
+    rows = write_input_table(unchecked, iter_all(open_sources(sources, _path_column(sources))))
     if rows != index.manifest.spec.rows:
-        table.unlink()
+        unchecked.unlink()
         raise EdjeError(
             f"the images have changed since {index.root} was built: it has {index.manifest.spec.rows} rows, but there "
             f"are {rows} images now; remove the run folder {builder.folder} and train again"
         )
+    unchecked.rename(table)
     return index
 
 

@@ -20,7 +20,7 @@ def stoppable_progress(on_event: OnEvent, should_stop: ShouldStop) -> OnProgress
     def progress(activity: str, done: int, total: int) -> None:
         if should_stop():
             raise JobStopped(
-                f"stopped while {activity}, after {done:,} of {total:,}; the next run starts this stage again"
+                f"stopped while {activity}, after {done:,} of {total:,}; run the command again to continue"
             )
         on_event(Progress(activity, done, total))
 

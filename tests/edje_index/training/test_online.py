@@ -117,6 +117,9 @@ def test_an_unreadable_image_is_named_and_blank(photos):
         (str(photos.path(3)), "missing"),
         (str(photos.path(5)), "changed-since-plan"),
     ]
+    fetched, readable = features.fetch_readable(np.array([2, 3, 5, 7]))
+    assert readable.tolist() == loaded.readable.tolist()
+    assert torch.equal(fetched, features.fetch(np.array([2, 7])))
     (photos.folder / "unreadable-1.jsonl").write_text(json.dumps(lines[0]) + '\n{"uri": "half')
     assert unreadable_by_reason(photos.folder) == {"changed-since-plan": 1, "missing": 1}
 
@@ -148,6 +151,12 @@ def test_a_batch_without_any_image_says_what_to_do(photos):
     for make in (photos.source().joint, photos.source().alignment(np.ones(1000, dtype=bool))):
         with pytest.raises(EdjeError, match=r"none of the images .* restore the image files"):
             make(0)
+
+
+def test_features_of_only_unreadable_images_are_an_error(photos):
+    photos.path(3).unlink()
+    with pytest.raises(EdjeError, match="none of the images of a batch can be read any more"):
+        photos.features().fetch(np.full(32, 3))
 
 
 def test_a_damaged_table_of_inputs_is_named(photos):
