@@ -373,8 +373,8 @@ def copy_index(
         should_stop: as in `build_index`. The same call resumes a stopped copy.
 
     Raises:
-        UsageError: there is no such index or snapshot, the directory `out` exists, or the URL `out` holds another
-            index.
+        UsageError: there is no such index or snapshot, the directory `out` exists, the URL `out` holds another
+            index, or `replace` is given for a directory.
         CorruptIndexError: a file of `index` is missing or damaged.
         JobStopped: the copy stopped early.
         EdjeError: another copy to `out` is running, or an object store does not respond.

@@ -77,7 +77,11 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     fsync_path(path.parent)
 
 
+def json_bytes(value: Any) -> bytes:
+    """Return `value` as the JSON that `write_json_atomic` writes."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write `value` as JSON to the file at `path` with `write_bytes_atomic`."""
-    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    write_bytes_atomic(path, text.encode())
+    write_bytes_atomic(path, json_bytes(value))

@@ -58,10 +58,16 @@ def run_copy(
     replace: bool = False,
 ) -> CopyResult:
     """Copy a snapshot of the index at `source` to `out`. Each is a directory or a URL. See `pipelines.copy_index`."""
+    from storage_formats.errors import UsageError
     from storage_formats.format.mirror import open_index
     from storage_formats.format.object_store import is_url
     from storage_formats.writing.index_copy import files_to_copy
 
+    if replace and not is_url(out):
+        raise UsageError(
+            f"only an index at a URL can be replaced, but {out} is a directory; remove it, or choose another directory",
+            parameter="replace",
+        )
     started = time.monotonic()
     index = open_index(source, snapshot)
     entries = files_to_copy(index)

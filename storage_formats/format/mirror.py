@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from storage_formats.atomic import write_bytes_atomic
+from storage_formats.atomic import fsync_path, write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import CommittedFiles
@@ -160,6 +160,7 @@ class _Mirror:
             with open(temporary, "xb") as file:
                 for chunk in checked_chunks(self._folder, entry):
                     file.write(chunk)
+            fsync_path(temporary)  # the cache is trusted after a power failure
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)

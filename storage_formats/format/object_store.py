@@ -31,6 +31,9 @@ _RETRY_TIMEOUT = timedelta(seconds=60)
 _RETRIES = 6
 _ATTEMPTS = 4  # obstore repeats neither conditional writes nor all requests whose response ends early
 _FIRST_WAIT = 0.1  # seconds
+_MAX_PARTS = 9_000  # S3 accepts 10,000
+_PARTS_AT_ONCE = 4  # each takes memory
+_KEYS_PER_DELETION = 1_000
 
 _Result = TypeVar("_Result")
 Chunk = bytes | memoryview
@@ -54,10 +57,23 @@ def is_url(location: IndexLocation) -> bool:
 
 @dataclass(frozen=True)
 class ObjectVersion:
-    """The contents of an object, and the ETag with which a writer can replace exactly this version."""
+    """The contents of an object, and the marks with which a writer can replace exactly this version.
+
+    Attributes:
+        data: the contents.
+        etag: the ETag, which S3 and Azure compare.
+        version: the generation of an object of Google Cloud Storage, or the version in a bucket that keeps versions.
+    """
 
     data: bytes
     etag: str | None
+    version: str | None = None
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """The condition of a request that replaces this version."""
+        marks = {"e_tag": self.etag, "version": self.version}
+        return {name: value for name, value in marks.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -130,7 +146,7 @@ class ObjectFolder:
             if result.meta["size"] > max_bytes:
                 reason = f"the object has {result.meta['size']} bytes, but at most {max_bytes} are expected"
                 raise OSError(errno.EFBIG, reason, self.url_of(key))
-            return ObjectVersion(bytes(result.bytes()), result.meta["e_tag"])
+            return ObjectVersion(bytes(result.bytes()), result.meta["e_tag"], result.meta["version"])
 
         return self._repeated(key, get)
 
@@ -152,15 +168,20 @@ class ObjectFolder:
         except FileNotFoundError:
             return None
 
-    def list_keys(self) -> Iterator[str]:
-        """Yield the keys of all objects below the URL."""
+    def list_keys(self) -> list[str]:
+        """Return the keys of all objects below the URL."""
         import obstore
 
-        with self._translated(""):
-            for page in obstore.list(self.store):
-                yield from (each["path"] for each in page)
+        return self._repeated("", lambda: [each["path"] for page in obstore.list(self.store) for each in page])
 
-    def put(self, key: str, contents: Callable[[], Generator[Chunk, None, None]], metadata: Mapping[str, str]) -> None:
+    def put(
+        self,
+        key: str,
+        contents: Callable[[], Generator[Chunk, None, None]],
+        *,
+        length: int,
+        metadata: Mapping[str, str],
+    ) -> None:
         """Write an object.
 
         If `contents` raises an exception, the object is not written, and an earlier one stays.
@@ -168,6 +189,8 @@ class ObjectFolder:
         Args:
             key: key of the object.
             contents: function that yields the contents in pieces; called again if the request must be repeated.
+            length: length of the contents in bytes. A long object is sent in larger parts, because stores limit their
+                number.
             metadata: metadata of the object.
         """
         import obstore
@@ -180,7 +203,14 @@ class ObjectFolder:
                     obstore.put(self.store, key, data, attributes=dict(metadata), use_multipart=False)
                 else:
                     parts = map(bytes, itertools.chain(first, chunks))
-                    obstore.put(self.store, key, parts, attributes=dict(metadata), chunk_size=CHUNK_BYTES)
+                    obstore.put(
+                        self.store,
+                        key,
+                        parts,
+                        attributes=dict(metadata),
+                        chunk_size=max(CHUNK_BYTES, -(-length // _MAX_PARTS)),
+                        max_concurrency=_PARTS_AT_ONCE,
+                    )
 
         self._repeated(key, put)
 
@@ -193,7 +223,7 @@ class ObjectFolder:
         import obstore
         from obstore.exceptions import AlreadyExistsError, NotFoundError, PreconditionError
 
-        mode: Any = "create" if expected is None else {"e_tag": expected.etag}
+        mode: Any = "create" if expected is None else expected.marks
         try:
             self._repeated(key, lambda: obstore.put(self.store, key, data, mode=mode, use_multipart=False))
         except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError) as error:
@@ -206,9 +236,14 @@ class ObjectFolder:
         """Delete objects. Objects that do not exist are skipped."""
         import obstore
 
-        for key in keys:
-            with contextlib.suppress(FileNotFoundError):
-                self._repeated(key, functools.partial(obstore.delete, self.store, key))
+        for start in range(0, len(keys), _KEYS_PER_DELETION):
+            batch = keys[start : start + _KEYS_PER_DELETION]
+            try:
+                self._repeated(batch[0], functools.partial(obstore.delete, self.store, batch))
+            except FileNotFoundError:  # some stores then leave the rest of the batch
+                for key in batch:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._repeated(key, functools.partial(obstore.delete, self.store, key))
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from storage_formats.atomic import fsync_parent, fsync_path
+from storage_formats.atomic import fsync_parent, fsync_path, json_bytes
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.index_files import open_index_file, read_index_file
@@ -26,9 +26,11 @@ from storage_formats.format.object_store import (
     Chunk,
     ObjectChangedError,
     ObjectFolder,
+    ObjectStoreError,
     ObjectVersion,
 )
 from storage_formats.format.shard_table import EXCHANGED, FileEntry, read_shard_tables
+from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.writing.file_copy import copy_file
 from storage_formats.writing.snapshots import DATA_FILE
 
@@ -50,20 +52,31 @@ def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
     """Return the entries of all files of a snapshot, apart from `index.json`.
 
     Raises:
-        CorruptIndexError: a shard table or a `zarr.json` is missing or damaged.
+        CorruptIndexError: a shard table is missing or damaged, or names a file that is not a data file of an index.
     """
     tables = read_shard_tables(index.root, index.manifest.shard_tables)
+    named = [*(entry for _, entry in tables), *named_by_manifest(index.manifest)]
+    for entry in named:
+        if not DATA_FILE.fullmatch(entry.path) or _is_zarr_file(entry.path):
+            raise CorruptIndexError(
+                f"{index.location} names the file {entry.path}, which is no data file; the index is not safe to use"
+            )
+    zarr_files = [FileEntry(path, len(data), crc32c(data)) for path, data in _zarr_files(index).items()]
+    return [*zarr_files, *named]
+
+
+def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
+    """Return the contents of each `zarr.json` of a snapshot, keyed by path.
+
+    The files on disk are not read, because they describe the number of rows of the current snapshot.
+    """
     layout = Layout(index.root)
-    zarr_files = [_small_file(index, path) for path in layout.zarr_files(index.manifest.spec.precisions)]
-    return [*zarr_files, *(entry for _, entry in tables), *named_by_manifest(index.manifest)]
+    documents = zarr_documents(layout, index.manifest.spec)
+    return {layout.relative(path): json_bytes(document) for path, document in documents.items()}
 
 
-def _small_file(index: CommittedIndex, path: Path) -> FileEntry:
-    try:
-        data = read_index_file(index.root, path, max_bytes=_MAX_SMALL_BYTES)
-    except OSError as error:
-        raise CorruptIndexError(f"cannot read {path}: {error.strerror}; run 'edje-index verify'") from error
-    return FileEntry(Layout(index.root).relative(path), len(data), crc32c(data))
+def _is_zarr_file(path: str) -> bool:
+    return path.endswith("zarr.json")
 
 
 def manifest_bytes(index: CommittedIndex) -> bytes:
@@ -85,6 +98,9 @@ def manifest_bytes(index: CommittedIndex) -> bytes:
 
 def _contents(index: CommittedIndex, entry: FileEntry) -> Generator[Chunk, None, None]:
     """Yield the contents of a file of `index` in pieces, and compare them with `entry`."""
+    if _is_zarr_file(entry.path):
+        yield _zarr_files(index)[entry.path]
+        return
     if index.remote is not None:
         yield from checked_chunks(index.remote, entry)
         return
@@ -104,20 +120,19 @@ class DirectoryTarget:
     """Copies files into a directory. A file appears under its name once it is complete and flushed to the device.
 
     Args:
-        root: directory of the new index.
+        root: directory of the new index, which `begin_index` has made. It holds the `zarr.json` files already.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._staging = Layout(root).staging
 
     def copy(self, index: CommittedIndex, entry: FileEntry) -> bool:
         path = self._root / entry.path
-        if not Path(os.path.normpath(path)).is_relative_to(self._root):
-            raise CorruptIndexError(f"{index.location} names the file {entry.path}, which lies outside the index")
         if path.is_file() and path.stat().st_size == entry.bytes:
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        temporary = self._staging / uuid.uuid4().hex  # removed with build/ if the process is killed
         try:
             if index.remote is None:
                 copy_file(index.root, entry, temporary)
@@ -141,18 +156,20 @@ class RemoteTarget:
         replaced: `index.json` of the destination when the copy began; None if there was none.
         replaced_manifest: the manifest in `replaced`.
         cleans: whether to remove the objects that the new index does not name.
+        owns_claim: whether this copy created `build/copy.json`, and did not resume another copy.
     """
 
     folder: ObjectFolder
     replaced: ObjectVersion | None = None
     replaced_manifest: Manifest | None = None
     cleans: bool = False
+    owns_claim: bool = False
 
     def copy(self, index: CommittedIndex, entry: FileEntry) -> bool:
         info, checksum = self.folder.info(entry.path), to_hex(entry.crc32c)
         if info is not None and info.size == entry.bytes and info.metadata.get(_CHECKSUM) == checksum:
             return False
-        self.folder.put(entry.path, lambda: _contents(index, entry), {_CHECKSUM: checksum})
+        self.folder.put(entry.path, lambda: _contents(index, entry), length=entry.bytes, metadata={_CHECKSUM: checksum})
         return True
 
     def commit(self, index: CommittedIndex, entries: Sequence[FileEntry]) -> None:
@@ -167,6 +184,8 @@ class RemoteTarget:
         try:
             self.folder.replace(_ROOT, data, self.replaced)
         except ObjectChangedError as error:
+            if self.owns_claim:
+                self.folder.delete([_CLAIM])
             raise EdjeError(
                 f"{error} during the copy. Its index is whole; copy again if yours shall take its place"
             ) from error
@@ -183,7 +202,8 @@ class RemoteTarget:
         if number != index.manifest.snapshot.number:
             key = Layout(Path()).snapshot(number).as_posix()
             data = self.replaced.data
-            self.folder.put(key, lambda: (piece for piece in (data,)), {_CHECKSUM: to_hex(crc32c(data))})
+            metadata = {_CHECKSUM: to_hex(crc32c(data))}
+            self.folder.put(key, lambda: (piece for piece in (data,)), length=len(data), metadata=metadata)
 
 
 def _is_data(key: str) -> bool:
@@ -209,41 +229,60 @@ def begin_remote_copy(
         raise UsageError(
             f"{folder.url} can only be read; write to a URL that begins with s3://, gs:// or az://", parameter="out"
         )
-    _claim(folder, to_hex(crc32c(manifest_bytes(index))))
+    claim = _claim(folder, to_hex(crc32c(manifest_bytes(index))), replace=replace)
     if replace:
         folder.delete([_ROOT])
-        return RemoteTarget(folder, cleans=True)
-    version, manifest = read_root(folder)
-    if version is None or manifest is None:
-        return RemoteTarget(folder)
-    if path := _conflict(folder, manifest, entries):
-        folder.delete([_CLAIM])
-        raise UsageError(
-            f"{folder.url} holds an index whose file {path} differs from that of {index.location}: choose another "
-            "destination, or replace that index",
-            parameter="out",
-        )
-    return RemoteTarget(folder, version, manifest)
+        return RemoteTarget(folder, cleans=True, owns_claim=claim.is_new)
+    try:
+        version, manifest = read_root(folder)
+        if version is None or manifest is None:
+            return RemoteTarget(folder, cleans=claim.replaces, owns_claim=claim.is_new)
+        if path := _conflict(folder, manifest, entries):
+            raise UsageError(
+                f"{folder.url} holds an index whose file {path} differs from that of {index.location}: choose another "
+                "destination, or replace that index",
+                parameter="out",
+            )
+    except BaseException:
+        if claim.is_new:
+            with contextlib.suppress(ObjectStoreError):
+                folder.delete([_CLAIM])
+        raise
+    return RemoteTarget(folder, version, manifest, owns_claim=claim.is_new)
 
 
-def _claim(folder: ObjectFolder, checksum: str) -> None:
+@dataclass(frozen=True)
+class _Claim:
+    """The object `build/copy.json` of a destination.
+
+    Attributes:
+        is_new: whether this process created it. Another process that copies the same snapshot may own an older one.
+        replaces: whether the copy that created it replaces an index.
+    """
+
+    is_new: bool
+    replaces: bool
+
+
+def _claim(folder: ObjectFolder, checksum: str, *, replace: bool) -> _Claim:
     """Create the object that keeps other copies away. A copy of the same snapshot shares it."""
     owner = f"process {os.getpid()} on {socket.gethostname()}"
-    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    claim = {"index": checksum, "owner": owner, "created": created}
+    # With microseconds, no two copies write the same claim.
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+    claim = {"index": checksum, "replace": replace, "owner": owner, "created": created}
     try:
         folder.replace(_CLAIM, json.dumps(claim).encode(), None)
-        return
+        return _Claim(is_new=True, replaces=replace)
     except ObjectChangedError:
         pass
     try:
         other = json.loads(folder.read(_CLAIM, _MAX_SMALL_BYTES).data)
         if other["index"] == checksum:
-            return
+            return _Claim(is_new=False, replaces=other.get("replace") is True)
         holder = f"{other['owner']}, since {other['created']}"
     except FileNotFoundError:
         holder = "which has just ended"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         holder = "unknown owner"
     raise EdjeError(
         f"another copy to {folder.url} is running or was stopped ({holder}). Wait for it; if no such process runs any "
@@ -253,7 +292,7 @@ def _claim(folder: ObjectFolder, checksum: str) -> None:
 
 def _conflict(folder: ObjectFolder, manifest: Manifest, entries: Sequence[FileEntry]) -> str | None:
     """Return the path of a file that the index at the destination has with other contents; None if there is none."""
-    new = {entry.path: entry for entry in entries if not entry.path.endswith("zarr.json")}
+    new = {entry.path: entry for entry in entries if not _is_zarr_file(entry.path)}
     old = open_remote(folder.url)
     if old.manifest != manifest:
         raise EdjeError(f"another writer changed {folder.url}; copy again")

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,11 @@ import pytest
 from pipelines import JobStopped, copy_index, delete_rows
 from storage_formats import CorruptIndexError, IndexSpec, TokenStore, UsageError, verify_index
 from storage_formats.extras import MissingExtraError
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import Manifest
+from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.writing.snapshots import write_array_shapes
+from tests.command_line import environment
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
@@ -58,6 +68,38 @@ def test_a_stopped_copy_is_resumed(index, tmp_path):
     assert contents(tmp_path / "copy") == contents(index)
 
 
+def test_a_copy_during_an_append_describes_its_own_rows(index, tmp_path):
+    expected = contents(index)
+    write_array_shapes(Layout(index), replace(SPEC, rows=1000))  # an append does so before it writes index.json
+    copy_index(index, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == expected
+    assert verify_index(tmp_path / "copy") == []
+
+
+def test_a_killed_copy_leaves_no_stray_files(index, tmp_path):
+    """The process ends between writing a file and renaming it."""
+    script = (
+        "import os, signal, sys; from pipelines import copy_index; from storage_formats.writing import index_copy; "
+        "index_copy.fsync_path = lambda path: os.kill(os.getpid(), signal.SIGKILL); copy_index(*sys.argv[1:])"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, index, tmp_path / "copy"], env=environment(), check=False)
+    assert killed.returncode == -signal.SIGKILL
+    copy_index(index, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == contents(index)
+    assert verify_index(tmp_path / "copy") == []
+
+
+@pytest.mark.parametrize("path", ["index.json", "build/copy.json", "../stolen", "tokens/bf16/zarr.json"])
+def test_a_table_cannot_name_other_files_than_data_files(index, tmp_path, path):
+    manifest = Manifest.load(index)
+    [table] = manifest.shard_tables
+    files = read_shard_table(index, table)
+    named = write_shard_table(Layout(index), [*files, (0, FileEntry(path, 5, 0))])
+    replace(manifest, shard_table=named).write(Layout(index))
+    with pytest.raises(CorruptIndexError, match=f"names the file {re.escape(path)}, which is no data file"):
+        copy_index(index, tmp_path / "copy")
+
+
 def test_damage_is_not_copied(index, tmp_path):
     path = index / "tokens/bf16/c.1.0.0"
     data = bytearray(path.read_bytes())
@@ -78,6 +120,9 @@ def test_what_cannot_be_copied_is_refused(index, tmp_path, run):
         2,
         "error: OUT: https://example.com/photos.edje can only be read; write to a URL that begins with s3://, gs:// or az://",
     )
+    code, _, err = run("copy", index, tmp_path / "copy", "--replace")
+    assert code == 2
+    assert "--replace: only an index at a URL can be replaced" in err
     code, _, err = run("copy", index, tmp_path / "copy", "--snapshot", 9)
     assert code == 2
     assert "--snapshot: " in err

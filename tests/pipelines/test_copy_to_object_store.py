@@ -8,15 +8,19 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipelines import JobStopped, copy_index, delete_rows
 from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, verify_index
+from storage_formats.format import object_store
+from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.writing.index_copy import begin_remote_copy, files_to_copy
+from storage_formats.writing.snapshots import write_array_shapes
 from tests.command_line import command, environment
 from tests.conftest import write_random_index
 from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
@@ -89,6 +93,26 @@ def test_large_files_are_sent_in_parts(tmp_path, url, proxy):
     check_equal(url, tmp_path / "large", tmp_path)
 
 
+def test_the_number_of_parts_is_limited(tmp_path, url, proxy, monkeypatch):
+    write_random_index(tmp_path / "large", LARGE)
+    monkeypatch.setattr(object_store, "_MAX_PARTS", 1)
+    copy_index(tmp_path / "large", url)
+    assert proxy.count("PUT", "partNumber=1") == 1
+    assert proxy.count("PUT", "partNumber=2") == 0
+    check_equal(url, tmp_path / "large", tmp_path)
+
+
+def test_a_copy_during_an_append_describes_its_own_rows(index, url, tmp_path):
+    expected = contents(index)
+    write_array_shapes(Layout(index), replace(SPEC, rows=1000))  # an append does so before it writes index.json
+    copy_index(index, url)
+    folder = ObjectFolder.open(url)
+    for key in ("tokens/zarr.json", "tokens/fp8/zarr.json", "embeddings/zarr.json"):
+        assert folder.read(key, 1 << 20).data == expected[key]
+    copy_index(url, tmp_path / "back")
+    assert contents(tmp_path / "back") == expected
+
+
 def test_only_the_files_of_a_change_are_copied(index, url, tmp_path):
     copy_index(index, url)
     delete_rows(index, rows=[3])
@@ -122,6 +146,7 @@ def test_another_index_is_refused_or_replaced_on_request(index, other, url, tmp_
     copy_index(other, url)
     with pytest.raises(UsageError, match=r"holds an index whose file .* differs.*choose another destination"):
         copy_index(index, url)
+    assert "build/copy.json" not in ObjectFolder.open(url).list_keys()
     check_equal(url, other, tmp_path)
     delete_rows(other, rows=[1])
     copy_index(other, url)
@@ -139,6 +164,35 @@ def test_a_stopped_copy_is_resumed_and_keeps_others_away(index, other, url, tmp_
     result = copy_index(index, url)
     assert 0 < result.copied_files < result.files
     check_equal(url, index, tmp_path)
+
+
+def test_a_stopped_replacement_is_resumed_without_replace(index, other, url):
+    copy_index(other, url)
+    delete_rows(other, rows=[1])
+    copy_index(other, url)  # its tombstones and snapshot 0 must go
+    calls = iter(range(100))
+    with pytest.raises(JobStopped):
+        copy_index(index, url, replace=True, should_stop=lambda: next(calls) > 0)
+    copy_index(index, url)
+    assert set(ObjectFolder.open(url).list_keys()) == set(contents(index))
+
+
+def test_a_copy_that_cannot_begin_keeps_no_others_away(index, url):
+    folder = ObjectFolder.open(url)
+    folder.put("index.json", lambda: (piece for piece in (b"noise",)), length=5, metadata={})
+    with pytest.raises(CorruptIndexError, match=r"index\.json"):
+        copy_index(index, url)
+    assert folder.list_keys() == ["index.json"]
+
+
+def test_a_copy_leaves_the_claim_of_a_copy_that_still_runs(index, url, tmp_path):
+    """Two copies of the same snapshot share `build/copy.json`. Only the one that created it removes it."""
+    folder, opened = ObjectFolder.open(url), CommittedIndex.open(index)
+    begin_remote_copy(opened, folder, files_to_copy(opened), replace=False)
+    folder.put("index.json", lambda: (piece for piece in (b"noise",)), length=5, metadata={})
+    with pytest.raises(CorruptIndexError, match=r"index\.json"):
+        copy_index(index, url)
+    assert "build/copy.json" in folder.list_keys()
 
 
 def test_damage_is_not_copied(index, url):
@@ -163,7 +217,19 @@ def test_a_commit_never_takes_the_place_of_another(index, url, tmp_path):
     copy_index(index, url)
     with pytest.raises(EdjeError, match=r"another writer changed .*index.json during the copy. Its index is whole"):
         begun.commit(stale, entries)
+    assert "build/copy.json" not in ObjectFolder.open(url).list_keys()
     check_equal(url, index, tmp_path)
+
+
+def test_a_refused_commit_ends_its_claim(index, other, url):
+    opened = CommittedIndex.open(index)
+    entries = files_to_copy(opened)
+    begun = begin_remote_copy(opened, ObjectFolder.open(url), entries, replace=False)
+    data = (other / "index.json").read_bytes()
+    ObjectFolder.open(url).put("index.json", lambda: (each for each in (data,)), length=len(data), metadata={})
+    with pytest.raises(EdjeError, match="another writer changed"):
+        begun.commit(opened, entries)
+    assert ObjectFolder.open(url).list_keys() == ["index.json"]
 
 
 def test_of_two_writers_one_wins(index, other, tmp_path):

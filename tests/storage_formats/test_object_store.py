@@ -12,7 +12,8 @@ import pytest
 
 from pipelines import copy_index, delete_rows
 from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore, UsageError, read_rows
-from storage_formats.format import object_store
+from storage_formats.atomic import fsync_path
+from storage_formats.format import mirror, object_store
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.mirror import open_index
@@ -153,7 +154,26 @@ def test_a_store_keeps_its_snapshot_until_refresh(own, whole):
 
 
 def overwrite(url: str, key: str, data: bytes) -> None:
-    ObjectFolder.open(url).put(key, lambda: (piece for piece in (data,)), {})
+    ObjectFolder.open(url).put(key, lambda: (piece for piece in (data,)), length=len(data), metadata={})
+
+
+def test_files_are_flushed_before_they_enter_the_cache(stored, cache, monkeypatch):
+    flushed: list[Path] = []
+    monkeypatch.setattr(mirror, "fsync_path", lambda path: flushed.append(path) or fsync_path(path))
+    read_rows(URL, [66])
+    assert [path for path in flushed if path.name.startswith(".00000001.parquet.")]
+
+
+def test_many_objects_are_deleted_and_listed_with_few_requests(server, proxy):
+    folder = ObjectFolder.open(f"s3://{BUCKET}/many-{next(numbers)}")
+    for number in range(9):
+        overwrite(folder.url, str(number), b"content")
+    proxy.fault = lambda method, path: "truncate" if proxy.count("GET", "list-type") == 1 else None
+    assert sorted(folder.list_keys()) == [str(number) for number in range(9)]
+    before = len(proxy.requests)
+    folder.delete([*map(str, range(8)), "absent"])
+    assert len(proxy.requests) == before + 1
+    assert folder.list_keys() == ["8"]
 
 
 def test_a_damaged_block_is_an_error_that_names_its_row_and_object(own):
