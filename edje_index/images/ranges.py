@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 ReadAt: TypeAlias = Callable[[int, int], bytes]
 """A function `read_at(size, offset)` that returns the bytes of a range, or fewer if the file ends earlier."""
 
-MAX_READ = 64 << 20
-"""Largest number of bytes that a parser may read at once. Damaged sizes in a file cause larger reads."""
+MAX_READ = 1 << 30
+"""Largest number of bytes that a parser may read at once, to bound its memory.
+
+Valid files need large reads: the list of members of a zip, and a column of images in one page of a Parquet file. The
+limit applies after the size is cut to the end of the file, so a damaged size costs at most as much as a valid one.
+"""
 
 
 class OversizedReadError(ValueError):
@@ -43,13 +47,19 @@ class RangedFile(io.RawIOBase):
         """Return the bytes [offset, offset + size), or fewer if the file ends earlier. The position stays.
 
         Raises:
-            OversizedReadError: `size` is larger than `MAX_READ`.
+            OversizedReadError: the range in the file is larger than `MAX_READ`.
             OSError: the file cannot be read.
         """
+        size = max(0, min(size, self.length - offset))
         if size > MAX_READ:
             raise OversizedReadError(f"a read of {size} bytes at byte {offset} is over the limit of {MAX_READ}")
-        size = max(0, min(size, self.length - offset))
         return self._read_at(size, offset) if size else b""
+
+    def read(self, size: int = -1, /) -> bytes:
+        # The method of the base class would first take memory for `size` bytes.
+        data = self.pread(self.length if size < 0 else size, self._position)
+        self._position += len(data)
+        return data
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         view = memoryview(buffer).cast("B")

@@ -181,6 +181,7 @@ def test_members_of_a_zip_that_cannot_be_read(tmp_path: Path) -> None:
         archive.writestr(link, "/etc/passwd")
         archive.writestr("../up.jpg", b"up")
         archive.writestr("lzma.jpg", b"x" * 100, compress_type=zipfile.ZIP_LZMA)
+        archive.writestr("bzip2.jpg", b"x" * 100, compress_type=zipfile.ZIP_BZIP2)
         archive.writestr("bomb.jpg", bytes(zips.FREE_EXPANSION * 2), compress_type=zipfile.ZIP_DEFLATED)
         archive.writestr("notes.md", b"")
         archive.writestr("__MACOSX/._a.jpg", b"attributes")
@@ -191,6 +192,7 @@ def test_members_of_a_zip_that_cannot_be_read(tmp_path: Path) -> None:
         "odd.zip!link.jpg": "unsupported-member",
         "up.jpg": b"up",
         "odd.zip!lzma.jpg": "unsupported-member",
+        "odd.zip!bzip2.jpg": "unsupported-member",
         "odd.zip!bomb.jpg": "too-expensive",
     }
     assert source.ignored == {".md": 1, "(hidden)": 2}
@@ -225,6 +227,14 @@ def test_a_large_list_of_members_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("edje_index.images.ranges.MAX_READ", 10_000)
     (ref,) = scan(path)
     assert ref.problem == "damaged-archive"
+
+
+def test_a_damaged_size_takes_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    with open_ranged(os.fsencode(tmp_path / "file")) as file:
+        assert file.pread(1 << 60, 1) == b"bc"
+        assert file.read(1 << 60) == b"abc"
+        assert file.read() == b""
 
 
 def test_a_folder_of_archives_is_read(folder: Path) -> None:

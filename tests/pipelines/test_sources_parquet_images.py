@@ -159,3 +159,11 @@ def test_damaged_files_never_raise(tmp_path_factory: pytest.TempPathFactory, dat
         return
     for value in found:
         assert isinstance(value, bytes) or value in REASONS
+
+
+def test_a_page_may_be_larger_than_64_mib(tmp_path: Path) -> None:
+    images = [b"\xff\xd8\xff" + random.Random(number).randbytes(1 << 20) for number in range(65)]
+    path = write(tmp_path / "a.parquet", {"image": images}, row_group_size=65, compression="none")
+    refs = list(open_source(str(path)).iter_inputs())
+    assert [ref.problem for ref in refs] == [None] * 65
+    assert read_bytes(refs[64]) == images[64]

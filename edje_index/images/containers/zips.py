@@ -17,7 +17,8 @@ MAX_EXPANSION = 100
 FREE_EXPANSION = 16 << 20
 """A member may expand to this many bytes, and beyond that to `MAX_EXPANSION` times its compressed size."""
 
-_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2})
+# zipfile limits the output of a single step for these methods only. Others expand 1 MiB to gigabytes at once.
+_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 _ENCRYPTED = 0x1
 _STEP = 1 << 20
 
