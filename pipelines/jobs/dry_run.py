@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipelines.jobs.encode_shards import decode_threads
 from pipelines.planning.append import new_inputs, refuse_other_append
 from pipelines.planning.config import AppendConfig, BuildConfig
-from pipelines.planning.finished import check_finished
+from pipelines.planning.finished import sources_changed
 from pipelines.planning.machine import available_memory, free_disk
 from pipelines.planning.new_rows import request_rows
 from pipelines.planning.output import check_output
@@ -91,18 +91,22 @@ def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
     """
     from edje_index.bundles.info import read_bundle_info
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
+    from storage_formats.presence import check_files
 
     check_output(config)
     stored = read_stored_build(config.out)
     info = read_bundle_info(config.model)
     settings = settings_of_request(config, info, stored.plan if stored else None)
     if stored is not None and stored.index is not None:
-        check_finished(config, stored.index, stored.plan.inputs_digest, should_stop)
+        check_files(stored.index)
     workers = check_workers(config, settings, info)
     sources = open_sources(config.sources, config.column)
-    refs = digested(iter_all(sources), hashlib.sha256(), on_event, should_stop)
+    digest = hashlib.sha256()
+    refs = digested(iter_all(sources), digest, on_event, should_stop)
     listing = _list(mark_duplicates(refs) if config.dedupe else refs)
     listing = replace(listing, ignored=count_ignored(sources))
+    if stored is not None and stored.index is not None and digest.hexdigest() != stored.plan.inputs_digest:
+        raise sources_changed(config, stored.index, listing.inputs)
     if not listing.inputs:
         raise UsageError(f"there is nothing to index in {', '.join(config.sources)}", parameter="sources")
     spec = IndexSpec(listing.inputs, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
@@ -184,10 +188,13 @@ def _seconds(cost: _Cost, times: TrialTimes | None, images: int, *, share_left: 
 
 
 def _list(refs: Iterable[InputRef]) -> _Listing:
-    """Count `refs`, and draw a random sample of the inputs to encode (reservoir sampling)."""
+    """Count `refs`, and draw a random sample of the inputs to encode (reservoir sampling).
+
+    The sample keeps the order of the inputs, because reading backwards in a compressed archive starts it again.
+    """
     rng, inputs, duplicates, good = random.Random(0), 0, 0, 0
     failed: Counter[str] = Counter()
-    sample: list[InputRef] = []
+    sample: list[tuple[int, InputRef]] = []
     for ref in refs:
         inputs += 1
         if ref.problem is not None:
@@ -197,10 +204,11 @@ def _list(refs: Iterable[InputRef]) -> _Listing:
         else:
             good += 1
             if len(sample) < _SAMPLED_IMAGES:
-                sample.append(ref)
+                sample.append((inputs, ref))
             elif (position := rng.randrange(good)) < _SAMPLED_IMAGES:
-                sample[position] = ref
-    return _Listing(inputs, duplicates, dict(failed), {}, sample)
+                sample[position] = (inputs, ref)
+    ordered = [ref for _, ref in sorted(sample, key=lambda drawn: drawn[0])]
+    return _Listing(inputs, duplicates, dict(failed), {}, ordered)
 
 
 def _trial(cost: _Cost, sample: list[InputRef], on_event: OnEvent) -> TrialTimes | None:

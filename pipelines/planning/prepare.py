@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pipelines.planning.config import BuildConfig
-from pipelines.planning.finished import check_finished
+from pipelines.planning.finished import check_sources
 from pipelines.planning.inputs import check_frozen_inputs, freeze_inputs, removed_on_failure
 from pipelines.planning.plan import BuildPlan, model_record, settings_of_request
 from pipelines.planning.resources import check_index_size, check_workers
@@ -54,12 +54,14 @@ def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
         JobStopped: `should_stop()` returned True.
     """
     from edje_index.bundles.info import read_bundle_info
+    from storage_formats.presence import check_files
 
     stored = read_stored_build(config.out)
     info = read_bundle_info(config.model)
     settings = settings_of_request(config, info, stored.plan if stored else None)
     if stored is not None and stored.index is not None:
-        check_finished(config, stored.index, stored.plan.inputs_digest, should_stop)
+        check_files(stored.index)
+        check_sources(config, stored.index, stored.plan.inputs_digest, should_stop)
         return PreparedBuild(stored.plan, finished=stored.index)
     workers = check_workers(config, settings, info)
     if stored is not None:

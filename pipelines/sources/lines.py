@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from storage_formats.errors import UsageError
 
 LINES_SUFFIX = ".txt"
 _MAX_LINE = 1 << 16
+_streams_read: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
 @dataclass
@@ -28,7 +30,7 @@ class LinesSource:
     path gives an input with the problem "bad-list-line".
 
     Raises:
-        UsageError: standard input is a terminal, or has been read already.
+        UsageError: standard input is a terminal. `iter_inputs` raises it if standard input has been read already.
     """
 
     spec: str
@@ -57,6 +59,13 @@ class LinesSource:
 
     def _open(self) -> AbstractContextManager[BinaryIO]:
         if self.spec == STANDARD_INPUT:
+            if sys.stdin.buffer in _streams_read:
+                raise UsageError(
+                    "standard input has been read already, and cannot be read again; write the list to a file that "
+                    f"ends in {LINES_SUFFIX}, and give its name",
+                    parameter="sources",
+                )
+            _streams_read.add(sys.stdin.buffer)
             return nullcontext(sys.stdin.buffer)
         return open(self._file.path, "rb")
 

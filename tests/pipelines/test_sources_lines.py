@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -63,6 +64,14 @@ def test_standard_input(tmp_path: Path) -> None:
         [sys.executable, "-c", STDIN], input=b"a.jpg\ngone.jpg\n", capture_output=True, check=True, cwd=tmp_path
     )
     assert done.stdout.decode() == f"{tmp_path}/a.jpg None\n{tmp_path}/gone.jpg missing\n"
+
+
+def test_standard_input_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"gone.jpg\n")))
+    (source,) = open_sources(["-"])
+    assert len(list(source.iter_inputs())) == 1
+    with pytest.raises(UsageError, match="standard input has been read already"):
+        list(source.iter_inputs())
 
 
 def test_a_terminal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
