@@ -96,6 +96,8 @@ def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[CaptionRecord]:
 
     def convert(value: Any) -> CaptionRecord:
         name = file_name(value, "file_name")
+        if not isinstance(value.get("id"), int | str | None):
+            raise RecordError(f"the 'id' of the image must be a number or a text, but is {value['id']!r:.100}")
         texts, blank = captions(texts_by_image.pop(value.get("id"), []))
         return CaptionRecord(name, texts, image_id=optional_text(value.get("id")), blank=blank)
 

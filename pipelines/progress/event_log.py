@@ -13,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from edje_index.images.remote.urls import without_credentials
 from pipelines.progress.events import Event, FinishedShard, OnEvent, PlanReady, Progress, StatusMessage
 from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import EdjeError, UsageError
@@ -31,7 +32,7 @@ def event_log(path: Path, command: str, failures: FailuresOfShard = lambda shard
 
     Args:
         path: file of the log. Existing lines are kept.
-        command: command line of the job.
+        command: command line of the job. Passwords in its URLs are left out.
         failures: function that returns the failed rows of a finished shard.
 
     Raises:
@@ -45,7 +46,7 @@ def event_log(path: Path, command: str, failures: FailuresOfShard = lambda shard
     started = time.monotonic()
     with file:
         log = EventLog(file, failures)
-        log.write("start", command=command)
+        log.write("start", command=without_credentials(command))
         try:
             yield log
         except BaseException as error:

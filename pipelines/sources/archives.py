@@ -80,7 +80,7 @@ class ArchiveFile:
             source = archive_source(self.spec, read_head(self.path), self.column)
         except NoRangesError as error:
             raise UsageError(f"cannot read {self.spec}: {error.strerror}", parameter="sources") from error
-        except (OSError, ValueError, pa.ArrowException) as error:
+        except (OSError, ValueError, EOFError, pa.ArrowException) as error:
             is_damage = not isinstance(error, OSError) or error.errno is None
             problem = "damaged-archive" if is_damage else problem_of(error)
             yield InputRef(display_path(self.path), self.path, problem=problem)

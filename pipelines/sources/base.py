@@ -13,7 +13,7 @@ class Source(Protocol):
 
     Attributes:
         spec: the source as the user wrote it.
-        kind: "folder", "webdataset", "list" or "image".
+        kind: "folder", "archive", "webdataset", "zip", "parquet", "list", "lines", "captions" or "image".
         path: absolute path of the directory or file.
         ignored: number of entries that are not inputs, in the latest pass over the source. Keys are suffixes (".txt")
             or reasons ("(hidden)").

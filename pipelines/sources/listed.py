@@ -7,12 +7,12 @@ import urllib.parse
 from typing import Any
 
 from edje_index.images.inputs import InputRef
-from edje_index.images.remote.urls import is_remote, scheme_of
+from edje_index.images.remote.urls import has_credentials, is_remote, scheme_of
 from pipelines.sources.files import file_input
 
 
 def listed_input(value: Any, directory: bytes) -> InputRef | None:
-    """Return the input with the path or URL `value`; None if `value` is neither.
+    """Return the input with the path or URL `value`; None if `value` is neither, or is a URL with credentials.
 
     Args:
         value: the value in the list.
@@ -37,7 +37,8 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
 
 
 def _url_input(url: str) -> InputRef | None:
-    if any(letter.isspace() or not letter.isprintable() for letter in url):
+    # The index would store a password in clear text.
+    if has_credentials(url) or any(letter.isspace() or not letter.isprintable() for letter in url):
         return None
     ref = InputRef(url, os.fsencode(url), problem="not-a-local-path")
     return file_input(ref.path) if is_remote(ref.path) else ref

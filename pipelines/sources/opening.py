@@ -21,7 +21,7 @@ from pipelines.sources.files import read_head
 from pipelines.sources.folder import FolderSource, ImageFileSource, holds_images
 from pipelines.sources.lines import LINES_SUFFIX, LinesSource
 from pipelines.sources.path_list import LIST_SUFFIXES, PathListSource
-from pipelines.sources.remote import matching_urls, open_remote
+from pipelines.sources.remote import matching_urls, open_remote, refuse_credentials
 from pipelines.sources.selection import has_image_suffix
 from pipelines.sources.specs import STANDARD_INPUT, is_url
 from storage_formats.errors import UsageError
@@ -79,6 +79,7 @@ def open_source(spec: str, column: str | None = None) -> Source:
     """
     if spec == STANDARD_INPUT:
         return LinesSource(spec)
+    refuse_credentials(spec)
     if is_url(spec):
         return open_remote(spec, column)
     if scheme_of(spec) is not None:
@@ -163,13 +164,13 @@ def _refuse_overlaps(sources: Sequence[Source]) -> None:
             raise UsageError(
                 f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
             )
+    folders = {path: source for path, source in source_of_path.items() if source.kind == "folder"}
     for path, source in source_of_path.items():
-        for parent in _parents(path) if _is_part_of_folder(source) else ():
-            outer = source_of_path.get(parent)
-            if outer is not None and outer.kind == "folder":
-                raise UsageError(
-                    f"{source.spec} is inside {outer.spec}; leave out one of these sources", parameter="sources"
-                )
+        outer = next((folders[parent] for parent in _parents(path) if parent in folders), None)
+        if outer is not None and _is_part_of_folder(source):
+            raise UsageError(
+                f"{source.spec} is inside {outer.spec}; leave out one of these sources", parameter="sources"
+            )
 
 
 def _real_path(source: Source) -> bytes:
@@ -189,7 +190,7 @@ def without_nested(sources: Sequence[Source]) -> list[Source]:
     kept: dict[bytes, Source] = {}
     for source in sources:
         path = _real_path(source)
-        is_nested = _is_part_of_folder(source) and any(parent in directories for parent in _parents(path))
+        is_nested = any(parent in directories for parent in _parents(path)) and _is_part_of_folder(source)
         if not is_nested:
             kept.setdefault(path, source)
     return list(kept.values())

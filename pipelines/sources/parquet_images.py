@@ -56,7 +56,7 @@ class ParquetImagesSource:
         try:
             with open_ranged(self.path) as file:
                 yield from self._rows(file, uri)
-        except (OSError, ValueError, pa.ArrowException) as error:
+        except (OSError, ValueError, EOFError, pa.ArrowException) as error:
             is_damage = not isinstance(error, OSError) or error.errno is None
             yield InputRef(uri, self.path, problem="damaged-archive" if is_damage else problem_of(error))
 

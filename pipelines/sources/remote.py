@@ -7,7 +7,7 @@ import glob
 import os
 
 from edje_index.images.remote.access import list_remote_folder, require_libraries
-from edje_index.images.remote.urls import WEB_SCHEMES, scheme_of
+from edje_index.images.remote.urls import WEB_SCHEMES, has_credentials, scheme_of, without_credentials
 from pipelines.sources.archives import PARQUET_SUFFIX, ArchiveFile, archive_source, is_archive_name
 from pipelines.sources.base import Source
 from pipelines.sources.folder import ImageFileSource
@@ -30,6 +30,8 @@ def open_remote(url: str, column: str | None = None) -> Source:
         UsageError: the file cannot be read, or the server lists no directories.
         MissingExtraError: the library for this kind of server is not installed.
     """
+    import pyarrow as pa
+
     require_libraries(url)
     suffix = os.path.splitext(file_name(url))[1].lower()
     try:
@@ -44,16 +46,27 @@ def open_remote(url: str, column: str | None = None) -> Source:
         if has_image_suffix(os.fsencode(file_name(url))) or file_name(url) != url:
             return ImageFileSource(url)
         return _folder(url)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         raise _unusable(url, error) from error
+
+
+def refuse_credentials(url: str) -> None:
+    """Raise UsageError if `url` contains a user name or a password. The index would store them."""
+    if has_credentials(url):
+        raise UsageError(
+            f"{without_credentials(url)} contains a user name or a password, which the index would store; "
+            "remove them from the URL, and put the credentials into the environment",
+            parameter="sources",
+        )
 
 
 def matching_urls(pattern: str) -> list[str]:
     """Return the URLs that a pattern matches, sorted. Wildcards are allowed after the last slash only.
 
     Raises:
-        UsageError: nothing matches, or the server cannot list its files.
+        UsageError: nothing matches, the server cannot list its files, or the pattern contains credentials.
     """
+    refuse_credentials(pattern)
     parent, _, name = pattern.rpartition("/")
     if scheme_of(pattern) in WEB_SCHEMES or not glob.has_magic(pattern):
         return [pattern]

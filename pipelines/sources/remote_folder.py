@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef
-from edje_index.images.ranges import open_ranged
-from edje_index.images.remote.access import list_remote_folder, read_remote
+from edje_index.images.remote.access import list_remote_folder, read_remote, read_remote_range
 from edje_index.images.remote.listing import RemoteFile
 from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
 from pipelines.sources.files import problem_of
@@ -22,7 +21,7 @@ from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, side
 from pipelines.sources.selection import Ignored, ignored_as
 from pipelines.sources.specs import absolute_path
 
-_SIDECARS_AT_ONCE = 16
+_FILES_AT_ONCE = 16
 
 
 @dataclass
@@ -61,44 +60,53 @@ class RemoteFolderSource:
     def _files(self, url: str, files: list[RemoteFile]) -> Iterator[InputRef]:
         names = [os.fsencode(file.name) for file in files]
         sidecars = find_sidecars(names)
+        reads_archives = not holds_images(names)
         archives: list[ArchiveFile] = []
-        images: list[RemoteFile] = []
+        others: list[RemoteFile] = []
         for file, name in zip(files, names, strict=True):
             if name in sidecars:
                 continue
-            if is_archive_name(file.name) and not name.startswith(b".") and not holds_images(names):
+            if reads_archives and is_archive_name(file.name) and not name.startswith(b"."):
                 archives.append(ArchiveFile(f"{url}/{file.name}"))
-                continue
-            ignored = ignored_as(name, functools.partial(_read_head, f"{url}/{file.name}"))
-            if ignored is None:
-                images.append(file)
             else:
-                self.ignored.count(ignored)
-        yield from self._images(url, images, sidecars)
+                others.append(file)
+        yield from self._images(url, others, sidecars)
         yield from scan_ahead(archives)
         for archive in archives:
             self.ignored.add(archive.ignored)
 
-    def _images(self, url: str, images: list[RemoteFile], sidecars: frozenset[bytes]) -> Iterator[InputRef]:
-        remaining = iter(images)
-        with ThreadPoolExecutor(_SIDECARS_AT_ONCE, "edje-sidecar") as pool:
-            while batch := list(itertools.islice(remaining, 4 * _SIDECARS_AT_ONCE)):
-                yield from pool.map(functools.partial(self._input, url, sidecars), batch)
-
-    def _input(self, url: str, sidecars: frozenset[bytes], file: RemoteFile) -> InputRef:
-        uri = f"{url}/{file.name}"
-        ref = InputRef(uri, os.fsencode(uri), size=file.size)
-        stem = os.path.splitext(file.name)[0]
-        read = {
-            suffix: functools.partial(_read_sidecar, f"{url}/{stem}{suffix}")
-            for suffix in SIDECAR_SUFFIXES
-            if os.fsencode(stem + suffix) in sidecars
-        }
-        return dataclasses.replace(ref, metadata=sidecar_values(read, self.ignored)) if read else ref
+    def _images(self, url: str, files: list[RemoteFile], sidecars: frozenset[bytes]) -> Iterator[InputRef]:
+        remaining = iter(files)
+        with ThreadPoolExecutor(_FILES_AT_ONCE, "edje-list") as pool:
+            while batch := list(itertools.islice(remaining, 4 * _FILES_AT_ONCE)):
+                for ref, ignored in pool.map(functools.partial(_input, url, sidecars), batch):
+                    self.ignored.add(ignored)
+                    if ref is not None:
+                        yield ref
 
 
-def _read_head(url: str) -> bytes:
-    return open_ranged(os.fsencode(url)).pread(HEAD_BYTES, 0)
+def _input(url: str, sidecars: frozenset[bytes], file: RemoteFile) -> tuple[InputRef | None, Ignored]:
+    """Return the input for a file, or None if the file is ignored, and what was ignored."""
+    uri, ignored = f"{url}/{file.name}", Ignored()
+    ref = InputRef(uri, os.fsencode(uri), size=file.size)
+    try:
+        key = ignored_as(os.fsencode(file.name), functools.partial(_read_head, uri, file.size))
+    except (OSError, EOFError) as error:
+        return dataclasses.replace(ref, size=None, problem=problem_of(error)), ignored
+    if key is not None:
+        ignored.count(key)
+        return None, ignored
+    stem = os.path.splitext(file.name)[0]
+    read = {
+        suffix: functools.partial(_read_sidecar, f"{url}/{stem}{suffix}")
+        for suffix in SIDECAR_SUFFIXES
+        if os.fsencode(stem + suffix) in sidecars
+    }
+    return dataclasses.replace(ref, metadata=sidecar_values(read, ignored)) if read else ref, ignored
+
+
+def _read_head(url: str, length: int) -> bytes:
+    return read_remote_range(url, min(HEAD_BYTES, length), 0) if length else b""
 
 
 def _read_sidecar(url: str) -> bytes:

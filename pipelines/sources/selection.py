@@ -21,16 +21,16 @@ _MAX_KEYS = 100
 class Ignored(dict[str, int]):
     """Counts the entries that are not inputs, by suffix or by reason in parentheses."""
 
-    def count(self, key: str) -> None:
-        """Count one entry under `key`, or under "(other)" if the key is unusual."""
+    def count(self, key: str, entries: int = 1) -> None:
+        """Count entries under `key`, or under "(other)" if the key is unusual."""
         if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
             key = "(other)"
-        self[key] = self.get(key, 0) + 1
+        self[key] = self.get(key, 0) + entries
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add the counts of another source."""
         for key, count in counts.items():
-            self[key] = self.get(key, 0) + count
+            self.count(key, count)
 
 
 def has_image_suffix(name: bytes) -> bool:

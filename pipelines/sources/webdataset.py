@@ -58,6 +58,8 @@ class WebDatasetSource:
                 yield from self._members(archive, uri)
         except ArchiveDamage as damage:
             yield InputRef(uri, self.path, problem=damage.reason)
+        except EOFError:  # a file on a server became shorter
+            yield InputRef(uri, self.path, problem="damaged-archive")
         except OSError as error:
             yield InputRef(uri, self.path, problem=problem_of(error))
 

@@ -52,7 +52,7 @@ class ObjectChangedError(EdjeError):
 
 def is_url(location: IndexLocation) -> bool:
     """Return True if `location` is a URL of an object store and not a path."""
-    return isinstance(location, str) and location.partition("://")[0] in SCHEMES and "://" in location
+    return isinstance(location, str) and location.partition("://")[0].lower() in SCHEMES and "://" in location
 
 
 @dataclass(frozen=True)

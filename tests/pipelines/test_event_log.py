@@ -99,3 +99,10 @@ def test_failed_rows_that_cannot_be_read_are_said(tmp_path):
     shard, message, _ = lines(tmp_path / "log")
     assert shard["shard"] == 3
     assert "rows/3.parquet is missing" in message["text"]
+
+
+def test_passwords_in_urls_are_left_out(tmp_path):
+    with event_log(tmp_path / "log", "edje-index build https://user:secret@host/a.tar hf://owner/set@v1 --out a@b"):
+        pass
+    start = json.loads((tmp_path / "log").read_text().splitlines()[0])
+    assert start["command"] == "edje-index build https://...@host/a.tar hf://owner/set@v1 --out a@b"

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.sources import iter_all, open_source, open_sources
+from pipelines.sources import iter_all, open_source, open_sources, without_nested
 from pipelines.sources.braces import expand_braces
 from storage_formats.errors import UsageError
+from storage_formats.format import object_store
 
 
 @pytest.fixture
@@ -149,3 +150,27 @@ def test_braces_always_end(pattern: str) -> None:
     assert names
     if "{" not in pattern:
         assert names == [pattern]
+
+
+def test_archives_outside_folders_need_no_listing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listdir(path: object) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    sources = open_sources([str(photos / "photos2"), str(photos / "a.tar"), str(photos / "b.tar")])
+    assert len(without_nested(sources)) == 3
+
+
+@pytest.mark.parametrize("url", ["https://user:secret@host/a.tar", "s3://secret@bucket/*.jpg", "ftp://u:secret@host/a"])
+def test_urls_with_passwords_are_refused_without_them(url: str) -> None:
+    message = refused(url)
+    assert "put the credentials into the environment" in message
+    assert "secret" not in message
+
+
+def test_schemes_have_no_case() -> None:
+    assert [open_source(f"{scheme}://host/a.jpg").path for scheme in ("HTTPS", "S3")] == [
+        b"HTTPS://host/a.jpg",
+        b"S3://host/a.jpg",
+    ]
+    assert object_store.is_url("S3://bucket/photos.edje")

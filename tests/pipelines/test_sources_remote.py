@@ -18,7 +18,7 @@ from pipelines.cli.failures import failed_rows
 from pipelines.jobs.build import run_build
 from pipelines.jobs.retry_failed import run_retry_failed
 from pipelines.planning.config import AppendConfig
-from pipelines.sources import iter_all, open_source, open_sources
+from pipelines.sources import iter_all, open_source, open_sources, remote_folder
 from storage_formats import MissingExtraError, UsageError, read_rows
 from tests.pipelines.test_build_packed import _pack
 from tests.web_server import WebServer, web_server
@@ -81,9 +81,12 @@ def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
 
 
 def test_listing_addresses_sends_no_request(server: WebServer, tmp_path: Path) -> None:
-    (tmp_path / "list.csv").write_text(f"url\n{server.url}/a.jpg\n{server.url}/a b.jpg\nftp://host/a.jpg\n")
+    (tmp_path / "list.csv").write_text(
+        f"url\n{server.url}/a.jpg\n{server.url}/a b.jpg\nftp://host/a.jpg\nhttp://user:secret@host/\n"
+    )
     refs = scan(str(tmp_path / "list.csv"))
-    assert [ref.problem for ref in refs] == [None, "bad-list-line", "not-a-local-path"]
+    assert [ref.problem for ref in refs] == [None, "bad-list-line", "not-a-local-path", "bad-list-line"]
+    assert "secret" not in refs[3].uri
     assert server.requests == []
 
 
@@ -169,3 +172,59 @@ def test_a_build_from_addresses(
     assert read_rows(request.out, columns=["caption"])["caption"].to_pylist()[4] == "photo 04"
     retried = run_retry_failed(AppendConfig(request.out, (), engine="inline"), lambda event: None)
     assert (retried.retried, retried.indexed) == (3, 1)
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz", "a.parquet"])
+def test_empty_archives_on_a_server(server: WebServer, tmp_path: Path, name: str) -> None:
+    server.files[f"/{name}"] = b""
+    (tmp_path / name).write_bytes(b"")
+    if name == "a.parquet":
+        with pytest.raises(UsageError, match=r"cannot read .*/a\.parquet"):
+            open_source(f"{server.url}/{name}")
+        return
+    remote, local = scan(f"{server.url}/{name}"), scan(str(tmp_path / name))
+    assert [ref.problem for ref in remote] == [ref.problem for ref in local]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.zip"])
+def test_an_archive_that_becomes_shorter_is_damaged(server: WebServer, name: str) -> None:
+    def answer(headers: dict[str, str]) -> Any:
+        is_length = headers["Range"] == "bytes=0-0"
+        return (206, {"Content-Range": "bytes 0-0/9999"}, b"x") if is_length else (416, {}, b"")
+
+    server.responses[f"/{name}"] = answer
+    (ref,) = scan(f"{server.url}/{name}")
+    assert ref.problem == "damaged-archive"
+
+
+def _list_on_hub(server: WebServer, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    entries = [{"type": "file", "path": name, "size": size} for name, size in sizes.items()]
+    server.responses["/api/models/datasets-owner/set/tree/main"] = lambda _: (200, {}, json.dumps(entries).encode())
+
+
+def test_files_without_suffix_in_a_remote_folder(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    png = b"\x89PNG\r\n\x1a\n"
+    _list_on_hub(server, monkeypatch, {"denied": 9, "empty": 0, "gone": 9, "photo": len(png), "z.jpg": 9, "z.md": 1})
+    server.files["/datasets-owner/set/resolve/main/photo"] = png
+    server.faults["/datasets-owner/set/resolve/main/denied"] = ["403"]
+    sources = open_sources(["hf://datasets-owner/set"])
+    refs = list(iter_all(sources))
+    assert [(ref.uri.rpartition("/")[2], ref.problem) for ref in refs] == [
+        ("denied", "unreadable"),
+        ("gone", "missing"),
+        ("photo", None),
+        ("z.jpg", None),
+    ]
+    assert sources[0].ignored == {"(no suffix)": 1, ".md": 1}
+    assert [request[1] for request in server.requests if request[0].endswith("/photo")] == ["bytes=0-7"]
+
+
+def test_a_large_remote_folder_is_searched_once_for_images(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[object] = []
+    monkeypatch.setattr(remote_folder, "holds_images", lambda names: searches.append(names) or True)
+    _list_on_hub(server, monkeypatch, {f"{number}.tar": 9 for number in range(20)})
+    sources = open_sources(["hf://datasets-owner/set"])
+    assert list(iter_all(sources)) == []
+    assert len(searches) == 1
+    assert sources[0].ignored == {".tar": 20}

@@ -52,7 +52,7 @@ class HubFile:
     @property
     def listing_url(self) -> str:
         """URL of the list of files in this directory."""
-        kind = "" if self.repository.startswith(_KINDS) else "models/"
+        kind = "" if self.repository.split("/")[0] in _KINDS else "models/"
         return f"{_endpoint()}/api/{kind}{self.repository}/tree/{quote(self.revision, safe='')}/{quote(self.path)}"
 
 

@@ -10,6 +10,8 @@ STORE_SCHEMES = ("s3", "gs", "az")
 SCHEMES = (*WEB_SCHEMES, HUB_SCHEME, *STORE_SCHEMES)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_REMOTE = re.compile(f"(?:{'|'.join(SCHEMES)})://".encode(), re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 def scheme_of(text: str) -> str | None:
@@ -20,7 +22,14 @@ def scheme_of(text: str) -> str | None:
 
 def is_remote(path: bytes) -> bool:
     """Return True if `path` is a URL that this package reads."""
-    return path.startswith(_PREFIXES)
+    return _REMOTE.match(path) is not None
 
 
-_PREFIXES = tuple(f"{scheme}://".encode() for scheme in SCHEMES)
+def has_credentials(url: str) -> bool:
+    """Return True if `url` contains a user name or a password, as `https://user:password@host` does."""
+    return scheme_of(url) is not None and without_credentials(url) != url
+
+
+def without_credentials(text: str) -> str:
+    """Return `text`, with "..." in place of the user names and passwords of its URLs."""
+    return _USER.sub("...@", text)

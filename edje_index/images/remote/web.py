@@ -78,7 +78,10 @@ def web_length(url: str, headers: Mapping[str, str] | None = None) -> int:
         NoRangesError: the server does not answer requests for byte ranges.
         OSError: see `read_web`.
     """
-    answer = _request(url, 1, {**(headers or {}), "Range": "bytes=0-0"}, is_range=True)
+    try:
+        answer = _request(url, 1, {**(headers or {}), "Range": "bytes=0-0"}, is_range=True)
+    except EOFError:  # an empty file has no first byte
+        return 0
     total = _TOTAL.fullmatch(answer.headers.get("Content-Range", ""))
     if total is None:
         raise NoRangesError(url)

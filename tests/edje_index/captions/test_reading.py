@@ -246,3 +246,11 @@ def test_the_shared_captions_when_present():
     assert len(items) == 1000
     assert {len(each.captions) for each in items} == {5}
     assert all(each.path.is_file() for each in items)
+
+
+@pytest.mark.parametrize("image_id", [[1], {"id": 1}])
+def test_a_coco_id_of_another_type(tmp_path, image_id):
+    coco = {"images": [{"id": image_id, "file_name": "a.jpg"}], "annotations": []}
+    (tmp_path / "coco.json").write_text(json.dumps(coco))
+    with pytest.raises(UsageError, match="images 1: the 'id' of the image must be a number or a text"):
+        read_caption_file(tmp_path / "coco.json")
