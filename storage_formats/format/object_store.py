@@ -297,6 +297,9 @@ def _open_store(url: str) -> ObjectStore:
     scheme, host, *_ = urlsplit(url)
     if not host:
         raise UsageError(f"the URL {url} names no bucket; give a URL such as s3://bucket/photos.edje")
+    if "@" in host:  # messages and results name the URL
+        place = f"{scheme}://{host.rpartition('@')[2]}"
+        raise UsageError(f"the URL at {place} contains a user name or a password; put credentials in the environment")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     client: Any = {
         "timeout": _REQUEST_TIMEOUT,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from storage_formats.errors import UsageError
 from storage_formats.format.object_store import ObjectChangedError, ObjectFolder
 
 obstore_store = pytest.importorskip("obstore.store")
@@ -87,3 +88,9 @@ def test_absent_objects_do_not_keep_others_from_being_deleted(folder):
         folder.replace(key, b"content", None)
     folder.delete(keys)
     assert [key for key in keys if folder.info(key)] == []
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown():
+    with pytest.raises(UsageError, match="the URL at https://host contains a user name or a password") as caught:
+        ObjectFolder.open("https://me:secret@host/photos.edje")
+    assert "secret" not in str(caught.value)
