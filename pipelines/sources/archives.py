@@ -6,16 +6,16 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from edje_index.images.containers.container import ARCHIVE_SUFFIXES, COMPRESSIONS, TAR_SUFFIXES, ZIP_MAGIC
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.remote.errors import NoRangesError
 from pipelines.sources.base import Source
+from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import problem_of, read_head
 from pipelines.sources.parquet_images import ParquetImagesSource, find_image_column
-from pipelines.sources.selection import Ignored
-from pipelines.sources.specs import absolute_path, file_name
+from pipelines.sources.specs import file_name
 from pipelines.sources.webdataset import WebDatasetSource
 from pipelines.sources.zip_archive import ZipSource
 from storage_formats.errors import UsageError
@@ -54,7 +54,7 @@ def archive_source(path: str, head: bytes, column: str | None = None) -> Source 
 
 
 @dataclass
-class ArchiveFile:
+class ArchiveFile(FileSource):
     """An archive or Parquet file that is opened when it is listed.
 
     A Parquet file without images is ignored. A file that cannot be opened becomes one input with a problem.
@@ -63,14 +63,8 @@ class ArchiveFile:
         column: the only column of a Parquet file to consider; None considers all columns.
     """
 
-    spec: str
     column: str | None = None
     kind: str = "archive"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
-
-    def __post_init__(self) -> None:
-        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         import pyarrow as pa

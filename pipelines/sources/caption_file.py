@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from edje_index.captions.formats import read_records
 from edje_index.captions.record import ID_KEY, SPLIT_KEY, CaptionRecord
 from edje_index.images.inputs import InputRef, display_path
+from pipelines.sources.file_source import FileSource
 from pipelines.sources.listed import listed_input
 from pipelines.sources.metadata import CAPTIONS, source_values
-from pipelines.sources.selection import Ignored
 
 CAPTION_SUFFIX = ".json"
 
 
 @dataclass
-class CaptionFileSource:
+class CaptionFileSource(FileSource):
     """The images of a caption file, in file order, with their captions, splits and identifiers as metadata.
 
     Relative paths start at the directory of the file. If several records name one image, their captions are joined.
@@ -29,13 +29,7 @@ class CaptionFileSource:
         UsageError: `iter_inputs` cannot read the file, or a record is malformed.
     """
 
-    spec: str
     kind: str = "captions"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
-
-    def __post_init__(self) -> None:
-        self.path = os.path.abspath(os.fsencode(self.spec))
 
     def iter_inputs(self) -> Iterator[InputRef]:
         self.ignored.clear()

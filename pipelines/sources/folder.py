@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 from edje_index.images.inputs import InputRef, display_path
 from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
+from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import file_input, problem_of, read_head
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
-from pipelines.sources.specs import absolute_path
 
 _FileId = tuple[int, int]  # device and inode: the same for every path to a file or directory
 
 
 @dataclass
-class FolderSource:
+class FolderSource(FileSource):
     """The images in a directory and its subdirectories.
 
     In each directory, the files come first and the subdirectories follow, both sorted by the bytes of their names.
@@ -31,13 +31,7 @@ class FolderSource:
     Elsewhere they are ignored and counted.
     """
 
-    spec: str
     kind: str = "folder"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
-
-    def __post_init__(self) -> None:
-        self.path = os.path.abspath(os.fsencode(self.spec))
 
     def iter_inputs(self) -> Iterator[InputRef]:
         self.ignored.clear()
@@ -45,16 +39,10 @@ class FolderSource:
 
 
 @dataclass
-class ImageFileSource:
+class ImageFileSource(FileSource):
     """A source that is one image file."""
 
-    spec: str
     kind: str = "image"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
-
-    def __post_init__(self) -> None:
-        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         yield file_input(self.path)

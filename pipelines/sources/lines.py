@@ -7,13 +7,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import BinaryIO
 
 from edje_index.images.inputs import InputRef, display_path
+from pipelines.sources.file_source import FileSource
 from pipelines.sources.listed import listed_input
 from pipelines.sources.local_file import LocalFile
-from pipelines.sources.selection import Ignored
 from pipelines.sources.specs import STANDARD_INPUT, absolute_path, file_name
 from storage_formats.errors import UsageError
 
@@ -23,7 +23,7 @@ _streams_read: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
 @dataclass
-class LinesSource:
+class LinesSource(FileSource):
     """The files that the lines of a list name, in the order of the lines. Blank lines are skipped.
 
     Relative paths start at the directory of the list, or at the working directory for standard input. A line that is no
@@ -33,10 +33,7 @@ class LinesSource:
         UsageError: standard input is a terminal. `iter_inputs` raises it if standard input has been read already.
     """
 
-    spec: str
     kind: str = "lines"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
 
     def __post_init__(self) -> None:
         is_standard_input = self.spec == STANDARD_INPUT

@@ -14,12 +14,11 @@ from edje_index.images.containers.parquet_images import image_leaf
 from edje_index.images.headers import HEAD_BYTES, image_format, undecoded_format
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import RangedFile, open_ranged
+from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import problem_of
 from pipelines.sources.list_entries import metadata_columns, to_python
 from pipelines.sources.listed import listed_input
 from pipelines.sources.metadata import source_values
-from pipelines.sources.selection import Ignored
-from pipelines.sources.specs import absolute_path
 from storage_formats.errors import UsageError
 
 NO_IMAGE = "(row without an image)"
@@ -29,7 +28,7 @@ _PREFERRED = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "byte
 
 
 @dataclass
-class ParquetImagesSource:
+class ParquetImagesSource(FileSource):
     """The images in one column of a Parquet file, with the values of the other columns as metadata.
 
     The column is binary, or a struct with the fields `bytes` and `path` (Hugging Face). If `bytes` is null, `path`
@@ -39,14 +38,8 @@ class ParquetImagesSource:
         column: name of the column.
     """
 
-    spec: str
     column: str
     kind: str = "parquet"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
-
-    def __post_init__(self) -> None:
-        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         import pyarrow as pa

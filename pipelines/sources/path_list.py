@@ -7,9 +7,10 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from edje_index.images.inputs import InputRef, display_path
+from pipelines.sources.file_source import FileSource
 from pipelines.sources.list_entries import (
     Entry,
     csv_entries,
@@ -21,7 +22,6 @@ from pipelines.sources.list_entries import (
 from pipelines.sources.listed import listed_input
 from pipelines.sources.local_file import LocalFile
 from pipelines.sources.metadata import source_values
-from pipelines.sources.selection import Ignored
 from pipelines.sources.specs import absolute_path, file_name
 from storage_formats.errors import UsageError
 
@@ -34,7 +34,7 @@ _LINES_WITH_COLUMNS = 1000  # lines of JSON Lines in which an object with column
 
 
 @dataclass
-class PathListSource:
+class PathListSource(FileSource):
     """The files in a list of paths, in the order of the list, with the values of the other columns as metadata.
 
     Relative paths are relative to the directory of the list. A missing file becomes an input with the problem
@@ -46,11 +46,8 @@ class PathListSource:
             file is damaged.
     """
 
-    spec: str
     column: str | None = None
     kind: str = "list"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
 
     def __post_init__(self) -> None:
         self.path = absolute_path(self.spec)

@@ -8,13 +8,14 @@ import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef
 from edje_index.images.remote.access import list_remote_folder, read_remote, read_remote_range
 from edje_index.images.remote.listing import RemoteFile
 from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
+from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import problem_of
 from pipelines.sources.folder import find_sidecars, holds_images
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
@@ -25,17 +26,14 @@ _FILES_AT_ONCE = 16
 
 
 @dataclass
-class RemoteFolderSource:
+class RemoteFolderSource(FileSource):
     """The images in a remote directory and its subdirectories, in the order of `FolderSource`.
 
     The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg. Archives and Parquet files are read if
     no image file lies in the same directory.
     """
 
-    spec: str
     kind: str = "folder"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
 
     def __post_init__(self) -> None:
         self.path = absolute_path(self.spec).rstrip(b"/")

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from edje_index.images.archive_damage import ArchiveDamage
 from edje_index.images.containers.compressed import DecompressedFile
@@ -22,14 +22,14 @@ from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import ReadAt, open_ranged
 from edje_index.images.remote.urls import is_remote
 from edje_index.images.tar_members import Kind, TarMember, iter_members
+from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import problem_of
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
-from pipelines.sources.selection import Ignored, ignored_as
-from pipelines.sources.specs import absolute_path
+from pipelines.sources.selection import ignored_as
 
 
 @dataclass
-class WebDatasetSource:
+class WebDatasetSource(FileSource):
     """The images in one tar archive, in the order of the archive, with the metadata of their samples.
 
     Members that are neither images nor metadata of an image are ignored.
@@ -41,14 +41,8 @@ class WebDatasetSource:
         compression: "gzip", "bzip2", "xz" or "zstd"; None if the archive is not compressed.
     """
 
-    spec: str
     compression: str | None = None
     kind: str = "webdataset"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
-
-    def __post_init__(self) -> None:
-        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         self.ignored.clear()

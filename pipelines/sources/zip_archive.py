@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from edje_index.images.archive_damage import ArchiveDamage
 from edje_index.images.containers.container import ZIP, Container
@@ -14,14 +14,14 @@ from edje_index.images.containers.zips import ZipArchive, ZipMember
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import open_ranged
+from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import problem_of
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
-from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
-from pipelines.sources.specs import absolute_path
+from pipelines.sources.selection import has_image_suffix, ignored_as
 
 
 @dataclass
-class ZipSource:
+class ZipSource(FileSource):
     """The images in one zip archive, in the order of its list of members.
 
     NAME.json and NAME.txt hold the metadata of NAME.jpg. Other members are ignored. Links, encrypted members and
@@ -29,13 +29,7 @@ class ZipSource:
     input with the problem "damaged-archive".
     """
 
-    spec: str
     kind: str = "zip"
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
-
-    def __post_init__(self) -> None:
-        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         self.ignored.clear()

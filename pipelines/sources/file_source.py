@@ -1,0 +1,20 @@
+"""What the sources have in common that are one file or directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipelines.sources.selection import Ignored
+from pipelines.sources.specs import absolute_path
+
+
+@dataclass
+class FileSource:
+    """Fields of a source that is one file, directory or URL. See `pipelines.sources.base.Source`."""
+
+    spec: str
+    path: bytes = field(init=False)
+    ignored: Ignored = field(init=False, default_factory=Ignored)
+
+    def __post_init__(self) -> None:
+        self.path = absolute_path(self.spec)
