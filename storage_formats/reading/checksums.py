@@ -18,7 +18,7 @@ from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import download_missing, open_index_file
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import FileEntry, check_content
-from storage_formats.reading.base import Batch, Ints
+from storage_formats.reading.base import Batch, Ints, Part
 
 _KEPT_BYTES = 64 << 20  # the checksums of 16 million rows
 _OPEN_FILES = 64  # checksum files that are read at the same time
@@ -33,13 +33,17 @@ class BlockCheck:
 
     Attributes:
         expected: uint32 [n], stored checksum of each record.
-        row_ids: int64 [n], row id of each record.
+        row_ids: function that returns the row id of each record, int64 [n].
         path: function that takes a row id and returns the path or URL of the token file with this row.
     """
 
     expected: Checksums
-    row_ids: Ints
+    row_ids: Callable[[], Ints]
     path: Callable[[int], Path | str]
+
+    def __getitem__(self, part: Part) -> BlockCheck:
+        """Return the check of some of the records."""
+        return BlockCheck(self.expected[part], lambda: self.row_ids()[part], self.path)
 
     def compare(self, actual: Checksums, start: int, stop: int) -> None:
         """Compare `actual[start:stop]` with `expected[start:stop]`.
@@ -47,9 +51,9 @@ class BlockCheck:
         Raises:
             CorruptIndexError: a computed checksum differs from the stored checksum.
         """
-        is_damaged = actual[start:stop] != self.expected[start:stop]
-        if is_damaged.any():
-            raise self._damaged(tuple(self.row_ids[start:stop][is_damaged].tolist()))
+        computed, stored = actual[start:stop], self.expected[start:stop]
+        if computed.tobytes() != stored.tobytes():  # faster than NumPy's comparison of so few values
+            raise self._damaged(tuple(self.row_ids()[start:stop][computed != stored].tolist()))
 
     def _damaged(self, row_ids: tuple[int, ...]) -> CorruptIndexError:
         named = ", ".join(map(str, row_ids[:_NAMED_ROWS]))
@@ -93,7 +97,7 @@ class BlockChecksums:
         parts = [by_shard[shard][batch.positions[start:stop]] for shard, start, stop in batch.shard_spans]
         return BlockCheck(
             parts[0] if len(parts) == 1 else np.concatenate(parts),
-            batch.shards * self._shard_size + batch.positions,
+            lambda: batch.shards * self._shard_size + batch.positions,
             lambda row_id: self._token_path(row_id // self._shard_size),
         )
 

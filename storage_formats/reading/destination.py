@@ -12,7 +12,6 @@ from storage_formats.codecs import Blocks, Codec, Records
 from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.interrupts import settle, unsettled
 from storage_formats.reading.base import (
-    EVERY_RECORD,
     Batch,
     Destination,
     DestinationFactory,
@@ -50,7 +49,10 @@ def record_destinations(records: Records, checker: Checker | None = None) -> Des
 
 
 def _part_check(batch: Batch, checker: Checker | None) -> PartCheck | None:
-    return None if checker is None else lambda part: checker(batch if part is EVERY_RECORD else batch[part])
+    if checker is None:
+        return None
+    of_batch = functools.cache(lambda: checker(batch))
+    return lambda part: of_batch()[part]
 
 
 class RecordDestination:

@@ -23,8 +23,8 @@ from storage_formats.reading.queues import QueuePool
 _PIECE_BYTES = 8 << 20  # limit for pieces of large records
 _BYTES_IN_FLIGHT = 32 << 20
 _BUFFERED_IN_FLIGHT = 16 << 20  # less, so that the buffers stay in the processor's cache
-_LAST_REQUESTS = 2 * PIECE_RECORDS  # only at the end of a batch are so few in flight
-_PART_REQUESTS = 32
+_PART_REQUESTS = 32  # few, so that little is left to do when the last requests of a batch are complete
+_PART_SHARE = 4  # with many requests in flight, a part is a fourth of these requests
 _NO_RESULT = np.iinfo(np.int64).min
 
 
@@ -202,23 +202,19 @@ class _QueuedReader:
         self._queue.put(fds, flight.offsets, flight.memory.ctypes.data + flight.memory_offsets, lengths, tags)
 
     def _finish(self, number: int) -> None:
-        """Wait for the requests of a piece and process its records.
-
-        At the end of a batch, the records are processed in parts, while later requests of the piece are in flight.
-        """
+        """Wait for the requests of a piece. Meanwhile, process the records of every piece as they arrive."""
         flight = self._flights[number]
         while flight.missing:
-            is_end = self._queue.in_flight <= _LAST_REQUESTS
-            self._collect(min(flight.missing, _PART_REQUESTS) if is_end else flight.missing)
-            if is_end and flight.missing:
-                self._process(flight)
-        self._process(flight)
+            in_flight = self._queue.in_flight
+            self._collect(min(in_flight, max(_PART_REQUESTS, in_flight // _PART_SHARE)))
+            for each in self._flights.values():
+                self._process(each)
         self._release(self._flights.pop(number))
 
     def _process(self, flight: _Flight) -> None:
         """Process all unprocessed records of completed requests."""
         is_ready = (flight.results != _NO_RESULT) & ~flight.processed
-        if not is_ready.any():  # the results that came were those of other pieces
+        if not is_ready.any():
             return
         for request in np.flatnonzero(is_ready & (flight.results < flight.needed)).tolist():
             _read_again(flight, request, self._size)

@@ -487,6 +487,7 @@ def test_the_last_records_are_processed_while_others_are_in_flight(built, monkey
     monkeypatch.setattr(queue, "wait", one_by_one)
     monkeypatch.setattr(_QueuedReader, "_process", noting)
     monkeypatch.setattr(queued, "_PART_REQUESTS", 1)
+    monkeypatch.setattr(queued, "_PART_SHARE", 2 * PIECE_RECORDS)
     ids = np.arange(PIECE_RECORDS)[::-1]
     expected = TokenStore.open(built[0], precision, "portable").fetch(ids)
     assert same_bits(TokenStore.open(built[0], precision, engine).fetch(ids), expected)
@@ -514,7 +515,7 @@ def test_the_last_results_may_all_be_those_of_another_piece(built, monkeypatch, 
 
     monkeypatch.setattr(queue, "wait", newest_first)
     monkeypatch.setattr(queued, "_PART_REQUESTS", 1)
-    monkeypatch.setattr(queued, "_LAST_REQUESTS", 10 * PIECE_RECORDS)
+    monkeypatch.setattr(queued, "_PART_SHARE", 4 * PIECE_RECORDS)
     rows = len(TokenStore.open(built[0], precision))
     ids = np.arange(2 * PIECE_RECORDS)[::-1] % rows
     expected = TokenStore.open(built[0], precision, "portable").fetch(ids)
