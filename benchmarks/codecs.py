@@ -1,4 +1,4 @@
-"""Measures the encoding and decoding rates of each precision, and compares torch, torchao and ml_dtypes.
+"""Measures the encoding and decoding rates of each precision, and compares the rates with torch, torchao and ml_dtypes.
 
 Rates are in GB/s of bfloat16 tokens. Casts with `ml_dtypes` and `torch` compute no scales, so they do less work than
 the codecs of this project. The entry `torch scaled` encodes and decodes fp8 with scales.

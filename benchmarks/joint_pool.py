@@ -2,8 +2,9 @@
 
     python -m benchmarks.joint_pool INDEX captions.jsonl --model BUNDLE --joint-pool 10 --joint-pool 20
 
-The reference is a search in float32 that scores the whole pool. Rankings and recall come from the parts that such
-searches return; times come from searches with `joint_pool`, one query at a time.
+In the reference search, the joint encoder scores the whole pool in float32. The rankings for smaller joint pools are
+computed from the scores of such full searches. The times are measured in searches with `joint_pool`, one query at a
+time.
 """
 
 from __future__ import annotations
@@ -77,7 +78,12 @@ def ranking(hits: Hits, score: FinalScore, joint_pool: int | None) -> NDArray[np
 def agreement(
     orders: Sequence[NDArray[np.int64]], expected: Sequence[NDArray[np.int64]], queries: Sequence[Query]
 ) -> dict[str, float]:
-    """Compare rankings with the `expected` ones, and return the recall of the rankings in percent."""
+    """Compare rankings with the reference rankings in `expected`.
+
+    Returns:
+        Kendall's tau (`mean_tau`, `lowest_tau`), the percentage of queries with the same first hits (`same_1`, ...),
+        and the recall in percent (`recall_1`, ...).
+    """
     taus, same_hits, ranks = [], {1: 0, _SHOWN: 0}, []
     for order, reference, query in zip(orders, expected, queries, strict=True):
         rank_of_each_row = (torch.from_numpy(np.argsort(rows)) for rows in (order, reference))
@@ -92,7 +98,7 @@ def agreement(
 
 
 def times(index: TokenIndex, queries: Sequence[Query], pool: int, joint_pool: int | None) -> dict[str, float]:
-    """Return median milliseconds of searches, in processor time and elapsed."""
+    """Return the median processor time (`cpu_ms`) and the median elapsed time (`ms`) of a search in milliseconds."""
     processor, elapsed = [], []
     for query in [*queries[:_WARM_UP], *queries]:
         before = time.process_time(), time.perf_counter()

@@ -129,7 +129,10 @@ def _write_table(layout: Layout, spec: IndexSpec, lengths: list[int], checksums:
 
 
 def _plan(root: str) -> dict[str, Any]:
-    """Plan a build with as many shards as the index, with one input each, and read the plan as a resumed build does."""
+    """Plan a build, and read the plan in the same way as a resumed build.
+
+    The plan has as many shards as the index, with one input per shard.
+    """
     folder = Path(root).with_suffix(".plan")
     folder.mkdir()
     image, image_list = folder / "image.jpg", folder / "images.csv"

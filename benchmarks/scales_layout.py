@@ -1,8 +1,8 @@
 """Compares three layouts of FP4 records by random fetches with a cold page cache.
 
-- `record`: codes and scales together on disk, 13,824 bytes, in four or five pages. Indexes use this layout.
-- `memory`: codes on disk, 12,288 bytes, in three pages. All scales are in memory, 1,536 bytes per row.
-- `padded`: codes and scales together on disk, padded to 16,384 bytes, in four pages.
+- `record`: codes and scales together on disk, 13,824 bytes per row, in four or five pages. Indexes use this layout.
+- `memory`: codes on disk, 12,288 bytes per row, in three pages. All scales are in memory, 1,536 bytes per row.
+- `padded`: codes and scales together on disk, padded to 16,384 bytes per row, in four pages.
 
 The reads are made in the same way for all layouts. Records are not decoded.
 """

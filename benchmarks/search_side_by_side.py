@@ -106,7 +106,11 @@ def _measure_once(workers: dict[str, subprocess.Popen[str]], queries: Sequence[s
 
 
 def table_lines(times: dict[str, list[Times]]) -> list[str]:
-    """Return the lines of a Markdown table. A ratio is the median over starts of the ratio of medians."""
+    """Return the lines of a Markdown table.
+
+    For each start, the ratio is (median time of the reference) / (median time of the way). The table contains the
+    median ratio over all starts.
+    """
     lines = ["| search | p50 ms | processor ms | times faster | range |", "|---|---|---|---|---|"]
     reference = [_median(of_start) for of_start in next(iter(times.values()))]
     for name, starts in times.items():

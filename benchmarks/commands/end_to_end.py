@@ -26,7 +26,7 @@ from pipelines.cli.options import PATH, POSITIVE, images_option, json_option, mo
     "memory_gib",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GIB",
-    help="Memory limit of a search, including the page cache.  [default: all memory]",
+    help="Memory limit of a search in GiB, including the page cache.  [default: all memory]",
 )
 @seed_option
 @click.option("--report", type=PATH, help="Directory for a report with a plot.")
@@ -35,11 +35,13 @@ from pipelines.cli.options import PATH, POSITIVE, images_option, json_option, mo
 def end_to_end_command(
     index: Path, captions: Path, report: Path | None, quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Compare whole search systems on the embeddings and tokens of INDEX: recall, latency, memory, bytes per image.
+    """Compare whole search systems on the same images: recall, latency, memory and bytes per image.
 
-    The queries are CAPTIONS of its images. All systems but the last rank by late interaction: this package in two
-    precisions, FAISS with np.memmap, a multivector column of Lance, and Qdrant Edge. The last one is the search of this
-    package with the joint encoder. Systems that are not installed are left out.
+    All systems get the embeddings and tokens of INDEX. The queries are the captions in the file CAPTIONS. Systems that
+    are not installed are left out.
+
+    These systems rank by late interaction: this package in two precisions, FAISS with np.memmap, a multivector column
+    of Lance, and Qdrant Edge. The last system is the search of this package with the joint encoder.
 
     \b
     Example:

@@ -109,8 +109,8 @@ def fetch_command(
     Each run is a new process. Before a cold run, the command checks that the files are not in the page cache. If fio
     is installed, fio measures the speed of the disk on the same files, alternating with the other runs.
 
-    For the URL of an index on an object store, the command measures the rate of large fetches, and the latency,
-    requests and cost of queries of 100 blocks.
+    INDEX may be the URL of an index on an object store. The command then measures the rate of large fetches. For
+    queries of 100 blocks, the command measures the latency, the number of requests and the cost.
 
     \b
     Examples:
@@ -178,7 +178,7 @@ def _fetch_remote(
     from benchmarks.fetch.remote import RemoteBench, bench_remote, describe_remote
 
     if len(precisions) > 1:
-        raise click.UsageError("give one --precision for an index on an object store")
+        raise click.UsageError("an index on an object store is measured in one precision; give --precision once")
     precision = precisions[0] if precisions else None
     result = bench_remote(RemoteBench(url, precision, pool, repeats, peers), lambda line: click.echo(line, err=True))
     show(result, as_json, describe_remote(result))

@@ -18,9 +18,7 @@ from pipelines.cli.options import dtype_option, json_option
     required=True,
     help="New directory for a random model and random features.",
 )
-@click.option(
-    "--images", type=click.IntRange(min=8), default=1024, show_default=True, help="Number of images in the index."
-)
+@click.option("--images", type=click.IntRange(min=8), default=1024, show_default=True, help="Number of random images.")
 @click.option(
     "--batch-size",
     type=click.IntRange(min=2),

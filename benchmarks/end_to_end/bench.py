@@ -34,13 +34,13 @@ class EndToEndBench:
 
     Attributes:
         index: index that the embeddings and tokens come from.
-        captions: captions of its images, which are the queries.
+        captions: caption file of images in the index. Its captions are the queries.
         folder: missing or empty directory for the files of the systems. It is removed at the end.
         images: base directory of relative image paths; None for the directory of `captions`.
         model: model bundle; None for the bundle that built the index.
         systems: names of the systems to measure, keys of `SYSTEMS`; empty for all.
         queries: number of random captions to search for.
-        memory_gib: GiB of memory that all searches may use, with the page cache; None for all memory.
+        memory_gib: GiB of memory that all searches may use, including the page cache; None for all memory.
         seed: seed of the sample of captions.
     """
 
@@ -123,12 +123,18 @@ def _measure(
 
 
 def _memory(gib: float | None) -> contextlib.AbstractContextManager[str | None]:
-    """Return a context in which about `gib` GiB of memory are free."""
+    """Return a context in which about `gib` GiB of memory are free. None leaves all memory free."""
     return contextlib.nullcontext() if gib is None else memory_cap(int(gib * 2**30), _NEEDED_BYTES)
 
 
 def figures(searched: dict[str, Any], collection: Collection, exact: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the recall in percent, the latency, and the memory of one run."""
+    """Return the recall in percent, the latency, and the memory of one run.
+
+    Args:
+        searched: result of the step `search`.
+        collection: provides the queries.
+        exact: positions of the exact best images for each query.
+    """
     hits = [
         [position == query.relevant for position in positions]
         for query, positions in zip(collection.queries, searched["positions"], strict=True)

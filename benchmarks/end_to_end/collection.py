@@ -1,8 +1,8 @@
 """The embeddings, tokens and queries that every system gets.
 
-A model bundle computes them for late interaction: it subtracts the mean word vector from the image tokens and from the
-word vectors, and scales all vectors to unit length. The exact score of an image is the MaxSim between its tokens and
-the content words of the caption.
+A model bundle computes the vectors for late interaction. It subtracts the mean word vector from the image tokens and
+from the word vectors, and scales all vectors to unit length. The exact score of an image is the MaxSim between the
+tokens of the image and the content words of the caption.
 """
 
 from __future__ import annotations

@@ -44,7 +44,10 @@ STEPS: dict[str, Callable[..., dict[str, Any]]] = {"build": _build, "search": _s
 
 
 def _load_libraries() -> None:
-    """Import what the system needs, so that its memory is not counted as memory of the search."""
+    """Import the libraries of the system before the search.
+
+    Their memory then does not count as memory of the search.
+    """
     package = SYSTEMS[sys.argv[2]].package
     importlib.import_module(package or "faiss")
 

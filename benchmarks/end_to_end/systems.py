@@ -83,7 +83,7 @@ class EdjeIndexNvfp4(EdjeIndex):
 
 
 class MappedTokens(System):
-    """FAISS and `np.memmap`, as in the paper."""
+    """FAISS chooses the pool, and the tokens are read from a memory-mapped file, as in the EDJE paper."""
 
     settings = "exact FAISS search chooses the pool, bfloat16 tokens in np.memmap, MaxSim in NumPy"
     package = "faiss"
@@ -210,7 +210,7 @@ class FinalScoreSearch(System):
         self._positions = {int(row): position for position, row in enumerate(collection.row_ids)}
 
     def build(self) -> None:
-        """Nothing to write: `source` and `model` are links to the index and its bundle."""
+        """Write nothing. `source` and `model` are links to the index and its bundle."""
 
     def open(self) -> None:
         self._index = TokenIndex.open(self._source.resolve(), (self.folder / "model").resolve())

@@ -36,8 +36,8 @@ class FetchBench:
         peers: True to measure the compared libraries too.
         engines: I/O engines of this project's reader. All other entries are compared with the first engine.
         repeats: runs of each entry.
-        seconds: target duration of a run of a compared library. A slow library fetches fewer blocks, but at least
-            `PEER_BLOCKS`, or as many as it fetches in `PEER_SECONDS`.
+        seconds: target duration of a run of a compared library. A slow library fetches fewer blocks, see
+            `PEER_BLOCKS`.
         memory_cap: bytes of free memory in an additional section; None for no such section.
         model: bundle with the joint encoder whose speed is compared with the fetch rate; None for no comparison.
         keep: True to keep the files in `scratch`.

@@ -54,7 +54,7 @@ class RemoteBench:
 
 @dataclass(frozen=True)
 class CountingFolder(ObjectFolder):
-    """Counts the range requests that reach the object store, without repetitions.
+    """Counts the range requests to the object store. A request that is repeated after an error counts once.
 
     Attributes:
         lengths: length in bytes of each range.
@@ -71,7 +71,7 @@ def bench_remote(bench: RemoteBench, on_line: Callable[[str], None]) -> dict[str
     """Measure the index at `bench.url` and return the results as a JSON object.
 
     Raises:
-        UsageError: the index does not have the precision, or has less than two rows.
+        UsageError: the index does not have the precision, or has fewer than two rows.
     """
     index = open_index(bench.url)
     assert index.remote is not None
@@ -79,7 +79,7 @@ def bench_remote(bench: RemoteBench, on_line: Callable[[str], None]) -> dict[str
     precision = bench.precision or index.manifest.spec.precisions[0]
     rng, pool = np.random.default_rng(_SEED), min(bench.pool, index.manifest.spec.used_rows // 2)
     if not pool:
-        raise UsageError(f"the index at {bench.url} has less than two rows; measure a larger index")
+        raise UsageError(f"the index at {bench.url} has fewer than two rows; measure a larger index")
     with TokenStore(replace(index, remote=folder), precision) as store:
         rows = store.row_ids()
         subjects: dict[str, Fetch] = {"edje": store.fetch_records}
@@ -126,15 +126,15 @@ def _timed(fetch: Fetch, ids: Ids) -> float:
 
 
 def _compare(subjects: Mapping[str, Fetch], ids: Ids) -> None:
-    """Raise RuntimeError unless all readers return the same bytes."""
+    """Raise RuntimeError unless all readers return the same bytes for the rows `ids`."""
     expected = subjects["edje"](ids)
     for name, fetch in subjects.items():
         if not np.array_equal(np.asarray(fetch(ids)).reshape(len(ids), -1), expected):
-            raise RuntimeError(f"{name} returns other bytes than edje")
+            raise RuntimeError(f"the library {name} reads other bytes than edje, so the two cannot be compared")
 
 
 def _requests(store: TokenStore, folder: CountingFolder, queries: list[Ids]) -> tuple[float, float]:
-    """Return mean numbers of requests and of bytes of a query."""
+    """Return the mean number of requests per query, and the mean number of bytes per query."""
     folder.lengths.clear()
     for query in queries:
         store.fetch_records(query)
@@ -142,7 +142,7 @@ def _requests(store: TokenStore, folder: CountingFolder, queries: list[Ids]) -> 
 
 
 def _peers(index: CommittedIndex, precision: str) -> Iterator[tuple[str, Fetch]]:
-    """Yield name and fetch function of each library that is installed."""
+    """Yield the name and the fetch function of each installed library."""
     yield "obstore", _obstore(index, precision)
     for name, package, make in (("tensorstore", "tensorstore", _tensorstore), ("zarrs", "zarrs", _zarrs)):
         try:
@@ -158,7 +158,10 @@ def _array_key(index: CommittedIndex, precision: str) -> str:
 
 
 def _obstore(index: CommittedIndex, precision: str) -> Fetch:
-    """`get_ranges_async` of all shards at the same time; neighbouring ranges are merged as in the engine of edje."""
+    """Return a function that fetches with obstore.
+
+    All shards are read at the same time. Neighbouring ranges are merged in the same way as by this project's reader.
+    """
     import obstore
 
     assert index.remote is not None
@@ -205,7 +208,7 @@ def _tensorstore(index: CommittedIndex, precision: str) -> Fetch:
 
 
 def _zarrs(index: CommittedIndex, precision: str) -> Fetch:
-    """zarr-python on obstore with the codec pipeline of zarrs."""
+    """Return a function that fetches with zarr-python on obstore, and with the codec pipeline of zarrs."""
     zarr: Any = import_module("zarr")
     storage: Any = import_module("zarr.storage")
     stores: Any = import_module("obstore.store")

@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 @click.argument("index", type=PATH)
 @click.argument("captions", type=PATH)
 @images_option
-@click.option("--split", metavar="NAME", help="Take queries only from this split of CAPTIONS.  [default: all splits]")
+@click.option(
+    "--split",
+    metavar="NAME",
+    help="Use only this split of CAPTIONS. With --full, the split limits only the queries.  [default: all splits]",
+)
 @model_option
 @click.option(
     "--also",
@@ -49,7 +53,11 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Token precision to evaluate; repeatable.  [default: all precisions stored in INDEX]",
 )
-@click.option("--simulate", is_flag=True, help="Allow precisions that INDEX does not store (converted in memory).")
+@click.option(
+    "--simulate",
+    is_flag=True,
+    help="Evaluate also precisions that INDEX does not store. The tokens are converted in memory.",
+)
 @click.option(
     "--pool",
     "pools",
@@ -101,8 +109,8 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) ->
     search, the correct hit is the image of the caption. In image-to-text search, every caption of the image is a
     correct hit.
 
-    The candidates are the images and captions of CAPTIONS. With --split, both queries and candidates come from one
-    split. With --full, all images of INDEX and all captions of CAPTIONS are candidates.
+    The candidates are the images and captions of CAPTIONS, or of one split of CAPTIONS with --split. With --full, all
+    images of INDEX and all captions of CAPTIONS are candidates.
 
     \b
     Examples:

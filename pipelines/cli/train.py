@@ -55,7 +55,8 @@ class _TrainCommand(click.Command):
 @click.option(
     "--features",
     metavar="INDEX|online",
-    help="Index of the vision tower's features. online: compute them in every step and store none.",
+    help="Index that stores the features of the vision tower. 'online' computes the features in every step, and "
+    "stores no features.",
 )
 @click.option("--teacher", type=PATH, help="Bundle of the teacher model; needed only for distillation.")
 @click.option(

@@ -42,8 +42,8 @@ class JointBatch(OnDevice):
     Attributes:
         pairs: number of positive pairs, b.
         negatives: number of negative images per pair, and number of negative texts per pair, k.
-        patches: patch features of the images of the positive pairs [b, n, d_v], or the values that `Features.finish`
-            computes them from.
+        patches: patch features of the images of the positive pairs [b, n, d_v], or the values from which
+            `Features.finish` computes the patch features.
         inputs: input rows of the joint encoder, in this order: positive pairs, pairs with negative images, pairs with
             negative texts, masked captions (only with masked language modelling).
         image: index of the image of each row of `inputs`, int64. The images are those of the positive pairs of all
@@ -51,8 +51,7 @@ class JointBatch(OnDevice):
         masked: positions and original token ids of the masked tokens; None without masked language modelling.
         text_inputs: input rows without images, and embeddings of the captions in these rows [b, e]; None without
             text-embedding recovery.
-        teacher: input rows of the teacher, and the teacher's tokens or features of the b images; None without a
-            teacher. The second value is None if the teacher's adapter reads `patches`.
+        teacher: result of `TeacherSource.inputs` for the pairs of the batch; None without a teacher.
     """
 
     pairs: int
@@ -70,10 +69,10 @@ class AlignmentBatch(OnDevice):
     """One worker's part of an alignment-phase batch: b images with s captions each.
 
     Attributes:
-        patches: patch features [b, n, d_v], or what `Features.finish` makes them from.
+        patches: patch features [b, n, d_v], or the values from which `Features.finish` computes the patch features.
         words: distinct token ids in all captions, without special tokens and stop words, int64 [w].
-        shares: share of each word in each caption, float32 [w, s b]. The columns are s sets of b captions, one caption
-            per image.
+        shares: relative frequency of each word in each caption, float32 [w, s b]. The columns are s sets of b captions,
+            one caption per image.
     """
 
     patches: torch.Tensor
@@ -99,7 +98,10 @@ class TeacherSource:
     def inputs(
         self, texts: list[TokenIds], images: NDArray[np.int64], special_tokens: SpecialTokens
     ) -> tuple[JointInputs, torch.Tensor | None]:
-        """Return one input row per caption in `texts`, and the block of each image in `images`."""
+        """Return one input row per caption in `texts`, and the block of each image in `images`.
+
+        The blocks are None if the teacher's adapter reads the patch features of the batch.
+        """
         inputs = joint_rows(texts, self.tokens, special_tokens)
         if self.features is None or self.rows is None:
             return inputs, None
@@ -184,18 +186,19 @@ class BatchSource:
         )
 
     def with_features(self, batch: Batch) -> Batch:
-        """Return a batch of this source with patch features, which the vision tower may still have to compute.
+        """Return `batch` with its patch features, on the device of the batch.
 
-        The features are on the device of the batch.
+        For online features, this method runs the vision tower.
         """
         return replace(batch, patches=self.features.finish(batch.patches))
 
     def _pairs(
         self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64], own: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the images and captions of all pairs. The positive pairs, at the positions `own`, come first.
+        """Return the image and the caption of each pair of this worker, int64 [b (1 + 2 k)] each.
 
-        An image is a position in the batch, a caption is a caption number.
+        An image is given by its position in the batch, and a caption by its number. The positive pairs come first. They
+        are the pairs of the batch at the positions `own`.
         """
         other_images, other_texts = (drawn[own] for drawn in self.negatives(number, images, captions))
         count = other_images.shape[1]
@@ -265,7 +268,7 @@ class BatchSource:
         return batch
 
     def _load(self, images: NDArray[np.int64], phase: int, number: int) -> Loaded:
-        """Read each image, or a random view of it."""
+        """Load each image, or a random view of the image."""
         rows = self.data.rows[images]
         if self.views is None:
             return self.features.load(rows)
@@ -288,7 +291,10 @@ class BatchSource:
 
 
 def _replacements(readable: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the position of the pair to train instead of each pair: itself if its image is readable, int64 [b]."""
+    """Return the position of the pair to train instead of each pair, int64 [b].
+
+    A readable pair is not replaced. An unreadable pair is replaced by the next readable pair.
+    """
     positions, usable = np.arange(len(readable)), np.flatnonzero(readable)
     if not len(usable):
         raise nothing_readable()

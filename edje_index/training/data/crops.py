@@ -33,7 +33,10 @@ class Crops:
     seed: int
 
     def view(self, photo: Image.Image, data: bytes, number: int) -> Image.Image:
-        """Return view `number` of `photo`, whose file holds `data`."""
+        """Return view `number` of `photo`.
+
+        The file contents `data` of the photo seed the random crop.
+        """
         content = int(content_hash(data)[:32], 16)  # the seed depends on the content: a moved photo has the same views
         return random_view(photo, self.size, stream(self.seed, VIEWS, content, number))
 

@@ -65,7 +65,11 @@ class TrainingData:
         return len(self.rows)
 
     def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch, see `Sampler` for `epoch_of`."""
+        """Return the number of pairs per epoch.
+
+        `epoch_of` is "captions" if an epoch visits every caption once, and "images" if an epoch visits every image
+        once.
+        """
         return self.images if epoch_of == "images" else len(self.caption_keys)
 
     def caption(self, number: int) -> NDArray[np.int32]:
@@ -87,7 +91,11 @@ class CaptionSet:
     captions: Sequence[Sequence[str]]
 
     def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch, see `Sampler` for `epoch_of`."""
+        """Return the number of pairs per epoch.
+
+        `epoch_of` is "captions" if an epoch visits every caption once, and "images" if an epoch visits every image
+        once.
+        """
         return len(self.rows) if epoch_of == "images" else sum(map(len, self.captions))
 
     def texts(self) -> list[str]:
@@ -97,7 +105,7 @@ class CaptionSet:
 
 @dataclass(frozen=True)
 class DevCaptions:
-    """Images and captions that measure recall and fit the weights of the final score. They are not trained on.
+    """Images and captions for measuring recall and for fitting the weights of the final score. They are not trained on.
 
     Attributes:
         captions: n images and their captions.

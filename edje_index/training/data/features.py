@@ -19,11 +19,12 @@ from storage_formats.token_store import TokenStore
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `Features.load` read of k images.
+    """Result of `Features.load` for k images.
 
     Attributes:
-        values: the images as `Features.finish` reads them [k, ...], on the CPU.
-        readable: False for each image that cannot be read; its values are those of a blank image, bool [k].
+        values: input of `Features.finish` [k, ...], on the CPU. An image that cannot be read has the values of a blank
+            image.
+        readable: which images could be read, bool [k].
     """
 
     values: torch.Tensor
@@ -46,14 +47,18 @@ class Features(ABC):
 
     @abstractmethod
     def finish(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the features for `values`, which `load` has returned, bfloat16 [k, n, d]."""
+        """Return the features, bfloat16 [k, n, d], for the `values` of a `Loaded`."""
 
     @abstractmethod
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """Return the features of the k `rows`, bfloat16 [k, n, d]."""
 
     def fetch_readable(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Return the features of those of the k `rows` that can be read, bfloat16 [j, n, d], and which they are [k]."""
+        """Fetch the features of the rows that can be read.
+
+        Returns:
+            Features of the j readable rows, bfloat16 [j, n, d], and which of the k `rows` are readable, bool [k].
+        """
         return self.fetch(rows), np.ones(len(rows), dtype=bool)
 
     def unreadable(self) -> int:
@@ -70,8 +75,8 @@ class StoredFeatures(Features):
 
     Args:
         index: index to read.
-        trained: configuration of the adapter to train. If the adapter reduces patches and the index holds all
-            patches, reading a row reduces its patches.
+        trained: configuration of the adapter to train. If this adapter reduces patches and `index` stores all patches,
+            the stored patches are reduced after reading.
     """
 
     def __init__(self, index: CommittedIndex, trained: AdapterConfig | None = None) -> None:

@@ -28,7 +28,10 @@ TOWER_BATCH = 32  # images per forward pass of the tower, as in a build
 
 
 def frozen_encoder(start: ModelBundle, device: torch.device, dtype: str) -> ImageEncoder:
-    """Return an encoder with the vision tower of `start`, whose tokens are the features that its adapter reads."""
+    """Return an encoder that computes the features that the adapter of `start` reads.
+
+    The encoder has the vision tower of `start` and an adapter without weights.
+    """
     assert start.info is not None
     vision = start.vision.to(device)
     adapter = build_adapter(start.adapter.config.features(vision.num_patches)).to(device)
@@ -37,14 +40,14 @@ def frozen_encoder(start: ModelBundle, device: torch.device, dtype: str) -> Imag
 
 @dataclass(frozen=True)
 class ImageLoader:
-    """Reads, decodes and preprocesses images in threads, with the code of a build.
+    """Reads, decodes and preprocesses images in threads, with the same code as an index build.
 
     Attributes:
-        inputs: the images by row.
+        inputs: table with the image of each row.
         encoder: provides the preprocessing.
         decoding: settings of decoding.
         unreadable: record of the images that cannot be read.
-        pool: threads to decode in.
+        pool: threads that read and decode.
     """
 
     inputs: InputTable
@@ -54,7 +57,11 @@ class ImageLoader:
     pool: ThreadPoolExecutor
 
     def load(self, rows: NDArray[np.int64], crops: Crops | None, views: NDArray[np.int64]) -> Loaded:
-        """Return the pixels of the k images `rows`, float32 [k, 3, h, w]. With `crops`, return view `views` of each."""
+        """Load the pixels of the k images `rows`, float32 [k, 3, h, w].
+
+        If `crops` is given, load a view of each image. `views` contains the numbers of these views. An image that
+        cannot be read is blank.
+        """
         height, width = self.encoder.vision.image_size
         with torch.inference_mode(False):  # the threads write to the tensor, and are never in inference mode
             pixels = torch.zeros(len(rows), 3, height, width)
@@ -82,13 +89,14 @@ class ImageLoader:
 
 
 class OnlineFeatures(Features):
-    """Features that the frozen tower computes from the images when they are needed.
+    """Features that the frozen vision tower computes from the images when they are needed.
 
     Args:
         index: index with the rows and embeddings of the images. Its blocks are not read.
         images: loads the images of the rows.
-        encoder: vision tower and weightless adapter.
-        crops: if not None, row r stands for view r % v of image r // v, where v is `crops.views`.
+        encoder: result of `frozen_encoder`.
+        crops: views to make of every photo; None to use the photos. With v views per photo, row r is view r % v of
+            photo r // v.
         compile: whether to use torch.compile for the tower.
     """
 
@@ -111,13 +119,13 @@ class OnlineFeatures(Features):
         return len(self._images.unreadable)
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
-        """Read and decode the images of the k `rows`: float32 [k, 3, h, w]. An image that cannot be read is blank."""
+        """Read and decode the images of the k `rows`, float32 [k, 3, h, w]. An image that cannot be read is blank."""
         images, views = np.divmod(rows, 1 if self._crops is None else self._crops.views)
         return self._images.load(images, self._crops, views)
 
     @torch.no_grad()
     def finish(self, values: torch.Tensor) -> torch.Tensor:
-        """Run the tower on the images `values` [k, 3, h, w]. Return its features, bfloat16 [k, n, d]."""
+        """Run the tower on the images `values` [k, 3, h, w]. Return the features, bfloat16 [k, n, d]."""
         return torch.cat([self._tower(part) for part in torch.split(values, TOWER_BATCH)])
 
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
@@ -129,12 +137,19 @@ class OnlineFeatures(Features):
         return self._fetch(rows)[0]
 
     def fetch_readable(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Return the features of those of the k `rows` that can be read, and which they are. Raises as `fetch`."""
+        """Compute the features of the rows whose images can be read.
+
+        Returns:
+            Features of the j readable rows, bfloat16 [j, n, d], and which of the k `rows` are readable, bool [k].
+
+        Raises:
+            EdjeError: there are at least 32 `rows`, and none of their images can be read.
+        """
         features, readable = self._fetch(rows)
         return features[torch.from_numpy(readable)], readable
 
     def _fetch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Return the features of `rows`, and which of them can be read, with few images in memory at once."""
+        """Return the features of all `rows`, and which rows are readable. Only a few images are in memory at once."""
         features, readable = [], []
         for start in range(0, len(rows), TOWER_BATCH):
             loaded = self.load(rows[start : start + TOWER_BATCH])

@@ -1,7 +1,7 @@
 """Prepares the training data of captions: token ids, embeddings and similarities for mining.
 
-The arrays are written to files in chunks, so that their memory does not depend on the number of captions. An
-interrupted preparation continues after its last chunk.
+The arrays are written to files in chunks, so that memory use does not depend on the number of captions. An interrupted
+preparation continues after its last chunk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Miner:
 
     Attributes:
         text: text tower of the mining model.
-        index: index of the embeddings of the images by the mining model.
+        index: index that stores the image embeddings of the mining model.
         rows: row of each of the n training images in `index`, int64 [n].
     """
 
@@ -118,7 +118,14 @@ class _Writer:
         return 0, 0
 
     def write(self, texts: list[str], first: int, tokens: int, on_progress: OnProgress) -> int:
-        """Write the captions `texts`, which begin at caption `first` and token `tokens`. Return the next token."""
+        """Write one chunk of captions. Return the number of tokens in all chunks so far.
+
+        Args:
+            texts: the captions of the chunk.
+            first: number of captions in the earlier chunks.
+            tokens: number of tokens in the earlier chunks.
+            on_progress: called with the progress.
+        """
 
         def report(_activity: str, done: int, total: int) -> None:
             on_progress("preparing captions", first + done * len(texts) // total, self.count)
@@ -138,7 +145,7 @@ class _Writer:
         return int(ends[-1])
 
     def finish(self, items: CaptionSet, tokens: int) -> None:
-        """Write the arrays that are not made of chunks of captions."""
+        """Write the remaining arrays, after the last chunk of captions."""
         np.save(self.folder / "rows.npy", np.asarray(items.rows, dtype=np.int64))
         lengths = [len(group) for group in items.captions]
         np.save(self.folder / "caption_starts.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))

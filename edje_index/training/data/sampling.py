@@ -66,7 +66,10 @@ class Sampler:
         return images, starts[images] + (first + np.arange(count)[:, None]) % counts
 
     def _members(self, batch: int, count: int) -> tuple[NDArray[np.int64], int]:
-        """Return the members of a batch out of `count` captions or images, int64 [batch_size], and the epoch number."""
+        """Draw a batch from `count` captions or images.
+
+        Return their numbers, int64 [batch_size], and the epoch number.
+        """
         epoch, batch_of_epoch = divmod(batch, count // self.batch_size)
         order = _permutation(count, self.seed, epoch)
         return order[batch_of_epoch * self.batch_size : (batch_of_epoch + 1) * self.batch_size], epoch

@@ -1,4 +1,4 @@
-"""Images that cannot be read during a training run, though they could be read before: counted, and named in files."""
+"""Counts and lists the images that cannot be read during a training run, although they were readable before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UnreadableImages:
         return len(self._uris)
 
     def add(self, uri: str, error: ImageError) -> None:
-        """Record that the image `uri` cannot be read. The first record of an image counts."""
+        """Record that the image `uri` cannot be read. Only the first call for an image has an effect."""
         with self._lock:
             if uri not in self._uris:
                 self._uris.add(uri)

@@ -42,7 +42,7 @@ class HubnessProducts:
     Attributes:
         embedding: inner products of the embeddings, float [n, b].
         pooled: inner products of the pooled vectors, float [n, b] or a shape that broadcasts to [n, b].
-        candidates: index among the n candidates of each entry of the pools, int64 [q, p].
+        candidates: the candidate of each pool entry, as an index from 0 to n - 1, int64 [q, p].
         floor: maps a `HubnessSimilarity` to the lower limit of the hubness. Fitting ignores this limit.
     """
 
@@ -168,7 +168,10 @@ def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
 
 
 def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:
-    """Convert `weights` to `ScoreWeights`. The hubness similarity uses the same embedding and pooled weights."""
+    """Convert `weights` to `ScoreWeights`.
+
+    The hubness correction uses the embedding and pooled weights in `weights`.
+    """
     by_part = {part: _number(weight) for part, weight in weights.items()}
     similarity = HubnessSimilarity(by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature)
     return ScoreWeights.of_parts(by_part, similarity)
@@ -179,7 +182,10 @@ def _number(value: float | torch.Tensor) -> float:
 
 
 def _fit_without_hubness(pools: DevPools, given: Given, answered: NDArray[np.bool_]) -> dict[str, float]:
-    """Return the weight of each part in `given`. Weights that are None are fitted."""
+    """Return the weight of each part in `given`.
+
+    Weights that are None are fitted to the queries in the mask `answered`.
+    """
     fixed = {part: weight for part, weight in given.items() if weight is not None}
     free = [part for part in given if part not in fixed]
     if not free or not answered.any() or pools.right.shape[1] == 1:

@@ -23,8 +23,9 @@ def canonical_maps(
         dim: maximum width of the common space.
 
     Returns:
-        Two matrices that map images [p, k] and captions [q, k] into the common space, with k at most `dim`. Each
-        dimension of this space is scaled by a power of its canonical correlation (Gong et al., 2014).
+        The matrix that maps image variables into the common space [p, k], and the matrix that maps caption variables
+        into the common space [q, k], with k at most `dim`. Each dimension of this space is scaled by a power of its
+        canonical correlation (Gong et al., 2014).
     """
     left, right = _inverse_root(images, PATCH_RIDGE), _inverse_root(captions, CAPTION_RIDGE)
     u, correlations, vh = torch.linalg.svd(left @ across @ right, full_matrices=False)

@@ -125,12 +125,12 @@ class _Captions:
 
 @dataclass(frozen=True)
 class _PooledImages:
-    """Statistics of r images and views of images.
+    """Statistics of r images. Augmented views count as images.
 
     Attributes:
         patches: mean and standard deviation of the patch features, float64 [r, 2 d_v].
         tokens: statistics of the tokens, see `token_statistics`, float64 [r, 3 d].
-        image: index of the image among the chosen images, int64 [r].
+        image: position of each image in the list of chosen images, int64 [r]. A view has the position of its image.
     """
 
     patches: torch.Tensor

@@ -33,7 +33,8 @@ class TrainState:
         step: number of finished optimiser steps of this phase.
         weights: weights of the module that this phase trains, by name.
         optimizer: state of the optimiser.
-        skipped: two numbers of steps without a finite gradient: in the whole training run, and in a row up to `step`.
+        skipped: number of steps without a finite gradient in the whole training run, and number of such steps in a row
+            immediately before the checkpoint.
     """
 
     run: str

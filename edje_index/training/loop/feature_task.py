@@ -1,4 +1,4 @@
-"""Where the workers of a training run get features from, as values that can be sent to other processes."""
+"""Tells the workers of a training run where to get features from. Tasks can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ class FeatureReader:
 
 
 class FeatureTask(ABC):
-    """Base class: where to get features from."""
+    """Base class of tasks that tell a worker where to get features from."""
 
     @abstractmethod
     def open(self, reader: FeatureReader) -> tuple[Features, ViewSource | None]:
-        """Return the features of the images, and their augmented views; None without views.
+        """Return the features of the images, and the features of their augmented views.
+
+        The second value is None without views.
 
         Raises:
             EdjeError: a file cannot be used.
@@ -99,8 +101,8 @@ class OnlineTask(FeatureTask):
     """Features that the vision tower computes in the training steps.
 
     Attributes:
-        index: index of the images, whose embeddings alone are read.
-        inputs: file of `edje_index.images.input_table` with the image of each row.
+        index: index of the images. Only its embeddings are read.
+        inputs: file of an `edje_index.images.input_table.InputTable` with the image of each row.
         truncated: what to do with truncated images, see `edje_index.images.decoded_input`.
     """
 
@@ -136,7 +138,10 @@ class OnlineTask(FeatureTask):
 
 
 def _decode_threads(reader: FeatureReader) -> int:
-    """Return the number of decoding threads, at most 16. On a CPU, it is that of the model, as in a build."""
+    """Return the number of threads that decode images, at most 16.
+
+    On a CPU, this is the number of threads of the model. On a GPU, the workers share the CPUs of the machine equally.
+    """
     runtime = reader.task.runtime
     threads = runtime.threads if reader.device.type == "cpu" else usable_cpus() // runtime.workers
     return min(max(1, threads or usable_cpus()), _MAX_DECODE_THREADS)

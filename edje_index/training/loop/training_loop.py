@@ -46,7 +46,8 @@ class Phase:
         learning_rate: returns the learning rate of a step, which counts from 0 in each phase.
         optimizer: settings of the optimiser.
         evaluation: how the phase is evaluated; None without evaluation.
-        complete: called with each batch on the device, before the forward pass. Returns the batch with all its values.
+        complete: computes the patch features of a batch on the device, and returns the completed batch. It is called
+            before the forward pass.
         unreadable: returns the number of images that this worker could not read so far.
     """
 

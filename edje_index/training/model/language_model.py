@@ -35,7 +35,8 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
     state = _read(folder)
     if WORD_EMBEDDINGS not in state or state[WORD_EMBEDDINGS].shape != (config.vocab_size, config.hidden_size):
         raise ModelError(
-            f"the weights in {folder} do not fit its config.json: {WORD_EMBEDDINGS} is missing or has another shape"
+            f"the weights in {folder} do not fit its config.json: {WORD_EMBEDDINGS} is missing or has another shape; "
+            "give another directory"
         )
     vocabulary = max(int(config.vocab_size), len(tokenizer))
     joint = JointEncoder(bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim)
@@ -73,7 +74,8 @@ def _assign(joint: JointEncoder, state: State, folder: Path) -> None:
             target[name].copy_(tensor)
         elif name.startswith("bert."):
             raise ModelError(
-                f"the weights in {folder} do not fit its config.json: {name} has the shape {list(tensor.shape)}"
+                f"the weights in {folder} do not fit its config.json: {name} has the shape {list(tensor.shape)}; "
+                "give another directory"
             )
     missing = [name for name in target if name.startswith("bert.") and name not in state and name != WORD_EMBEDDINGS]
     if missing:
