@@ -23,7 +23,7 @@ class _HelperThreads:
         self._started = 0
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` in one of the threads. `call` must not raise."""
+        """Run `call` in a helper thread. `call` must not raise."""
         if len(self._idle) <= self._calls.qsize() and self._started < _MAX_THREADS:
             _thread.start_new_thread(self._run, ())
             self._started += 1
@@ -70,11 +70,11 @@ class Crew(Generic[_Item]):
     def abandon(self) -> None:
         """Stop each helper thread after its current item, and wait until all have stopped."""
         self._closed = True
-        while self._running:  # a helper leaves the list before it reports its end, so none is waited for in vain
+        while self._running:  # a helper first leaves `_running`, then reports to `_ended`
             self._ended.get()
 
     def _help(self) -> None:
-        self._running.append(None)  # before `_closed` is read: `abandon` writes and reads in the opposite order
+        self._running.append(None)  # before reading `_closed`; `abandon` sets `_closed` before reading `_running`
         try:
             for item in self._items:
                 if self._closed:

@@ -1,8 +1,8 @@
 """Cleanup after an exception that a signal handler raises, for example KeyboardInterrupt after Ctrl-C.
 
 The exception can come between any two instructions of the main thread. The exception can end a function that has
-started a task and not recorded the task yet, and it can interrupt the cleanup. Code that starts helper threads or
-kernel requests that write to the caller's memory follows this pattern:
+started a task but not recorded the task yet. The exception can also interrupt the cleanup. Code that starts helper
+threads or kernel requests that write to the caller's memory follows this pattern:
 
     pending = unsettled()
     settle(pending)
@@ -15,7 +15,7 @@ kernel requests that write to the caller's memory follows this pattern:
         raise
 
 `task.abandon` waits until the task has stopped writing, and may be called repeatedly. If another exception interrupts
-the cleanup, `task.abandon` remains in `pending`, and the next read in the same thread calls it.
+the cleanup, `task.abandon` remains in `pending`, and the next use of this pattern in the same thread calls it.
 
 Code with this pattern uses no locks except `threading.Lock` in a `with` statement and `queue.SimpleQueue`. An exception
 can leave the lock of a class written in Python, for example `threading.Condition`, taken for ever.
@@ -29,7 +29,7 @@ from typing import TypeAlias
 
 Unsettled: TypeAlias = list[Callable[[], None]]
 
-_ATTEMPTS = 10_000  # only exceptions that never end take as many
+_ATTEMPTS = 10_000  # reached only if an exception interrupts every attempt
 
 
 class _PerThread(threading.local):

@@ -24,9 +24,9 @@ def check_files(index: CommittedIndex) -> None:
         shown = "; ".join(problems[:_PROBLEMS_SHOWN])
         rest = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
         raise CorruptIndexError(
-            f"the index at {index.root} is finished but damaged: {shown}{rest}; "
-            f"run 'edje-index verify {index.root}' to list all damage, then restore the files, "
-            f"or delete {index.root} and build the index again"
+            f"the index at {index.root} is finished but damaged: {shown}{rest}. "
+            f"Run 'edje-index verify {index.root}' to list all damage. Then restore the damaged files. If there is no "
+            f"backup, delete {index.root} and build the index again"
         )
 
 

@@ -51,7 +51,7 @@ class ShardCheck:
     """Checks the files of one shard.
 
     Attributes:
-        counts: after `run`, the numbers of inputs in the rows table of the shard.
+        counts: after `run`, the numbers of indexed, duplicate and failed inputs in the shard.
         values: after `run`, the number of values of each source column in the shard.
     """
 
@@ -62,7 +62,7 @@ class ShardCheck:
         self._shard = shard
         self._files = files
         self._rows = spec.shard_rows(shard)
-        self._is_erased: NDArray[np.bool_] | None = None  # known once the rows table has been read
+        self._is_erased: NDArray[np.bool_] | None = None  # None until the rows table has been read
         self.counts = Counts(0, 0, 0)
         self.values: dict[str, int] = {}
 
@@ -114,7 +114,7 @@ class ShardCheck:
     def _check_rows(self, problems: list[Problem]) -> NDArray[np.bool_]:
         table = read_shard_rows(self._layout, self._shard, source_columns=self._columns)
         path = self._layout.rows_file(self._shard)
-        # Numbers are compared first: a claimed number of rows must not become a list.
+        # The lengths are compared first, because a damaged table may have too many rows for a list.
         if len(table) != len(self._rows) or table["row_id"].to_pylist() != list(self._rows):
             raise CorruptIndexError(
                 f"the rows table does not contain the row ids {self._rows.start} to {self._rows.stop - 1} "

@@ -85,7 +85,8 @@ class TokenStore:
             root: directory of the index, or its URL on an object store (`s3://`, `gs://`, `az://`, `https://`).
             precision: one of the precisions of the index. Fetched blocks are bfloat16 for every precision.
             engine: name of a read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each
-                record by the state of the page cache. For a URL, only `auto` is allowed.
+                record by the state of the page cache. An index at a URL has the engine `object-store` only, and `auto`
+            selects it.
             snapshot: number of the snapshot to read. None reads the current snapshot. If the index changes, the store
                 still reads this snapshot until `refresh` is called.
             verify_reads: whether to compare the CRC-32C of every record with the stored checksum.
@@ -279,7 +280,7 @@ class TokenStore:
         """Start to read blocks into the page cache for a later `fetch`. Returns without waiting for the reads.
 
         Use this method for a few hundred rows that are needed soon. For large batches, use `iter_fetch`. Does nothing
-        on macOS and Windows.
+        on macOS, on Windows, and for an index on an object store.
 
         Args:
             row_ids: [k], see `fetch`.
@@ -394,7 +395,7 @@ class _Requested:
 
     Attributes:
         batch: the records to read from files, without duplicates.
-        duplicates: [n], index in the request of each row id that occurred before.
+        duplicates: [n], index in the request of each row id that repeats an earlier row id.
         originals: [n], for each of `duplicates`, the index of the first occurrence of the same row id.
         unused: indices in the request of row ids that belong to no segment. Their blocks are holes.
     """

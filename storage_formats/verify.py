@@ -41,10 +41,9 @@ def verify_index(
     Args:
         root: directory of the index.
         on_progress: called as `on_progress(done, total)` after each shard. Both arguments are numbers of shards.
-        sample: number of shards to check, or a share below 1 of all shards; see `sampled_shards`. A sample checks every
-            file of the drawn shards, which are others at each call, and the metadata of the index. It checks neither
-            counts nor files that belong to no shard, and only the length of the nearest-neighbour index. None checks
-            everything.
+        sample: number of shards to check. Each call draws other shards at random. A number below 1 is a share of all
+            shards. None checks everything. A sample skips three checks: the totals in `index.json`, the search for
+            files that do not belong to the index, and the contents of the nearest-neighbour index.
 
     Returns:
         All problems that were found. The list is empty if the index, or the sample, is undamaged.
@@ -96,7 +95,7 @@ def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
 
     Args:
         spec: shape of the index.
-        sample: number of shards, or a share below 1 of all shards, rounded up. None returns all shards.
+        sample: number of shards. A number below 1 is a share of all shards, rounded up. None returns all shards.
 
     Raises:
         UsageError: `sample` is not positive.
@@ -106,7 +105,9 @@ def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
     if sample is None:
         return list(spec.shard_numbers())
     if not 0 < sample < math.inf:
-        raise UsageError(f"the sample must be a share or a number of shards above 0, got {sample}", parameter="sample")
+        raise UsageError(
+            f"sample must be above 0, got {sample}; give a number of shards or a share below 1", parameter="sample"
+        )
     count = min(math.ceil(sample * total if sample < 1 else sample), total)
     firsts = list(itertools.accumulate(map(len, ranges), initial=0))
     positions = sorted(random.sample(range(total), count))
@@ -125,7 +126,7 @@ class _Totals:
         return _Totals(add_counts(self.counts, check.counts), self.values + Counter(check.values))
 
     def problems(self, manifest: Manifest) -> Iterator[Problem]:
-        """Compare the numbers in `manifest` with these numbers."""
+        """Yield a problem if the numbers in `manifest` differ from these totals."""
         if self.counts != manifest.counts:
             message = f"lists the counts {asdict(manifest.counts)}, but the rows tables have {asdict(self.counts)}"
             yield Problem("index.json", "counts", message)
@@ -211,7 +212,7 @@ def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
         return
     for path in (path for folder in layout.data_folders() for path in sorted(folder.rglob("*"))):
         where = layout.relative(path)
-        is_table = _SHARD_TABLE.fullmatch(where) is not None  # a conversion leaves the one before
+        is_table = _SHARD_TABLE.fullmatch(where) is not None  # a conversion keeps the earlier shard tables
         belongs = path.name == "zarr.json" or is_table or where in named
         if not path.is_dir() and not belongs and not (layout.build.exists() and _is_unfinished(where, manifest)):
             yield Problem(where, "stray-file", "does not belong to this index; delete the file")

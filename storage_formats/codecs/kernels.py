@@ -155,7 +155,7 @@ def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
 
 @inlined
 def _extremes(bits: U16, first: Index, count: Index) -> Any:
-    """Return the bits of the largest magnitude, and the bits of the smallest nonzero magnitude minus 1."""
+    """Return (largest, smallest - 1), the bits of the largest and of the smallest nonzero magnitude as integers."""
     largest, below_smallest = np.uint16(0), np.uint16(0xFFFF)
     for i in range(count):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))

@@ -32,7 +32,7 @@ def encode(codec: Codec, blocks: Blocks) -> Records:
 
 def decode(codec: Codec, records: Records) -> Blocks:
     """Decode records, uint8 [k, record_bytes], in the format of `codec` to blocks, bf16 [k, m, d]."""
-    with np.errstate(over="ignore", invalid="ignore"):  # with scales that no encoder writes
+    with np.errstate(over="ignore", invalid="ignore"):  # damaged records may contain scales that no encoder writes
         match codec:
             case GroupScaledCodec():
                 numbers = _decode_groups(codec, records)

@@ -59,7 +59,7 @@ def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDA
     path = layout.checksums(precision, shard)
     with open_index_file(layout.root, path) as file:
         length = os.fstat(file.fileno()).st_size
-        data = file.read(4 * rows) if length == 4 * rows else b""  # a read that fails raises; np.fromfile ends early
+        data = file.read(4 * rows) if length == 4 * rows else b""  # `read` raises device errors; np.fromfile does not
     if len(data) != 4 * rows:
         raise CorruptIndexError(
             f"the checksum file {path} has {length} bytes instead of {4 * rows}; run 'edje-index verify'"

@@ -12,8 +12,8 @@ from storage_formats.errors import UsageError
 
 FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
-SNAPSHOT_VERSION = "1.1"  # the version of every snapshot but that of a build
-EXTENDED_VERSION = "1.2"  # the version of every index with source columns or row maps
+SNAPSHOT_VERSION = "1.1"  # format version of every snapshot except the snapshot that a build writes
+EXTENDED_VERSION = "1.2"  # format version of an index with source columns or row maps
 PAGE_BYTES = 4096
 INDEX_ENTRY_BYTES = 16  # offset and length of the Zarr sharding codec, two uint64
 CRC_BYTES = 4

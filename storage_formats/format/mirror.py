@@ -1,7 +1,7 @@
-"""Opens an index on an object store: a local directory caches the files of one snapshot, apart from tokens.
+"""Opens an index on an object store. A local directory caches the files of one snapshot, except the token files.
 
-The cache is filled as files are read. Every file is compared with its entry in the manifest or in a shard table before
-it enters the cache, so a file in the cache is always the committed one.
+The first read of a file downloads the file. A file that has an entry in the manifest or in a shard table is compared
+with the entry before the file enters the cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHARD_NUMBER = {
 
 
 def cache_directory() -> Path:
-    """Return the directory of cached files: `$EDJE_CACHE`, or else `edje-index` in the cache directory of the user."""
+    """Return the directory for cached files: `$EDJE_CACHE` if set, else `edje-index` in the user's cache directory."""
     if configured := os.environ.get("EDJE_CACHE"):
         return Path(configured).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "edje-index"
@@ -54,7 +54,7 @@ def open_index(location: IndexLocation, snapshot: int | None = None) -> Committe
 
 
 def open_remote(url: str, snapshot: int | None = None) -> CommittedIndex:
-    """Open the index at `url`. Arguments and errors are those of `Manifest.load`.
+    """Open the index at `url`. For the arguments and the other errors, see `Manifest.load`.
 
     Raises:
         ObjectStoreError: the object store refused a request or cannot be reached.
@@ -72,13 +72,15 @@ def open_remote(url: str, snapshot: int | None = None) -> CommittedIndex:
 
 
 def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:
-    """Read `index.json` of a remote index. Return (None, None) if there is none."""
+    """Read `index.json` of a remote index. Return (None, None) if `folder` contains no `index.json`."""
     try:
         version = folder.read("index.json", MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None, None
     except OSError as error:
-        raise CorruptIndexError(f"cannot read {folder.url_of('index.json')}: {error.strerror}") from error
+        raise CorruptIndexError(
+            f"cannot read {folder.url_of('index.json')}: {error.strerror}; give the URL of an EDJE index"
+        ) from error
     return version, Manifest.parse(version.data, folder.url_of("index.json"))
 
 
@@ -101,7 +103,7 @@ def _absent(folder: ObjectFolder) -> Exception:
 
 
 def _mirror_directory(url: str, manifest: bytes) -> Path:
-    """Return the cache directory of one snapshot. Remove those of the index that were not used for a week."""
+    """Return the cache directory of one snapshot. Delete the index's cache directories unused for a week."""
     of_index = cache_directory() / "indexes" / hashlib.sha256(url.encode()).hexdigest()[:32]
     root = of_index / hashlib.sha256(manifest).hexdigest()[:32]
     if not (root / "index.json").exists():
@@ -129,7 +131,7 @@ class _Mirror:
         self._committed = {prefix: CommittedFiles(index, path) for prefix, path in paths.items()}
 
     def download(self, paths: list[Path]) -> None:
-        """Download files. Each appears under its name once it has been compared with its entry."""
+        """Download files. A file with an entry is compared with the entry before the file appears at its path."""
         by_key = {self._layout.relative(path): path for path in paths}
         entries = self._find_entries(by_key)
         with ThreadPoolExecutor(max(1, min(_PARALLEL_DOWNLOADS, len(by_key)))) as pool:
@@ -171,8 +173,8 @@ def checked_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterable[memoryvie
     """Yield the contents of a committed file of a remote index in pieces.
 
     Raises:
-        CorruptIndexError: the object is missing, or its length or CRC-32C differs from `entry`. A wrong CRC-32C is only
-            noticed after the last piece.
+        CorruptIndexError: the object is missing, or its length or CRC-32C differs from `entry`. A wrong CRC-32C
+            raises the error only after the last piece.
     """
     crc = 0
     try:
@@ -189,7 +191,7 @@ def checked_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterable[memoryvie
 
 
 def named_by_manifest(manifest: Manifest) -> list[FileEntry]:
-    """Return the entries of the files that `index.json` names itself, and not a shard table."""
+    """Return the file entries in `index.json`. These are the files that no shard table lists."""
     deleted = [] if manifest.snapshot.deleted is None else [manifest.snapshot.deleted]
     row_maps = [row_map.file for row_map in manifest.row_maps]
     return [*manifest.shard_tables, *deleted, *row_maps, *manifest.ann_files]

@@ -29,7 +29,7 @@ _REQUEST_TIMEOUT = timedelta(seconds=60)
 _READ_TIMEOUT = timedelta(seconds=20)
 _RETRY_TIMEOUT = timedelta(seconds=60)
 _RETRIES = 6
-_ATTEMPTS = 4  # obstore repeats neither conditional writes nor all requests whose response ends early
+_ATTEMPTS = 4  # obstore repeats no conditional writes, and not every request whose response ends early
 _FIRST_WAIT = 0.1  # seconds
 _MAX_PARTS = 9_000  # S3 accepts 10,000
 _PARTS_AT_ONCE = 4  # each takes memory
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 Chunk = bytes | memoryview
 
 IndexLocation = str | Path
-"""Where an index lies: the path of a directory, or a URL such as `s3://bucket/photos.edje`."""
+"""Location of an index: the path of a directory, or a URL such as `s3://bucket/photos.edje`."""
 
 
 class ObjectStoreError(EdjeError):
@@ -57,12 +57,12 @@ def is_url(location: IndexLocation) -> bool:
 
 @dataclass(frozen=True)
 class ObjectVersion:
-    """The contents of an object, and the marks with which a writer can replace exactly this version.
+    """One version of an object: the contents, and the identifiers that conditional writes need.
 
     Attributes:
-        data: the contents.
-        etag: the ETag, which S3 and Azure compare.
-        version: the generation of an object of Google Cloud Storage, or the version in a bucket that keeps versions.
+        data: contents of the object.
+        etag: ETag of this version, for conditional writes to S3 and Azure.
+        version: on Google Cloud Storage, the generation number. Elsewhere, the version id if the bucket keeps versions.
     """
 
     data: bytes
@@ -71,7 +71,7 @@ class ObjectVersion:
 
     @property
     def marks(self) -> dict[str, str]:
-        """The condition of a request that replaces this version."""
+        """The argument `mode` for `obstore.put`, so that the write fails unless this version is still current."""
         marks = {"e_tag": self.etag, "version": self.version}
         return {name: value for name, value in marks.items() if value is not None}
 
@@ -88,12 +88,12 @@ class ObjectInfo:
 class ObjectFolder:
     """The objects below a URL. Keys are relative to the URL. Thread-safe.
 
-    Requests that fail are repeated for up to a minute. Methods that read raise `FileNotFoundError` if there is no such
-    object. All methods raise `ObjectStoreError` if the store refuses a request or cannot be reached.
+    Requests that fail are repeated for up to a minute. Methods that read raise `FileNotFoundError` if the object does
+    not exist. All methods raise `ObjectStoreError` if the store refuses a request or cannot be reached.
 
     Attributes:
         url: the URL, without a slash at its end.
-        store: the store of obstore for that URL.
+        store: the `obstore` object that sends the requests.
     """
 
     url: str
@@ -104,7 +104,7 @@ class ObjectFolder:
         """Return the folder at `url`. Sends no request.
 
         Raises:
-            UsageError: the URL is not valid, or the environment lacks a setting of the store.
+            UsageError: the URL is not valid, or the environment lacks a setting that the store needs.
             MissingExtraError: obstore is not installed.
         """
         url = url.rstrip("/")
@@ -184,13 +184,13 @@ class ObjectFolder:
     ) -> None:
         """Write an object.
 
-        If `contents` raises an exception, the object is not written, and an earlier one stays.
+        If `contents` raises an exception, nothing is written, and an existing object does not change.
 
         Args:
             key: key of the object.
-            contents: function that yields the contents in pieces; called again if the request must be repeated.
-            length: length of the contents in bytes. A long object is sent in larger parts, because stores limit their
-                number.
+            contents: function that yields the contents in pieces. If the request is repeated, the function is called
+                again.
+            length: length of the contents in bytes. The length determines how large the parts of an upload are.
             metadata: metadata of the object.
         """
         import obstore
@@ -215,7 +215,9 @@ class ObjectFolder:
         self._repeated(key, put)
 
     def replace(self, key: str, data: bytes, expected: ObjectVersion | None) -> None:
-        """Write a small object on condition that it is still the version `expected`, or is still absent if None.
+        """Write a small object if `expected` is still its current version.
+
+        If `expected` is None, the object is written only if no such object exists.
 
         Raises:
             ObjectChangedError: another writer has changed the object.
@@ -227,7 +229,7 @@ class ObjectFolder:
         try:
             self._repeated(key, lambda: obstore.put(self.store, key, data, mode=mode, use_multipart=False))
         except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError) as error:
-            # A repeated request meets the object that its first attempt wrote, if only the response was lost.
+            # If the response to the first attempt was lost, the object may already hold `data`.
             if self._holds(key, data):
                 return
             raise ObjectChangedError(f"another writer changed {self.url_of(key)}") from error
@@ -240,7 +242,7 @@ class ObjectFolder:
             batch = keys[start : start + _KEYS_PER_DELETION]
             try:
                 self._repeated(batch[0], functools.partial(obstore.delete, self.store, batch))
-            except FileNotFoundError:  # some stores then leave the rest of the batch
+            except FileNotFoundError:  # some stores then do not delete the rest of the batch
                 for key in batch:
                     with contextlib.suppress(FileNotFoundError):
                         self._repeated(key, functools.partial(obstore.delete, self.store, key))
@@ -252,7 +254,7 @@ class ObjectFolder:
             return False
 
     def _repeated(self, key: str, request: Callable[[], _Result]) -> _Result:
-        """Return the result of `request`. Repeat it if there is no whole response."""
+        """Call `request` and return the result. Call `request` again if no complete response arrives."""
         from obstore.exceptions import GenericError
 
         started = time.monotonic()
@@ -268,7 +270,7 @@ class ObjectFolder:
 
     @contextlib.contextmanager
     def _translated(self, key: str) -> Iterator[None]:
-        """Context manager that turns the exceptions of obstore into those of this module, except refused conditions."""
+        """Context manager that converts exceptions of obstore. A refused conditional write keeps its exception."""
         from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
 
         try:
@@ -297,7 +299,7 @@ def _open_store(url: str) -> ObjectStore:
     scheme, host, *_ = urlsplit(url)
     if not host:
         raise UsageError(f"the URL {url} names no bucket; give a URL such as s3://bucket/photos.edje")
-    if "@" in host:  # messages and results name the URL
+    if "@" in host:  # messages and results contain the URL and must not show credentials
         place = f"{scheme}://{host.rpartition('@')[2]}"
         raise UsageError(f"the URL at {place} contains a user name or a password; put credentials in the environment")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""

@@ -27,7 +27,7 @@ class ShardReceipt:
         failed: number of failed rows for each reason.
         files: file entries of all files of the shard.
         seconds: time spent in each stage (read, decode, wait, encode, write), summed over threads.
-        truncated: number of indexed rows with a `detail`, whose images are truncated.
+        truncated: number of indexed rows whose images are truncated. The column `detail` of these rows has a text.
     """
 
     shard: int

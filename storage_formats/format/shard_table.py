@@ -24,7 +24,7 @@ EXCHANGED = (
 )
 """Part of an error message: why a file may differ from the committed file, and what to do."""
 
-_TABLE_GROUP_LINES = 4096  # a reader that needs one shard reads about 1 ms of lines
+_TABLE_GROUP_LINES = 4096  # reading a group of this size takes about 1 ms
 
 SHARD_TABLE_SCHEMA = pa.schema(
     [

@@ -60,7 +60,7 @@ class AioQueue:
         while done < len(fds):
             try:
                 done += system_call(self._submit, self._context, len(fds) - done, int(pointers[done:].ctypes.data))
-            except OSError as error:  # about the first request that is left
+            except OSError as error:  # the error of the first request that is not submitted yet
                 self._refused.append((int(tags[done]), -(error.errno or errno.EIO)))
                 done += 1
         self.in_flight += len(fds)
@@ -85,7 +85,7 @@ class AioQueue:
     def close(self) -> None:
         """Wait until the kernel has completed all requests, and free the AIO context."""
         if self._at_end.alive:
-            with contextlib.suppress(OSError):  # an interrupted call has destroyed it
+            with contextlib.suppress(OSError):  # an earlier call that was interrupted has destroyed the context
                 _destroy(self._destroy, self._context, self._owner)
             self._at_end.detach()
 

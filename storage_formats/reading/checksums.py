@@ -139,8 +139,8 @@ class BlockChecksums:
                 contents = {shard: file.read(self._length(shard) + 1) for shard, file in files.items()}
             except OSError as error:
                 raise CorruptIndexError(
-                    f"cannot read the checksum file {error.filename}: {error.strerror}; run 'edje-index verify', "
-                    "or open the store with verify_reads=False"
+                    f"cannot read the checksum file {error.filename}: {error.strerror}; run 'edje-index verify'. "
+                    "To read without checks, open the store with verify_reads=False"
                 ) from error
         return {shard: self._checked(shard, content, entries[shard]) for shard, content in contents.items()}
 
@@ -149,7 +149,7 @@ class BlockChecksums:
         if len(content) != 4 * len(rows):
             raise CorruptIndexError(
                 f"the checksum file {path} does not have {4 * len(rows)} bytes (4 per row); run 'edje-index "
-                "verify', or open the store with verify_reads=False",
+                "verify'. To read without checks, open the store with verify_reads=False",
                 row_ids=rows,
             )
         check_content(path, entry, content, row_ids=rows)

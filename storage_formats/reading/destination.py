@@ -1,4 +1,4 @@
-"""Destinations write the records that an engine reads to the array of the caller, unchanged or decoded."""
+"""Destinations, which write records to the array of the caller, either unchanged or decoded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reading of embeddings (SPEC.md section 7).
 
 A single embedding has no checksum. The first read from an embedding file therefore compares the checksum of the whole
-file with the shard table, unless the index is large.
+file with the shard table. If the embeddings of the index exceed 1 GiB, reads of a few rows of a file skip this check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from storage_formats.format.tombstones import check_rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
 
 _SPARSE = 16  # read single rows if fewer than one row in 16 of a full shard is requested
-_COMPARED_BYTES = 1 << 30  # of all embeddings; in a larger index, a few rows would take the reads of many whole shards
+_COMPARED_BYTES = 1 << 30  # in an index with more embeddings, checks of whole files would slow down small reads
 _KEPT_COMPARISONS = 100_000
 
 _compared: set[tuple[object, ...]] = set()
@@ -91,10 +91,10 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
 
 @dataclass(frozen=True)
 class IndexedEmbeddings:
-    """The stored embeddings, read without the shard table. Also works during a build.
+    """The stored embeddings of an index, or of an unfinished build. Files are not compared with checksums.
 
-    `embeddings[row_ids]` reads the embeddings of `row_ids` as `read_embeddings` does. Iteration reads the indexed rows
-    of each shard in `shards` and yields (row ids int64 [k], embeddings float32 [k, embed_dim]).
+    `embeddings[row_ids]` returns float32 [k, embed_dim], see `read_embeddings`. Iteration yields the indexed rows of
+    each of `shards` as a pair (row ids int64 [k], embeddings float32 [k, embed_dim]).
     """
 
     layout: Layout
@@ -135,7 +135,7 @@ def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float3
 def _read_rows(
     layout: Layout, spec: IndexSpec, row_ids: NDArray[np.int64], committed: dict[int, FileEntry]
 ) -> NDArray[np.float32]:
-    """Read the embeddings of `row_ids`, float32 [k, embed_dim]. Files must match the entries in `committed`."""
+    """Read the embeddings of `row_ids`, float32 [k, embed_dim]. Check files with an entry in `committed`."""
     distinct_ids, inverse = np.unique(row_ids, return_inverse=True)
     parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
     shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)

@@ -22,7 +22,7 @@ from storage_formats.reading.base import Batch, Ints
 from storage_formats.reading.syscalls import sector_bytes
 
 _MAX_OPEN = 256
-_SHARE_OF_LIMIT = 8  # an evaluation reads three precisions, each through the page cache and directly
+_SHARE_OF_LIMIT = 8  # an evaluation has six `ShardFiles`: three precisions, each cached and direct
 
 
 @dataclass

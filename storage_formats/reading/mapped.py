@@ -17,7 +17,7 @@ class MappedEngine:
 
     name = "mapped"
     ahead = 1
-    piece_records = 1 << 30  # records need no memory of their own
+    piece_records = 1 << 30  # unlimited, because records are not copied to a buffer
 
     def __init__(self, files: ShardFiles) -> None:
         self._files = files

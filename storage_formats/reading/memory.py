@@ -114,7 +114,7 @@ def copy_memory(
         targets: [k], addresses to write to.
         size: number of bytes to copy from each address.
         threads: maximum number of threads; None uses `default_threads()`.
-        total: number of bytes that a series of calls copies, to choose the fastest loop. None means `k * size`.
+        total: number of bytes in a series of calls. The number determines which loop is used. None means `k * size`.
         check: check of the k records. None skips the comparison of checksums.
 
     Raises:
@@ -240,4 +240,4 @@ def _checksum_pieces(
     _checked_bytes += (stop - start) * size
 
 
-_checked_bytes = 0  # by `_checksum_pieces`
+_checked_bytes = 0  # number of bytes that `_checksum_pieces` has processed

@@ -1,4 +1,4 @@
-"""The engine `object-store`: reads records by ranges of objects, with many requests in flight."""
+"""The engine `object-store`, which reads byte ranges of objects with many requests in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OBJECT_STORE = "object-store"
 
 _PIECE_RECORDS = 512
 _PIECES_IN_FLIGHT = 2
-_REQUESTS = 32  # of each piece
+_REQUESTS = 32  # in flight for each piece
 _RUN_BYTES = 4 << 20
 _GAP_BYTES = 64 << 10
 _DECODE_THREADS = 1  # while requests of the next piece are in flight, which need the processor too
@@ -31,7 +31,7 @@ class RemoteFiles:
 
     Attributes:
         folder: objects of the index.
-        key: function that returns the key of a shard's tokens, given the shard number.
+        key: function that takes a shard number and returns the key of the token object.
         record_bytes: length of a record in bytes.
         spec: shape of the index.
     """
@@ -42,10 +42,10 @@ class RemoteFiles:
     spec: IndexSpec
 
     def check_lengths(self) -> None:
-        """Check that the first and the last token object have the lengths that follow from `index.json`.
+        """Check the lengths of the first and the last token object.
 
         Raises:
-            CorruptIndexError: an object is missing or has another length.
+            CorruptIndexError: an object is missing or has a wrong length.
         """
         for shard in {self.spec.used_segments[0].first_row // self.spec.shard_size, self.spec.shards - 1}:
             _, length = padded_shard_bytes(len(self.spec.shard_rows(shard)), self.spec.shard_size, self.record_bytes)
@@ -57,21 +57,21 @@ class RemoteFiles:
                 )
 
     def url(self, shard: int) -> str:
-        """Return the URL of a shard's tokens."""
+        """Return the URL of the token object of a shard."""
         return self.folder.url_of(self.key(shard))
 
 
 class RemoteEngines:
-    """Holds the one read engine of a store whose index lies on an object store. Thread-safe.
+    """The read engine for an index on an object store. Thread-safe.
 
-    It has the methods of `engine_selection.ReadEngines`.
+    This class has the same methods as `engine_selection.ReadEngines`.
 
     Args:
         files: token objects of the store.
         name: `object-store` or `auto`.
 
     Raises:
-        UsageError: another engine is named.
+        UsageError: `name` is the name of another engine.
     """
 
     def __init__(self, files: RemoteFiles, name: str) -> None:
@@ -86,7 +86,7 @@ class RemoteEngines:
         return [(self._engine, batch)]
 
     def announce(self, batch: Batch) -> None:
-        """Do nothing: there is no cache to read ahead into."""
+        """Do nothing, because object stores have no page cache."""
 
     def close(self) -> None:
         self.buffers.close()
@@ -94,12 +94,12 @@ class RemoteEngines:
 
 @dataclass(frozen=True)
 class _Request:
-    """Neighbouring records of one object that one request reads.
+    """A request to read neighbouring records of one object.
 
     Attributes:
         shard: shard number.
         positions: positions of the records in the shard, ascending.
-        record_indices: index of each record in the destination's `records`.
+        record_indices: index of each record in the array `records` of the destination.
     """
 
     shard: int
@@ -119,7 +119,7 @@ class ObjectStoreEngine:
         return _ObjectReader(self._files)
 
     def close(self) -> None:
-        """Do nothing: idle readers hold no resources."""
+        """Do nothing, because idle readers have no resources."""
 
 
 class _ObjectReader:
@@ -145,7 +145,7 @@ class _ObjectReader:
         return finish
 
     def close(self) -> None:
-        """Do nothing: a reader holds no resources."""
+        """Do nothing, because a reader has no resources."""
 
     def abandon(self) -> None:
         for crew in self._crews:

@@ -100,7 +100,7 @@ def _group_limits() -> list[int]:
     folder = Path("/sys/fs/cgroup") / group.lstrip("/")
     limits = []
     while folder.is_relative_to("/sys/fs/cgroup"):
-        with contextlib.suppress(OSError, ValueError):  # the root has no limit, and others may say "max"
+        with contextlib.suppress(OSError, ValueError):  # the root group has no such file; other files may contain "max"
             limits.append(int((folder / "memory.max").read_text()))
         folder = folder.parent
     return limits

@@ -35,7 +35,7 @@ class QueuedOptions:
     Attributes:
         gap_bytes: maximum number of unrequested bytes between two records in one request, rounded down to whole
             records.
-        gather: whether one request may read neighbouring records with non-adjacent places in the output.
+        gather: whether one request may read neighbouring records that are not neighbours in the output.
     """
 
     gap_bytes: int
@@ -75,11 +75,11 @@ class _Flight:
 
     Attributes:
         offsets: [r], byte offset in the file of each request.
-        needed: [r], number of bytes from the offset to the end of the last record of each request.
+        needed: [r], number of bytes that each request must read, up to the end of its last record.
         memory: memory that the requests write to.
         memory_offsets: [r], byte offset in `memory` of each request.
         results: [r], number of bytes read, a negative errno, or `_NO_RESULT`.
-        processed: bool [r], requests with records that the destination has processed.
+        processed: bool [r], whether the destination has processed the records of each request.
         missing: number of requests without a result.
         buffer: buffer from the pool that contains `memory`. None if `memory` belongs to the destination.
     """
@@ -114,7 +114,7 @@ class _QueuedReader:
 
     @property
     def ahead(self) -> int:
-        """Maximum number of pieces in flight: one more than now if the queue has room; otherwise the current number."""
+        """Maximum number of pieces in flight: the current number, plus one if the queue has room."""
         requests = sum(len(flight.needed) for flight in self._flights.values())
         size = sum(int(flight.needed.sum()) for flight in self._flights.values())
         buffered = any(flight.buffer is not None for flight in self._flights.values())

@@ -45,7 +45,7 @@ class Queue(Protocol):
 
     def close(self) -> None:
         """Wait until all requests of the queue are complete, and free the queue. May be called repeatedly."""
-        # It must not rely on `in_flight`, because an exception may have come before a request was counted.
+        # Implementations must not rely on `in_flight`: an exception may come before a request is counted.
         ...
 
 

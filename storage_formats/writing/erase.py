@@ -187,7 +187,7 @@ class _ShardErasure:
 
     Attributes:
         entries: new file entries for the shard table.
-        staged: for the path of each file in `staging`, the path in the index to which the file must be moved.
+        staged: final path in the index of each file in `staging`, keyed by the path in `staging`.
     """
 
     def __init__(self, layout: Layout, manifest: Manifest, shard: int, positions: Positions, staging: Path) -> None:
@@ -238,7 +238,7 @@ class _ShardErasure:
             for position in self._positions.tolist():
                 _write_at(fd, position * size, erased_record(token_codec, position).tobytes())
             _write_at(fd, index_offset, shard_index_bytes(is_indexed, size))
-            os.fsync(fd)  # blocks that are freed first may never be overwritten
+            os.fsync(fd)  # overwrite the disk blocks before `punch_hole` frees them
             for position in self._positions.tolist():
                 freed = freed_bytes(position, size)
                 punch_hole(fd, freed.start, len(freed))
@@ -299,7 +299,10 @@ def _opened(path: Path, staging: Path) -> Iterator[int]:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Move `new` to `path`. Overwrite the old file at `path` unless the old file has other hard links."""
+    """Replace the file at `path` with `new`, then overwrite the replaced data with zeros.
+
+    Data that other hard links still name is not overwritten.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)

@@ -41,10 +41,10 @@ _MAX_SMALL_BYTES = 1 << 20
 
 
 class CopyTarget(Protocol):
-    """Where the files of a copy go. Several threads may call `copy` at the same time."""
+    """The destination of a copy. Several threads may call `copy` at the same time."""
 
     def copy(self, index: CommittedIndex, entry: FileEntry) -> bool:
-        """Copy one file and compare it with `entry`. Return False if it was there already."""
+        """Copy one file and compare the copy with `entry`. Return False if the destination already has the file."""
         ...
 
 
@@ -59,7 +59,7 @@ def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
     for entry in named:
         if not DATA_FILE.fullmatch(entry.path) or _is_zarr_file(entry.path):
             raise CorruptIndexError(
-                f"{index.location} names the file {entry.path}, which is no data file; the index is not safe to use"
+                f"{index.location} lists the file {entry.path}, which is not a data file; do not trust this index"
             )
     zarr_files = [FileEntry(path, len(data), crc32c(data)) for path, data in _zarr_files(index).items()]
     return [*zarr_files, *named]
@@ -93,7 +93,7 @@ def manifest_bytes(index: CommittedIndex) -> bytes:
             continue
         if Manifest.parse(data, path) == index.manifest:
             return data
-    raise EdjeError(f"{index.location} changed while it was being copied; copy it again")
+    raise EdjeError(f"{index.location} changed while it was being copied; run the copy again")
 
 
 def _contents(index: CommittedIndex, entry: FileEntry) -> Generator[Chunk, None, None]:
@@ -117,10 +117,10 @@ def _contents(index: CommittedIndex, entry: FileEntry) -> Generator[Chunk, None,
 
 
 class DirectoryTarget:
-    """Copies files into a directory. A file appears under its name once it is complete and flushed to the device.
+    """Copies files into a directory. Each file is flushed to the device before it appears at its path.
 
     Args:
-        root: directory of the new index, which `begin_index` has made. It holds the `zarr.json` files already.
+        root: directory of the new index. `begin_index` has created it and its `zarr.json` files.
     """
 
     def __init__(self, root: Path) -> None:
@@ -149,14 +149,14 @@ class DirectoryTarget:
 
 @dataclass(frozen=True)
 class RemoteTarget:
-    """A copy to an object store that has begun.
+    """The destination of a running copy to an object store.
 
     Attributes:
         folder: objects of the destination.
-        replaced: `index.json` of the destination when the copy began; None if there was none.
+        replaced: the `index.json` that the copy will replace. None if the destination has no `index.json`.
         replaced_manifest: the manifest in `replaced`.
-        cleans: whether to remove the objects that the new index does not name.
-        owns_claim: whether this copy created `build/copy.json`, and did not resume another copy.
+        cleans: whether to delete all objects that the new index does not need at the end of the copy.
+        owns_claim: whether this copy created `build/copy.json`. False if this copy resumes another copy.
     """
 
     folder: ObjectFolder
@@ -173,7 +173,7 @@ class RemoteTarget:
         return True
 
     def commit(self, index: CommittedIndex, entries: Sequence[FileEntry]) -> None:
-        """Write `index.json`, and end the copy.
+        """Write `index.json` and delete `build/copy.json`. This ends the copy.
 
         Raises:
             EdjeError: another writer has changed the destination.
@@ -187,7 +187,8 @@ class RemoteTarget:
             if self.owns_claim:
                 self.folder.delete([_CLAIM])
             raise EdjeError(
-                f"{error} during the copy. Its index is whole; copy again if yours shall take its place"
+                f"{error} during the copy. The destination contains the complete index of that writer. To replace that "
+                "index, run the copy again"
             ) from error
         if self.cleans:
             named = {entry.path for entry in entries}
@@ -195,7 +196,7 @@ class RemoteTarget:
         self.folder.delete([_CLAIM])
 
     def _keep_replaced(self, index: CommittedIndex) -> None:
-        """Keep the replaced snapshot, so that readers can still open it."""
+        """Store the replaced `index.json` under `snapshots/`, so that readers can still open the replaced snapshot."""
         assert self.replaced is not None
         assert self.replaced_manifest is not None
         number = self.replaced_manifest.snapshot.number
@@ -219,10 +220,10 @@ def begin_remote_copy(
         index: the snapshot to copy.
         folder: objects of the destination.
         entries: result of `files_to_copy`.
-        replace: whether to remove an index that the destination holds. Until the end of the copy, it then holds none.
+        replace: whether to remove an existing index first. The destination then has no index until the copy ends.
 
     Raises:
-        UsageError: the destination holds another index, and `replace` is False; or the URL can only be read.
+        UsageError: the destination contains another index and `replace` is False, or the destination is read-only.
         EdjeError: another copy to the destination is running or was stopped.
     """
     if folder.scheme not in WRITABLE_SCHEMES:
@@ -239,8 +240,8 @@ def begin_remote_copy(
             return RemoteTarget(folder, cleans=claim.replaces, owns_claim=claim.is_new)
         if path := _conflict(folder, manifest, entries):
             raise UsageError(
-                f"{folder.url} holds an index whose file {path} differs from that of {index.location}: choose another "
-                "destination, or replace that index",
+                f"{folder.url} contains another index: its file {path} differs from the file in {index.location}; "
+                "choose another destination. To overwrite the other index, copy with replace=True",
                 parameter="out",
             )
     except BaseException:
@@ -253,11 +254,11 @@ def begin_remote_copy(
 
 @dataclass(frozen=True)
 class _Claim:
-    """The object `build/copy.json` of a destination.
+    """The object `build/copy.json` of a destination, which prevents copies of other snapshots.
 
     Attributes:
-        is_new: whether this process created it. Another process that copies the same snapshot may own an older one.
-        replaces: whether the copy that created it replaces an index.
+        is_new: whether this copy created the object. False if another copy of the same snapshot created it.
+        replaces: argument `replace` of the copy that created the object.
     """
 
     is_new: bool
@@ -265,9 +266,18 @@ class _Claim:
 
 
 def _claim(folder: ObjectFolder, checksum: str, *, replace: bool) -> _Claim:
-    """Create the object that keeps other copies away. A copy of the same snapshot shares it."""
+    """Create `build/copy.json`, or use the object of another copy of the same snapshot.
+
+    Args:
+        folder: objects of the destination.
+        checksum: CRC-32C of the `index.json` to copy, which identifies the snapshot.
+        replace: see `begin_remote_copy`.
+
+    Raises:
+        EdjeError: a copy of another snapshot is running or was stopped.
+    """
     owner = f"process {os.getpid()} on {socket.gethostname()}"
-    # With microseconds, no two copies write the same claim.
+    # The microseconds make each claim unique.
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
     claim = {"index": checksum, "replace": replace, "owner": owner, "created": created}
     try:
@@ -281,21 +291,24 @@ def _claim(folder: ObjectFolder, checksum: str, *, replace: bool) -> _Claim:
             return _Claim(is_new=False, replaces=other.get("replace") is True)
         holder = f"{other['owner']}, since {other['created']}"
     except FileNotFoundError:
-        holder = "which has just ended"
+        holder = "it has just ended"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         holder = "unknown owner"
     raise EdjeError(
-        f"another copy to {folder.url} is running or was stopped ({holder}). Wait for it; if no such process runs any "
-        f"more, delete the object {folder.url_of(_CLAIM)}"
+        f"another copy to {folder.url} is running or was stopped ({holder}); wait until that copy ends. If its "
+        f"process does not run any more, delete the object {folder.url_of(_CLAIM)}"
     )
 
 
 def _conflict(folder: ObjectFolder, manifest: Manifest, entries: Sequence[FileEntry]) -> str | None:
-    """Return the path of a file that the index at the destination has with other contents; None if there is none."""
+    """Compare `entries` with the files of the index at the destination that have the same paths.
+
+    Return the path of a file that differs, or None if all of these files are equal.
+    """
     new = {entry.path: entry for entry in entries if not _is_zarr_file(entry.path)}
     old = open_remote(folder.url)
     if old.manifest != manifest:
-        raise EdjeError(f"another writer changed {folder.url}; copy again")
+        raise EdjeError(f"another writer changed {folder.url}; run the copy again")
     for entry in (*(entry for _, entry in read_shard_tables(old.root, manifest.shard_tables)), *manifest.ann_files):
         if new.get(entry.path, entry) != entry:
             return entry.path

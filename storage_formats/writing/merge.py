@@ -94,7 +94,10 @@ def plan_merge(indexes: Sequence[CommittedIndex]) -> Merge:
         segments += [Segment(segment.first_row + offset, segment.rows) for segment in used]
     columns = sorted(merge_columns(*(index.manifest.columns for index in indexes)), key=lambda column: column.name)
     if len(columns) > MAX_COLUMNS:
-        raise UsageError(f"the merged index would have {len(columns)} source columns; the limit is {MAX_COLUMNS}")
+        raise UsageError(
+            f"the merged index would have {len(columns)} source columns; merge fewer indexes, so that the index has at "
+            f"most {MAX_COLUMNS}"
+        )
     states = [(str(index.root), index.manifest.shard_tables, index.manifest.snapshot.deleted) for index in indexes]
     plan = hashlib.sha256(f"merge {states} {columns}".encode()).hexdigest()
     spec = replace(first, rows=segments[-1].stop, segments=tuple(segments))
@@ -277,7 +280,7 @@ def commit_merge(
 
 
 def _origins(merge: Merge) -> dict[str, tuple[str, ...]]:
-    """Return `encoded_from` of the merged index: for each precision, the longest list of all inputs."""
+    """Return `encoded_from` of the merged index: for each precision, the longest list among the inputs."""
     lists = [each.index.manifest.encoded_from for each in merge.inputs]
     longest = {name: max((origins.get(name, ()) for origins in lists), key=len) for name in merge.spec.precisions}
     return {name: origins for name, origins in longest.items() if origins}

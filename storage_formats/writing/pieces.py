@@ -91,7 +91,7 @@ class ShardPieces:
 
     def add(self, piece: Piece) -> None:
         """Add the next finished rows. About once a minute, save all unsaved rows."""
-        # They are saved earlier if they take much memory.
+        # Rows that take much memory are saved earlier.
         self._pending.append(piece)
         due = time.monotonic() - self._saved_at >= PIECE_SECONDS
         if due or sum(piece.tokens.nbytes for piece in self._pending) > _MAX_BYTES:

@@ -49,8 +49,8 @@ class ShardRepair:
         dry_run: whether to only find out which files can be repaired, without a change to the index.
 
     Attributes:
-        settled: paths of the repaired files and of the undamaged file of each repaired pair. A pair is the token file
-            and the checksum file of one precision.
+        settled: paths of the token file and the checksum file of each repaired precision, even if only one of the two
+            was damaged.
     """
 
     def __init__(self, index: CommittedIndex, shard: int, files: Mapping[str, FileEntry], *, dry_run: bool) -> None:
@@ -92,9 +92,9 @@ class ShardRepair:
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
         """Yield candidates (description of the source, records) for the original records of the shard.
 
-        If the checksum file is undamaged, there is one candidate: the undamaged stored records, and
-        records converted from other precisions that match the checksums. If the checksum file is damaged, there is one
-        candidate per precision.
+        If the checksum file is undamaged, there is one candidate. It consists of the stored records, in which records
+        converted from other precisions replace damaged records. If the checksum file is damaged, there is one candidate
+        per precision.
         """
         stored = self._stored(token_codec)
         others = [

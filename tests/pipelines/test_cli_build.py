@@ -109,7 +109,7 @@ def test_a_missing_file_of_a_finished_index_is_reported(run, build, index, name)
     code, out, err = run(*build)
     assert (code, out) == (1, "")
     assert f"{index} is finished but damaged: {name} " in err
-    assert f"run 'edje-index verify {index}' to list all damage" in err
+    assert f"Run 'edje-index verify {index}' to list all damage" in err
 
 
 def test_a_shortened_file_of_a_finished_index_is_reported(run, build, index):

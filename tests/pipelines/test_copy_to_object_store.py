@@ -144,7 +144,7 @@ def test_a_commit_whose_response_is_lost_has_succeeded(index, url, tmp_path, pro
 
 def test_another_index_is_refused_or_replaced_on_request(index, other, url, tmp_path):
     copy_index(other, url)
-    with pytest.raises(UsageError, match=r"holds an index whose file .* differs.*choose another destination"):
+    with pytest.raises(UsageError, match=r"contains another index: its file .* differs.*choose another destination"):
         copy_index(index, url)
     assert "build/copy.json" not in ObjectFolder.open(url).list_keys()
     check_equal(url, other, tmp_path)
@@ -215,7 +215,7 @@ def test_a_commit_never_takes_the_place_of_another(index, url, tmp_path):
     ObjectFolder.open(url).delete(["build/copy.json"])
     delete_rows(index, rows=[2])
     copy_index(index, url)
-    with pytest.raises(EdjeError, match=r"another writer changed .*index.json during the copy. Its index is whole"):
+    with pytest.raises(EdjeError, match=r"another writer changed .*index.json.*The destination contains the complete"):
         begun.commit(stale, entries)
     assert "build/copy.json" not in ObjectFolder.open(url).list_keys()
     check_equal(url, index, tmp_path)

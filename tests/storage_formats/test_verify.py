@@ -145,7 +145,7 @@ def test_every_shard_can_be_drawn():
 
 @pytest.mark.parametrize("sample", [0, -1, -0.5, math.nan, math.inf])
 def test_a_sample_that_is_not_positive_is_refused(sound, sample):
-    with pytest.raises(UsageError, match="must be a share or a number of shards above 0, got"):
+    with pytest.raises(UsageError, match="sample must be above 0, got"):
         verify_index(sound, sample=sample)
 
 
