@@ -361,14 +361,14 @@ def copy_index(
     on_event: OnEvent = _ignore,
     should_stop: ShouldStop = _never,
 ) -> CopyResult:
-    """Copy one snapshot of an index, as `edje-index copy` does. Checks every file and decodes none.
+    """Copy one snapshot of an index, as `edje-index copy` does. The checksum of every copied file is checked.
 
     Args:
         index: directory of the index, or its URL on an object store (`s3://`, `gs://`, `az://`, `https://`).
         out: new directory, or a URL to write to (`s3://`, `gs://` or `az://`). If a URL holds an earlier snapshot of
             the same index, only the missing files are copied.
         snapshot: number of the snapshot; None copies the current snapshot.
-        replace: whether to remove an index that the URL `out` holds before the copy.
+        replace: True to remove the index at the URL `out` before the copy.
         on_event: as in `build_index`.
         should_stop: as in `build_index`. The same call resumes a stopped copy.
 
@@ -378,7 +378,7 @@ def copy_index(
         CorruptIndexError: a file of `index` is missing or damaged.
         JobStopped: the copy stopped early.
         EdjeError: another copy to `out` is running, or an object store does not respond.
-        MissingExtraError: obstore, which URLs need, is not installed.
+        MissingExtraError: `index` or `out` is a URL, and obstore is not installed.
 
     Example:
         >>> from pipelines import copy_index

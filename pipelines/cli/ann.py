@@ -57,8 +57,8 @@ def build(index: Path, ann: str, recall: float, quiet: bool, as_json: bool) -> N
 
     With --ann auto, a search of up to 100,000 rows compares the query with every embedding. For more rows, the
     embeddings are divided into inverted lists and compressed to short codes. A search then reads only some lists. The
-    number of these lists is chosen to reach --recall. The best rows are compared by their stored embeddings, so the
-    scores of hits are exact.
+    number of these lists is chosen to reach --recall. The search then compares the query with the stored embeddings
+    of the best rows, so the scores of hits are exact.
 
     \b
     Examples:
@@ -80,8 +80,9 @@ def build(index: Path, ann: str, recall: float, quiet: bool, as_json: bool) -> N
 def info(index: Path, as_json: bool) -> None:
     """Describe the nearest-neighbour index of INDEX, and say whether to rebuild it.
 
-    An append adds rows to the nearest-neighbour index without rebuilding it. The drift is the mean distance between
-    appended embeddings and the nearest centroid, divided by the same mean distance for the first embeddings.
+    An append adds rows to the nearest-neighbour index without rebuilding it. The drift shows how much worse the
+    appended rows fit. It is their mean distance to the nearest centroid of an inverted list, divided by the mean
+    distance of the rows that the nearest-neighbour index was built from.
 
     \b
     Example:

@@ -72,7 +72,7 @@ _NO_MODEL = (
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images only once.")
 @column_option
 @max_failed_option
-@click.option("--max-pixels", type=POSITIVE, help="Maximum number of pixels of an image.  [default: 89478485]")
+@click.option("--max-pixels", type=POSITIVE, help="Fail images with more pixels than this.  [default: 89478485]")
 @truncated_option
 @dry_run_option
 @log_option
@@ -83,7 +83,8 @@ def build(as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **options
 
     A SOURCE is a directory, a tar or zip archive, a Parquet file of images, an image file, or a list of paths (Parquet,
     CSV, TSV, JSON Lines or text, or - for standard input). Directories are searched recursively. Quoted patterns such
-    as 'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. Each can be a URL: https, s3, gs, az or hf.
+    as 'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. A SOURCE can also be a URL that begins with
+    https://, s3://, gs://, az:// or hf://.
 
     An image that cannot be read becomes a failed row. 'edje-index failures' lists the failed rows with their reasons.
     If more images fail than --max-failed allows, the build stops with exit code 1 and keeps the finished shards.
@@ -130,7 +131,7 @@ def build(as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **options
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
         note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures {config.out}' lists them")
     if result.truncated:
-        note(f"{counted(result.truncated, 'truncated image')} indexed by the part that could be decoded")
+        note(f"{counted(result.truncated, 'truncated image')} indexed, but decoded only in part")
 
 
 def _print(result: BuildResult, out: Path) -> None:

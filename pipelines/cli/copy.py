@@ -16,7 +16,7 @@ from pipelines.progress.wording import counted, human_bytes
 @click.argument("index", type=location)
 @click.argument("out", type=location)
 @click.option("--snapshot", type=click.IntRange(min=0), help="Snapshot to copy.  [default: the current snapshot]")
-@click.option("--replace", is_flag=True, help="Remove the index that the URL OUT holds before the copy.")
+@click.option("--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT.")
 @quiet_option
 @json_option
 def copy(index: Path | str, out: Path | str, snapshot: int | None, replace: bool, quiet: bool, as_json: bool) -> None:
@@ -26,12 +26,11 @@ def copy(index: Path | str, out: Path | str, snapshot: int | None, replace: bool
     https:// URL. Credentials come from the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
     AWS_ENDPOINT_URL selects a server that is compatible with S3.
 
-    One snapshot is copied. Blocks are not decoded. If the directory OUT is on a file system that can share disk blocks,
-    the copy takes no space until one of the two changes.
+    One snapshot is copied. Blocks are not decoded. If the file system can share disk blocks, a copy to a directory
+    takes no disk space until INDEX or OUT changes.
 
     If OUT is a URL that holds an earlier snapshot of INDEX, only the missing files are copied. Readers see the new
-    snapshot once the copy is complete. If two commands copy to the same URL, one of them fails and the index of the
-    other is whole.
+    snapshot once the copy is complete. If two commands copy to the same URL, one command succeeds and the other fails.
 
     Run the same command again to resume a stopped copy.
 

@@ -13,7 +13,7 @@ from storage_formats.errors import UsageError
 
 
 def use_defaults(context: click.Context, _option: click.Parameter, path: Path | None) -> None:
-    """Use the values in the file at `path` as defaults of the options of all commands. Callback of an option."""
+    """Use the values in the file at `path` as defaults of the options of all commands. Click calls this function."""
     if path is not None:
         assert isinstance(context.command, click.Group)
         context.default_map = _defaults(context.command, _read(path), f"{path}: ")
@@ -67,7 +67,7 @@ def _options(command: click.Command, values: Mapping[str, Any], place: str) -> d
 
 
 def _check(option: click.Option, value: Any, place: str, context: click.Context) -> None:
-    """Raise UsageError if `option` does not take `value`. Stricter than click, which takes true as 1."""
+    """Raise UsageError if `option` does not take `value`. Unlike click, reject a boolean as the value of a number."""
     if option.is_flag and not isinstance(value, bool):
         raise UsageError(f"{place}{value!r} is not true or false")
     if option.multiple != isinstance(value, list):

@@ -20,9 +20,10 @@ def doctor(path: Path | None, as_json: bool) -> int:
 
     The command checks the installed packages, the processor, memory, CUDA, and how the kernel can read files. With
     INDEX or DIR, it also measures random reads from that disk for a few seconds. In a DIR that is not an index, it
-    writes a temporary index of 200 MB and removes it. If fio is installed, its speed is shown for comparison.
+    writes a temporary index of 200 MB and removes it. If fio is installed, the command also shows the speed that fio
+    reaches.
 
-    The exit code is 1 if something prevents use.
+    The exit code is 1 if a problem prevents the use of edje-index.
 
     \b
     Examples:

@@ -80,7 +80,7 @@ def describe_index(root: Path | str) -> dict[str, Any]:
 
 
 def _describe_begun(root: Path) -> dict[str, Any] | None:
-    """Describe an unfinished index; None if there is none at `root`."""
+    """Return a JSON object that describes the unfinished index at `root`; None if there is no unfinished index."""
     from pipelines.planning.plan import read_plan
     from storage_formats.format.receipts import read_receipts
 
@@ -103,7 +103,10 @@ def _describe_begun(root: Path) -> dict[str, Any] | None:
 
 
 def _columns(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the columns of the rows table. `values` is None for the standard columns."""
+    """Return the name, the type and the number of values of each column of the rows table.
+
+    The number of values is None for the standard columns.
+    """
     from storage_formats.format.rows import ROW_SCHEMA, type_name
 
     standard = [{"name": field.name, "type": type_name(field.type), "values": None} for field in ROW_SCHEMA]

@@ -1,4 +1,4 @@
-"""What the commands that add rows to an index have in common."""
+"""Options and functions that the commands `append`, `update` and `retry-failed` share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WithFailures(Protocol):
 
 
 def new_rows_options(command: _Command) -> _Command:
-    """Add the options that all these commands have."""
+    """Add the options that `append`, `update` and `retry-failed` share."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -61,14 +61,14 @@ def new_rows_options(command: _Command) -> _Command:
 def run_job(
     job: Callable[[_Config, OnEvent, ShouldStop], _Result], config: _Config, *, quiet: bool, log: Path | None
 ) -> _Result:
-    """Run `job` with a progress display and a log. If `job` is stopped, say whether it can be resumed."""
+    """Run `job` with a progress display and a log. If a resumable job stops, its error message says how to resume."""
     can_resume = Layout(config.root).append_plan.exists
     with running_job(quiet=quiet, can_resume=can_resume, log=log, root=config.root) as (on_event, should_stop):
         return job(config, on_event, should_stop)
 
 
 def note_failures(result: WithFailures, again: str = "") -> None:
-    """Print how many inputs failed for which reasons, if any failed."""
+    """If inputs failed, print their number and reasons. `again` is inserted after the word "failed"."""
     if result.failed:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
         note(f"{counted(result.failed, 'input')} failed{again}: {reasons}; 'edje-index failures' lists them")

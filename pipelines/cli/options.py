@@ -18,7 +18,7 @@ PATH = click.Path(path_type=Path)
 
 
 def location(value: str) -> Path | str:
-    """Convert an argument that is a path, or the URL of an index on an object store. A URL stays a string."""
+    """Return the URL of an index on an object store unchanged. Return any other argument as a path."""
     return value if is_url(value) else Path(value)
 
 
@@ -36,7 +36,7 @@ log_option = click.option(
     help="Append every event of the job to FILE, one JSON object per line. The file is not part of the index.",
 )
 dry_run_option = click.option(
-    "--dry-run", is_flag=True, help="Show inputs, disk space, memory and time, and write nothing."
+    "--dry-run", is_flag=True, help="Estimate the disk space, memory and time of the command, and write nothing."
 )
 seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all random numbers."
@@ -67,8 +67,8 @@ joint_pool_option = click.option(
     "--joint-pool",
     type=POSITIVE,
     metavar="N",
-    help="Number of candidates per query that the joint encoder scores. The other parts of the score choose them.  "
-    "[default: all]",
+    help="Number of candidates per query that the joint encoder scores: those that are best by the other parts of the "
+    "score.  [default: all]",
 )
 where_option = click.option(
     "--where",
@@ -101,7 +101,7 @@ max_failed_option = click.option(
     "--max-failed",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help="Stop if a larger share of the images fails.  [default: 0.01, but 20 images may always fail]",
+    help="Stop if more than this share of the images fails.  [default: 0.01, but 20 images may always fail]",
 )
 
 truncated_option = click.option(
@@ -109,7 +109,7 @@ truncated_option = click.option(
     type=click.Choice(["fail", "load"]),
     default="fail",
     show_default=True,
-    help="What to do with a truncated image. load indexes the part that is there, and counts the image.",
+    help="What to do with a truncated image: fail makes a failed row, load indexes the readable part of the image.",
 )
 
 images_option = click.option(

@@ -83,7 +83,10 @@ def report_options(function: Callable[..., None]) -> Callable[..., None]:
 def measure(
     request: ReportRequest, index: Path, precisions: tuple[str, ...], source: str | None, *, quiet: bool
 ) -> QuantizeReport:
-    """Measure `precisions` on `index`, and write the report if `request` names a directory."""
+    """Compare the tokens of `index` in `precisions` with those in `source`, and return the report.
+
+    If `request` names a directory, also write the report to this directory.
+    """
     from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
     from pipelines.jobs.quantization_report_files import write_report
     from pipelines.progress.display import progress_display

@@ -84,7 +84,7 @@ class _Request:
     type=FILE,
     help="Also write an HTML page that shows the hits before and after re-ranking.",
 )
-@click.option("--open", "open_page", is_flag=True, help="Open the page that --html writes in the browser.")
+@click.option("--open", "open_page", is_flag=True, help="Open the page of --html in the browser.")
 @json_option
 def search(
     index: Path | str,

@@ -27,8 +27,8 @@ def verify(index: Path, sample: float | None, as_json: bool) -> int:
     If zarr-python is installed, the command also checks that zarr-python can open the arrays. The exit code is 1 if
     the command finds a problem.
 
-    With --sample, the command checks every file of some shards, which it draws anew each time, and the metadata of the
-    index. It does not look at the other files.
+    With --sample, the command checks the metadata of the index and every file of a random sample of the shards. Each
+    run draws a new sample. The files of other shards are not checked.
 
     \b
     Examples:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def storage(path: Path) -> dict[str, str | None]:
-    """Describe the disk that contains `path`. Unknown values are None."""
+    """Return the file system, mount options, device, model and I/O scheduler of the disk that contains `path`.
+
+    Unknown values are None.
+    """
     number = os.stat(path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     mount = {"file_system": None, "mount_options": None, **_mount(device)}

@@ -61,7 +61,10 @@ class ReadSpeed:
 
 
 def disk_findings(path: Path) -> Iterator[Finding]:
-    """Check the disk at `path`, a directory or an index. In a directory, a temporary index is written and removed."""
+    """Yield findings on the disk that contains `path`, an index or another directory.
+
+    In a directory that is not an index, a temporary index is written and removed.
+    """
     yield _disk(path)
     writable = os.access(path, os.W_OK)
     is_index = Layout(path).manifest.exists()
@@ -86,7 +89,7 @@ def disk_findings(path: Path) -> Iterator[Finding]:
 
 
 def measure_reads(root: Path, precision: str) -> ReadSpeed | None:
-    """Fetch random records of the index at `root` for about one second, past the page cache if that is possible.
+    """Fetch random records of the index at `root` for about one second, without the page cache if that is possible.
 
     Returns None if the index has no rows to read.
     """
@@ -190,7 +193,7 @@ def _direct_reads(file: Path) -> Finding:
     except (OSError, AttributeError):  # AttributeError: not on macOS
         return Finding(
             "direct I/O",
-            "this file system has none",
+            "the file system does not support direct I/O",
             "advice",
             "cold reads go through the page cache; ext4 and XFS on a local disk have direct I/O",
             {"direct": False},
@@ -200,7 +203,7 @@ def _direct_reads(file: Path) -> Finding:
     return judged(
         "direct I/O",
         f"works, with an alignment of {sector:,} bytes",
-        "" if aligned else f"records are aligned to {PAGE_BYTES:,} bytes, so every read takes more than it needs",
+        "" if aligned else f"records are aligned to {PAGE_BYTES:,} bytes, so every read is longer than its record",
         values={"direct": True, "alignment_bytes": sector},
     )
 

@@ -22,7 +22,7 @@ _SAME_MODULE = {"faiss-cpu": "faiss-gpu-cu12"}  # either of them is enough
 
 
 def package_findings() -> Iterator[Finding]:
-    """Check the packages that this project requires, first the required ones and then those of each extra."""
+    """Yield one finding for the packages that this project always requires, and one finding for each extra."""
     from packaging.requirements import Requirement
 
     try:
@@ -42,7 +42,7 @@ def package_findings() -> Iterator[Finding]:
 
 
 def shadow_findings() -> Iterator[Finding]:
-    """Look for other packages with the names of this project's packages where Python searches for packages."""
+    """Yield a finding for each foreign package on the Python path that has the name of a package of this project."""
     folders = dict.fromkeys(Path(entry or ".").resolve() for entry in (".", *sys.path))
     hiding = [
         (name, Path(spec.origin))
@@ -65,7 +65,7 @@ def shadow_findings() -> Iterator[Finding]:
 
 
 def _belongs_to(requirement: Requirement, extra: str) -> bool:
-    """Return True if `extra` requires the package, and `requirement` is not another extra of this project."""
+    """Return True if only `extra` adds `requirement`. Return False if `requirement` is an extra of this project."""
     marker = requirement.marker
     if marker is None or requirement.name == _DISTRIBUTION:
         return False

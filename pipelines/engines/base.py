@@ -15,9 +15,9 @@ from storage_formats.errors import EdjeError
 
 Task = Any
 Worker = Callable[[Task, Callable[[Any], None], Callable[[], bool]], Any]
-"""`worker(task, on_progress, should_stop) -> result`; raises `TaskInterrupted` if it gives up because of a stop."""
+"""`worker(task, on_progress, should_stop) -> result`. Raises `TaskInterrupted` if `should_stop()` returned True."""
 WorkerFactory = Callable[[], Worker]
-"""Called in the worker's process, so it must be picklable."""
+"""Function that is called in the worker's process and returns the worker. The function must be picklable."""
 
 
 class TaskInterrupted(Exception):

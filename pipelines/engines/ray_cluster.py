@@ -204,7 +204,7 @@ for _ in 1 2 3 4 5; do rm -rf "$folder" && exit; sleep 1; done
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[tuple[str, IO[str]]]:
-    """Create a folder that only this user can access. Yield the folder and a stream for Ray's process ids."""
+    """Create a folder that only this user can access. Yield the folder and a stream to write Ray's process ids to."""
     # When the context ends or this process is killed, the processes in the stream are killed and the folder is removed.
     short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a path to a Unix socket has at most 107 bytes
     folder = tempfile.mkdtemp(prefix=f"edje-ray-{os.getpid()}-", dir=os.environ.get("RAY_TMPDIR", short))

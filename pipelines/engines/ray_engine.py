@@ -26,9 +26,9 @@ from pipelines.progress.wording import duration
 from storage_formats.errors import EdjeError, UsageError
 
 ATTEMPTS = 4
-"""A task fails when it has ended this many workers.
+"""A task fails once this number of workers have died or stalled while running the task.
 
-`edje_index.indexing.attempts` needs three to find an input that ends them.
+`edje_index.indexing.attempts` needs three attempts to find the input that makes workers die.
 """
 
 STALL_SECONDS = 600.0
@@ -189,7 +189,10 @@ class _Pool:
             self._ray.kill(self._idle.pop())
 
     def _admit(self, answer: Any) -> Iterator[Outcome]:
-        """Mark a started actor as idle. If the actor died during its start, count a lost worker."""
+        """Mark a started actor as idle. If the actor died during its start, replace the actor.
+
+        Yields a `TaskFailure` if too many actors died.
+        """
         actor = self._starting.pop(answer)
         try:
             self._ray.get(answer)

@@ -30,7 +30,8 @@ class BuildResult:
         images_per_second: rows that this run encoded per second; 0 if this run encoded no row.
         bottleneck: stage in which the workers spent the most time; None if no times are known.
         already_finished: True if an earlier run had finished the index.
-        truncated: indexed images of which only a part could be decoded; None if an earlier run had finished the index.
+        truncated: number of indexed images that could be decoded only in part; None if an earlier run had finished the
+            index.
 
     Example:
         >>> from pipelines import build_index

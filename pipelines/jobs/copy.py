@@ -103,7 +103,10 @@ class _Job:
         return copied
 
     def to_object_store(self, url: str, *, replace: bool) -> list[FileEntry]:
-        """Copy the files below `url`. Return the entries of the files that were copied."""
+        """Copy the files to `url`. If `replace` is True, first remove the index at `url`.
+
+        Return the entries of the files that were copied.
+        """
         from storage_formats.format.object_store import ObjectFolder
         from storage_formats.writing.index_copy import begin_remote_copy
 

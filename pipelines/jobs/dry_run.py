@@ -71,7 +71,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class _Listing:
-    """The inputs of the sources in numbers, and a random sample of the inputs to encode."""
+    """Counts of the inputs in the sources, and a random sample of the inputs to encode."""
 
     inputs: int
     duplicates: int
@@ -147,7 +147,7 @@ def try_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop 
 
 @dataclass(frozen=True)
 class _Cost:
-    """What the cost depends on, besides the inputs."""
+    """The values that the cost depends on, apart from the inputs."""
 
     config: BuildConfig
     settings: BuildSettings
@@ -156,7 +156,7 @@ class _Cost:
 
 
 def _dry_run(cost: _Cost, listing: _Listing, spec: IndexSpec | None, finished_shards: int, on_event: OnEvent) -> DryRun:
-    """Return the estimate for new rows of the shape `spec`; None if there are no new rows."""
+    """Return the estimated cost of the new rows that `spec` describes. A `spec` of None means no new rows."""
     rows, shards = (0, 0) if spec is None else (spec.rows, spec.shards)
     to_encode = listing.inputs - listing.duplicates - sum(listing.failed.values())
     times = _trial(cost, listing.sample, on_event) if shards > finished_shards else None
@@ -190,7 +190,7 @@ def _seconds(cost: _Cost, times: TrialTimes | None, images: int, *, share_left: 
 def _list(refs: Iterable[InputRef]) -> _Listing:
     """Count `refs`, and draw a random sample of the inputs to encode (reservoir sampling).
 
-    The sample keeps the order of the inputs, because reading backwards in a compressed archive starts it again.
+    The sample keeps the order of the inputs. In another order, a compressed archive would be read several times.
     """
     rng, inputs, duplicates, good = random.Random(0), 0, 0, 0
     failed: Counter[str] = Counter()
@@ -212,7 +212,10 @@ def _list(refs: Iterable[InputRef]) -> _Listing:
 
 
 def _trial(cost: _Cost, sample: list[InputRef], on_event: OnEvent) -> TrialTimes | None:
-    """Encode the images of `sample` on this machine. Return None if the workers run on other machines."""
+    """Measure the time to encode the images of `sample` on this machine.
+
+    Return None if `sample` is empty, or if the workers run in a Ray cluster.
+    """
     from edje_index.images.decoded_input import DecodeSettings
     from edje_index.indexing.image_encoder import ImageEncoder
     from edje_index.indexing.trial import time_encoding

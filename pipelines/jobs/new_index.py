@@ -26,7 +26,12 @@ def new_index(out: Path, plan: str, spec: IndexSpec) -> Iterator[Path]:
     """Yield a temporary directory in which to write a new index. At the end, rename the directory to `out`.
 
     The temporary directory is `.<name>.partial` next to `out`. If the job stops, this directory and its finished shards
-    remain. A directory that a job with another `plan` has left is emptied first.
+    remain. A directory of an earlier job is emptied first, unless the earlier job had the same `plan`.
+
+    Args:
+        out: directory of the new index.
+        plan: text that identifies the job and its settings.
+        spec: sizes and precisions of the new index.
 
     Raises:
         UsageError: `out` exists already.

@@ -44,7 +44,7 @@ class RowChange:
 
 @contextlib.contextmanager
 def changing(root: Path) -> Iterator[CommittedIndex]:
-    """Lock and open the index at `root`. If a committed change has left its plan, remove the plan.
+    """Lock and open the index at `root`. Remove leftover files of finished changes and of stopped compactions.
 
     Raises:
         UsageError: there is no index at `root`.

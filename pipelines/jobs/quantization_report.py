@@ -197,7 +197,7 @@ def _queries(config: ReportConfig) -> tuple[list[str], str]:
 
 
 def _subjects(config: ReportConfig, spec: IndexSpec, reference: str) -> tuple[dict[str, Subject], dict[str, str]]:
-    """Return (functions that return the blocks of a precision, reasons why there is no function), by precision."""
+    """Return two mappings by precision: a function that returns the blocks, or the reason why there are no blocks."""
     from storage_formats.codecs import codec, precisions
 
     subjects: dict[str, Subject] = {}

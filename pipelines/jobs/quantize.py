@@ -36,8 +36,8 @@ class QuantizeConfig:
         root: directory of the index.
         to: precisions to add.
         drop: precisions to remove, after all precisions in `to` have been added.
-        source: precision to convert from. None takes the highest-fidelity precision stored; targets of higher fidelity
-            are then refused.
+        source: precision to convert from. None takes the highest-fidelity precision stored. In this case, no precision
+            in `to` may have a higher fidelity than the source.
     """
 
     root: Path

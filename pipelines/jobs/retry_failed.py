@@ -25,8 +25,8 @@ class RetryResult:
 
     Attributes:
         retried: number of failed rows before the retry.
-        inputs: number of inputs that were found under the names of these rows; the sum of indexed, duplicates and
-            failed.
+        inputs: number of inputs that were read again; the sum of indexed, duplicates and failed. A failed row of a
+            damaged archive stands for all inputs in the archive.
         indexed: number of inputs that were encoded.
         duplicates: number of inputs that got no new row, because another row has the same content.
         failed: number of inputs that failed again.

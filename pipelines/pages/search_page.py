@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from edje_index.search.hits import Hit
 
 MAX_SHOWN = 100
-"""Hits that one page shows of each order, because the thumbnails are part of it."""
+"""Maximum number of hits that a page shows before and after re-ranking. The page contains a thumbnail of each hit."""
 
 
 @dataclass(frozen=True)

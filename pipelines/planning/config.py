@@ -31,7 +31,7 @@ class BuildConfig:
             `pipelines.sources.path_list.PATH_COLUMNS`.
         max_pixels: maximum number of pixels of an image; larger images become failed rows. None selects
             `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
-        truncated: "fail" makes a truncated image a failed row. "load" indexes the part of the image that is there.
+        truncated: "fail" makes a truncated image a failed row. "load" indexes the readable part of the image.
         max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the build ends with an error. None
             allows 1 % of the inputs, but at least 20 inputs.
         address: address of the Ray cluster to join; None starts Ray on this machine.

@@ -36,7 +36,7 @@ def check_sources(config: BuildConfig, index: CommittedIndex, inputs_digest: str
 
 
 def sources_changed(config: BuildConfig, index: CommittedIndex, inputs: int) -> UsageError:
-    """Return the error for changed sources of a finished index. They have `inputs` inputs now."""
+    """Return the error for changed sources of a finished index. `inputs` is the number of inputs in the sources now."""
     before = counted(index.manifest.counts.inputs, "input")
     return UsageError(
         f"the sources have changed since {config.out} was built: they had {before} and now have {inputs}, with "

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from storage_formats.format.manifest import Manifest
 
 SOURCES_MEMBER = "indexed_sources"
-"""Name of the member of the settings."""
+"""Key of the recorded sources in the settings of an index."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ def with_sources(manifest: Manifest, groups: tuple[SourceGroup, ...]) -> Manifes
 
 
 def with_further_source(before: Manifest, changed: Manifest, group: SourceGroup) -> Manifest:
-    """Return a copy of `changed` that records the sources of `before` and `group`, if `before` records its sources."""
+    """Return a copy of `changed` that records the sources of `before` and the sources `group`.
+
+    If `before` does not record its sources, return `changed` itself.
+    """
     groups = recorded_sources(before)
     return changed if groups is None else with_sources(changed, tuple(dict.fromkeys((*groups, group))))
 

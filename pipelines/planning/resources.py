@@ -68,7 +68,7 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
 
 
 def model_memory_need(workers: int | None, settings: BuildSettings, info: BundleInfo) -> Need:
-    """Return a lower bound of the memory that all workers need together. None workers count as one."""
+    """Return a lower bound of the memory that all workers need together. If `workers` is None, assume one worker."""
     height, width = info.vision["image_size"]
     return worker_memory_need(workers or 1, info.encoder_weights_bytes, settings.batch_size, int(height) * int(width))
 

@@ -28,8 +28,8 @@ class FailedInputs:
     Attributes:
         row_ids: ids of the failed rows, int64 [n], ascending.
         reasons: reason of each failed row.
-        inputs: number of inputs that were found under the names of the failed rows. One name can stand for a directory
-            or an archive with many inputs.
+        inputs: number of inputs of the failed rows. A failed row of a directory or of a damaged archive stands for all
+            inputs in it.
         new: inputs to try again. Inputs with the same content as another row are left out.
     """
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
 
 _HIDES_OTHERS = frozenset({"missing", "unreadable", "truncated-archive", "damaged-archive"})
-"""Problems of a directory or an archive that hide the inputs below it."""
+"""Problems of a directory or an archive after which its inputs cannot be listed."""
 
 
 @dataclass(frozen=True)

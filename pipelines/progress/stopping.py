@@ -12,7 +12,7 @@ from types import FrameType
 from storage_formats.errors import EdjeError
 
 ShouldStop = Callable[[], bool]
-"""Called often while a job runs. The job stops at the next safe point once it returns True."""
+"""Function that a job calls often. Once the function returns True, the job stops at the next safe point."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -1,4 +1,4 @@
-"""Sources of images: directories, WebDataset tar archives, lists of paths, and single image files."""
+"""Sources of images: directories, archives, Parquet files, lists of paths, and single image files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sources have in common that are one file or directory."""
+"""The fields of all sources that are one file, directory or URL."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class FolderSource(FileSource):
     Symbolic links are followed. If several paths lead to one file, only the first path is used. Hidden files and
     directories are ignored. The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg.
 
-    Archives and Parquet files are read if no image file lies in the same directory, as in the output of img2dataset.
-    Elsewhere they are ignored and counted.
+    Archives and Parquet files are read if their directory contains no image files, as in the output of img2dataset.
+    Otherwise they are ignored and counted.
     """
 
     kind: str = "folder"

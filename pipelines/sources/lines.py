@@ -30,7 +30,8 @@ class LinesSource(FileSource):
     path gives an input with the problem "bad-list-line".
 
     Raises:
-        UsageError: standard input is a terminal. `iter_inputs` raises it if standard input has been read already.
+        UsageError: standard input is a terminal. `iter_inputs` also raises this error if standard input has been read
+            already.
     """
 
     kind: str = "lines"

@@ -44,7 +44,7 @@ def csv_rows(path: bytes, delimiter: str = ",") -> Iterator[tuple[int, list[str]
 
 
 def csv_entries(path: bytes, ignored: Ignored, delimiter: str = ",") -> Iterator[Entry]:
-    """Yield the entries of a CSV or TSV file without empty fields. If two columns share a name, the first wins."""
+    """Yield the entries of a CSV or TSV file, without empty fields. If two columns share a name, the first wins."""
     rows = csv_rows(path, delimiter)
     names = next(rows)[1] or []
     for _ in range(len(names) - len(set(names))):
@@ -103,7 +103,11 @@ def parquet_entries(path: bytes, path_column: str, spec: str, ignored: Ignored) 
 
 
 def metadata_columns(schema: Any, input_column: str, ignored: Ignored) -> list[str]:
-    """Return the names of all columns but `input_column` that have no binary values. Count the other columns."""
+    """Return the names of the columns with metadata: all columns except `input_column` and unusable columns.
+
+    A column is unusable if it has binary values, or if another column has the same name. `ignored` counts these
+    columns.
+    """
     copies = Counter(schema.names)
     names: list[str] = []
     for field in schema:

@@ -127,7 +127,7 @@ def _image(spec: str, head: bytes) -> Source:
 
 
 def _expanded(spec: str) -> list[str]:
-    """Return the names that a pattern of braces and wildcards means. The matches of a wildcard are sorted."""
+    """Return the names that a pattern of braces and wildcards expands to. The matches of a wildcard are sorted."""
     if spec == STANDARD_INPUT or os.path.exists(spec):
         return [spec]
     return [name for pattern in expand_braces(spec) for name in _matches(pattern)]
@@ -178,7 +178,7 @@ def _real_path(source: Source) -> bytes:
 
 
 def _is_part_of_folder(source: Source) -> bool:
-    """Return True if a directory that holds the source reads it, too."""
+    """Return True if the inputs of `source` are also inputs of a directory that contains `source`."""
     if source.kind in ARCHIVE_KINDS:
         return not is_remote(source.path) and not holds_images(os.listdir(os.path.dirname(_real_path(source))))
     return source.kind in ("folder", "image")

@@ -109,8 +109,9 @@ class _Row:
 def find_image_column(path: str, column: str | None) -> str | None:
     """Return the column of a Parquet file that holds the bytes of images; None if there is none.
 
-    A binary column, or a struct column with a binary field `bytes`, counts if its first value begins like an image.
-    Other binary columns can hold paths. If Hugging Face Datasets recorded the type of a column, this type decides.
+    A column holds images if Hugging Face Datasets recorded the type Image for it. Without a recorded type, a binary
+    column holds images if its first value begins like an image file. The same is true of a struct column with a binary
+    field `bytes`.
 
     Args:
         path: path of the file.

@@ -88,8 +88,8 @@ def _folder(url: str) -> Source:
     folder = list_remote_folder(url)
     if folder is None:
         raise UsageError(
-            f"{url} is no image, archive or table, and web servers list no directories; name files, or give a list of "
-            "addresses",
+            f"{url} is not an image, archive or table, and web servers do not list directories; give the URLs of "
+            "files, or a file with a list of URLs",
             parameter="sources",
         )
     if not folder.files and not folder.directories:

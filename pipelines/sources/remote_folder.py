@@ -84,7 +84,7 @@ class RemoteFolderSource(FileSource):
 
 
 def _input(url: str, sidecars: frozenset[bytes], file: RemoteFile) -> tuple[InputRef | None, Ignored]:
-    """Return the input for a file, or None if the file is ignored, and what was ignored."""
+    """Return (input, ignored entries) for a file. The input is None if the file is ignored."""
     uri, ignored = f"{url}/{file.name}", Ignored()
     ref = InputRef(uri, os.fsencode(uri), size=file.size)
     try:

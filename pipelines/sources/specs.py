@@ -27,7 +27,7 @@ def absolute_spec(spec: str) -> str:
 
 
 def file_name(spec: str) -> str:
-    """Return the path or URL of a file without the query of a web address, which then ends in its suffix."""
+    """Return the path or URL of a file. The query of a web URL is removed, so that the URL ends in the file suffix."""
     if scheme_of(spec) not in WEB_SCHEMES:
         return spec
     return urllib.parse.urlsplit(spec)._replace(query="", fragment="").geturl()

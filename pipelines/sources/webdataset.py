@@ -135,7 +135,7 @@ def _opened(path: bytes, compression: str | None) -> Iterator[_Archive]:
 
 
 def _samples(read_at: ReadAt) -> Iterator[list[TarMember]]:
-    """Yield the members of each sample. If the archive is damaged, raise ArchiveDamage after its last members."""
+    """Yield the members of each sample. If the archive is damaged, raise ArchiveDamage after the undamaged members."""
     sample: list[TarMember] = []
     try:
         for member in iter_members(read_at):

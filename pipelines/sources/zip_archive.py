@@ -93,7 +93,7 @@ def _read_sidecar(archive: ZipArchive, member: ZipMember) -> bytes:
 
 
 def _head(archive: ZipArchive, member: ZipMember) -> bytes:
-    """Return the first bytes of a member, which has no suffix."""
+    """Return the first bytes of a member; empty if the member is damaged."""
     try:
         return archive.read(member.offset, MAX_SIDECAR_BYTES)[:HEAD_BYTES]
     except ArchiveDamage:

@@ -285,12 +285,12 @@ def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):
     error = run_here(
         *training(case, tmp_path / "more"), "--steps", "3", "--set", "augmentation.views=3", *taken, expect=2
     )["error"]
-    assert "lacks at least one of the 3 views of 24 of 24 photos" in error
+    assert "does not have all 3 views of 24 of 24 photos" in error
     error = run_here(*training(case, tmp_path / "none"), "--steps", "3", *taken, expect=2)["error"]
     assert "inputs.view_features needs augmentation.views" in error
     other = ["--set", f"inputs.view_features={case}/calm.run/features.edje"]
     error = run_here(*training(case, tmp_path / "photos"), *options, *other, expect=2)["error"]
-    assert "lacks at least one of the 2 views of 24 of 24 photos" in error
+    assert "does not have all 2 views of 24 of 24 photos" in error
 
 
 def test_a_hubness_bank_is_fitted_to_dev_captions(case, tmp_path):

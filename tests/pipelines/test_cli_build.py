@@ -71,7 +71,7 @@ def test_truncated_images_are_loaded_on_request_and_counted(run, build, index, p
     assert code == 0
     result = json.loads(out)
     assert (result["indexed"], result["truncated"], result["failed_by_reason"]) == (9, 1, {"not-an-image": 1})
-    assert "1 truncated image indexed by the part that could be decoded" in err
+    assert "1 truncated image indexed, but decoded only in part" in err
     row = read_rows(index, [8]).to_pylist()[0]
     assert (row["status"], row["reason"], row["width"] > 0) == ("indexed", None, True)
     assert "truncated" in row["detail"]

@@ -121,8 +121,8 @@ def feature_index(
 def online_index(start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder) -> CommittedIndex:
     """Return an index of the embeddings of the images `items`. Also write the table of the images to `ONLINE_INPUTS`.
 
-    Instead of features, the index stores one patch per image, which nothing reads. Once both are written, the images
-    are not compared with the index again, so that a run resumes even if images have gone.
+    The index stores one unused patch per image instead of the features. If the table exists, the images are not
+    checked again, so a run can be resumed even if images are missing.
 
     Raises:
         EdjeError: the images have changed since the index was built.
@@ -223,7 +223,8 @@ def _mining_index(
 def _teacher_index(teacher: Path, index: CommittedIndex | None, start: StartModel) -> CommittedIndex | None:
     """Return `index`. Raise UsageError if the teacher cannot score the rows of the index.
 
-    An `index` of None stands for online features, which are those that the student reads.
+    If `index` is None, the teacher reads the same online features as the student. Raise UsageError if its adapter
+    cannot read these features.
     """
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig
@@ -239,8 +240,8 @@ def _teacher_index(teacher: Path, index: CommittedIndex | None, start: StartMode
         )
     if accepted[0] != start.accepted_features()[0]:
         raise UsageError(
-            f"the adapter of the teacher {teacher} cannot read the online features, because they are those of another "
-            "tower or of fewer patches; set inputs.teacher_features to an index that the teacher has built"
+            f"the adapter of the teacher {teacher} cannot read the online features, because another tower computes "
+            "these features or they have fewer patches; set inputs.teacher_features to an index that the teacher built"
         )
     return None
 
@@ -285,7 +286,7 @@ def _crop(
 
 
 def _model_of_tower(model: Path, start: StartModel, config: AdapterConfig) -> Path:
-    """Return `model`, the path of a bundle of the towers and a weightless adapter. Make the bundle if it is missing."""
+    """Make a bundle of the towers and an adapter without weights at `model`, if it is missing. Return `model`."""
     from edje_index.models.adapter import build_adapter
 
     if not model.exists():
@@ -320,8 +321,8 @@ def _checked(index: CommittedIndex, accepted: Sequence[str], content: str) -> Co
     if encoder not in accepted:
         raise UsageError(
             f"{index.root} does not contain the required features ({content}), because its encoder "
-            f"fingerprint is {encoder} instead of {' or '.join(accepted)}; give another index, or leave "
-            "the setting out to compute a new index"
+            f"fingerprint is {encoder} instead of {' or '.join(accepted)}; give another index, or omit "
+            "the index to let the training run compute it"
         )
     return index
 

@@ -43,7 +43,7 @@ class MatchedCaptions:
         captions: captions of `items`, and the rows of `items` in `features`.
         dev: dev captions, and the rows of the dev images in `features`; None without dev captions.
         left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
-        truncated: number of images to train on of which only a part could be decoded.
+        truncated: number of training images that could be decoded only in part.
     """
 
     features: CommittedIndex
@@ -76,7 +76,7 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
         on_event(StatusMessage(f"blank captions left out: {captions.blank:,}"))
         left_out = {**left_out, "blank-caption": captions.blank}
     if truncated := int(trained_rows.truncated.sum()):
-        on_event(StatusMessage(f"truncated images of which a part is used: {truncated:,}"))
+        on_event(StatusMessage(f"truncated images that are used in part: {truncated:,}"))
     trained_items, trained = _caption_set(trained_rows, captions.trained, "inputs.captions")
     dev = _caption_set(dev_rows, captions.dev, "inputs.dev")[1] if captions.dev else None
     return MatchedCaptions(index, trained_items, trained, dev, left_out, truncated)
@@ -182,8 +182,8 @@ def _view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int) -
     lacking = int((rows < 0).any(axis=1).sum())
     if lacking and views.is_given:
         raise UsageError(
-            f"{views.index.root} lacks at least one of the {count} views of {lacking:,} of "
-            f"{len(photos):,} photos; leave inputs.view_features out to compute all views"
+            f"{views.index.root} does not have all {count} views of {lacking:,} of {len(photos):,} photos; leave "
+            "inputs.view_features out to compute all views"
         )
     return rows
 

@@ -34,7 +34,7 @@ class TrainResult:
         dev: fitted weights and recalls on the dev captions; see `edje_index.training.fitting.fit_weights`. The key
             "images" is for text-to-image search, "captions" for image-to-text search. None without dev captions.
         already_finished: True if an earlier run had finished the training run. Nothing was done in this case.
-        truncated: number of images to train on of which only a part could be decoded.
+        truncated: number of training images that could be decoded only in part.
 
     Example:
         >>> from pipelines import TrainResult

@@ -23,7 +23,7 @@ class FinishTask:
         trained_on: description of the training data, for the notes of the bundle.
         images, captions: numbers of training images and training captions.
         left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
-        truncated: number of images of which only a part could be decoded.
+        truncated: number of training images that could be decoded only in part.
         step: step of the checkpoint to export; None takes the last checkpoint.
     """
 
