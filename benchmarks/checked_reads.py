@@ -48,7 +48,7 @@ SETTINGS = {
     "warm": [(4000, 41), (100, 401)],
     "cold": [(4000, 41), (400, 201)],
 }
-"""(rows per batch, rounds) by state of the page cache."""
+"""Pairs (rows per batch, number of rounds) by state of the page cache."""
 
 
 def measure(root: Path, setting: Setting, clock: Callable[[], float]) -> list[tuple[float, float]]:

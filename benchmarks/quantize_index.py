@@ -29,7 +29,7 @@ BLOCK_SHAPE = (64, 384)
 _TARGET_RATIO = 0.7
 Say = Callable[[str], None]
 Moved: TypeAlias = tuple[int, float | None]
-"""Bytes read and written, and the seconds that the program reports; None if it reports no time."""
+"""Bytes read and written, and the seconds that the program reports. The seconds are None if it reports no time."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def _measure(
                 searched = run_step(_MODULE, "search", name, bench.folder, effort, max(CUTOFFS))
                 result["runs"].append({"effort": effort, **figures(searched, collection, exact)})
     except subprocess.CalledProcessError:
-        return {**result, "problem": "it failed; its error message is on standard error"}
+        return {**result, "problem": "the system failed; the error message is on standard error"}
     finally:
         shutil.rmtree(folder)
     stored = built["bytes"] or sum(path.stat().st_size for path in index.root.rglob("*") if path.is_file())

@@ -12,11 +12,11 @@ from edje_index.evaluation.plots import COLOURS, new_figure, save_figure
 _METHOD = """Every system gets the same embeddings, tokens and queries. Each run is a process of its own that searches
 for one caption after the other, after three searches to warm up.
 
-- R@k: captions whose photo is among the first k.
-- Of exact ten: share of the ten photos with the highest MaxSim among all photos. The joint encoder sorts by another
-  score, so it need not find them.
-- Memory: peak resident memory with mapped files; in brackets, the part of the libraries before the system is opened.
-- Bytes per photo: all files of the system. For the row with the joint encoder, the index with all its precisions.
+- R@k: percentage of the captions whose photo is among the first k hits.
+- Of exact ten: percentage of the ten photos with the highest MaxSim that the system finds. The joint encoder sorts by
+  another score, so it may find fewer of these photos.
+- Memory: peak resident memory, including mapped files. The number in brackets is the memory of the imported libraries.
+- Bytes per photo: all files of the system. The row with the joint encoder counts the index with all its precisions.
 - Only the row with the joint encoder includes the time of the text tower."""
 
 

@@ -107,7 +107,7 @@ class Session:
         """Text for the report: how the speed of the disk is measured."""
         if self.fio is not None:
             return self.fio.describe(DEVICE_DEPTH)
-        return f"fio is not installed; {DEVICE_DEPTH} threads of O_DIRECT reads instead"
+        return f"{DEVICE_DEPTH} threads of O_DIRECT reads, because fio is not installed"
 
     def measure(self, precision: str, peers: tuple[str, ...]) -> dict[str, Any]:
         source = StoredRecords(self.root, precision)

@@ -12,7 +12,7 @@ from benchmarks.fetch.workloads import CacheState, Pattern, Workload
 QUERY_POOL = 100  # candidates of one query
 DEVICE_DEPTH = 64
 CAPPED_POOL = 1_000  # blocks per call under memory pressure
-# A run of a slow compared library fetches at least PEER_BLOCKS, or as many as it fetches in PEER_SECONDS.
+# A run of a slow compared library fetches PEER_BLOCKS, or fewer blocks if PEER_BLOCKS take more than PEER_SECONDS.
 PEER_BLOCKS = 10_000
 PEER_SECONDS = 30.0
 POOLS = (10, 100, 1_000, 10_000, 50_000)

@@ -9,20 +9,21 @@ from typing import Any
 
 from benchmarks.fetch.plots import draw_plots
 
-_METHOD = """Every run is a process of its own that imports, opens and warms up before it is timed. The warm-up reads
-other rows. Subjects take turns, so that a change of the disk's speed affects all of them.
+_METHOD = """Every run is a process of its own, which imports, opens and warms up before the timing starts. The warm-up
+reads other rows. Subjects take turns, so that a change of the disk's speed affects all of them.
 
 - Cold: the pages of the files were evicted, and at most 1 % of them were in the page cache right before the run.
-  Other runs are discarded and listed above.
-- Blocks: blocks per run. A peer that is too slow for all blocks fetches fewer, and its ratio compares it with runs of
-  the reader on as many.
+  All other cold runs are discarded and listed above.
+- Blocks: blocks per run. A slow peer fetches fewer blocks. Its ratio then uses runs in which the reader fetches equally
+  few blocks.
 - GB/s: stored bytes of the requested blocks, median and range. The reader decodes them to bfloat16; peers return the
   stored bytes. The device reads blocks of whole sectors.
 - Ratio: the rate of the reader divided by the rate of the row, as the median over repeats.
 - CPU: user and system time of the process.
 - Read: bytes that the kernel counted as read from storage, divided by the bytes of the requested blocks. Whole pages
-  or sectors make it larger than 1.
-- Latency: the queries of a run follow one eviction and request no block twice, but readahead may serve later ones."""
+  or sectors make the quotient larger than 1.
+- Latency: the files are evicted once, before the first query of a run. No block is requested twice, but readahead may
+  load blocks of later queries into the page cache."""
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:

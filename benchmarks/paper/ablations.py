@@ -19,7 +19,7 @@ def objectives(study: Study) -> Table:
         "Training objectives, R@1 in percent",
         "Table: ablation on training objectives",
         ("T2I R@1",),
-        notes=("Text-embedding recovery is the objective that the table of the paper calls ITC.",),
+        notes=("The paper calls text-embedding recovery ITC in this table.",),
     )
     published = {
         "matching": ((_NO_MLM, _NO_RECOVERY), 82.3),
@@ -67,7 +67,9 @@ def language_model(study: Study) -> Table:
         "Language model, in percent",
         "Table: MiniLM and BERT-Base",
         RECALL_COLUMNS,
-        notes=("The text of the paper speaks of the compressed model, but its row of MiniLM is the local model's.",),
+        notes=(
+            "The text of the paper names the compressed model, but the MiniLM row has the values of the local model.",
+        ),
     )
     published = {
         "minilm-l12": (84.3, 96.6, 97.9, 94.3, 99.9, 99.9),
@@ -100,7 +102,7 @@ def quantization(study: Study) -> Table:
     """Recall by precision of the stored tokens, for the local and the compressed model."""
     table = Table(
         "Precision of the stored tokens",
-        "Figure: recall against storage size, which gives no numbers but those of BF16",
+        "Figure: recall against storage size, with numbers only for BF16",
         ("T2I R@1", "kB per image"),
     )
     published = {"local": (LOCAL, 87.8, 442.0), "64 tokens": (Variant(), 86.9, 49.0)}

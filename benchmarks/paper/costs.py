@@ -24,7 +24,8 @@ def io_test(study: Study) -> Table:
         ("GB/s, contiguous", "GB/s, random"),
         notes=(
             "The paper read 50,000 of 100,000 blocks through a memory-mapped NumPy array on a PCIe 4.0 disk, and does "
-            "not say whether the page cache was empty. Own figures: empty page cache, blocks decoded to BF16.",
+            "not say whether the page cache was empty. Our runs start with an empty page cache, and "
+            "decode blocks to BF16.",
         ),
     )
     rows = study.data.budget.fetch_rows
@@ -42,7 +43,7 @@ def time_breakdown(study: Study) -> Table:
     """Time of each stage of a query. The vision tower is timed too, but does not run during a query."""
     table = Table(
         "Time of a query of 64 candidates",
-        "Figure 1 (a), which gives no numbers",
+        "Figure 1 (a), without numbers",
         (*(f"{stage}, ms" for stage in _STAGES), "vision tower, ms"),
         notes=("A joint encoder without stored tokens would run the vision tower on all candidates of every query.",),
     )

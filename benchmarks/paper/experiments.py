@@ -24,4 +24,7 @@ EXPERIMENTS: Mapping[str, Callable[[Study], Table]] = {
     "io-test": costs.io_test,
     "time-breakdown": costs.time_breakdown,
 }
-"""A function per experiment. It runs what is missing and returns the table; its docstring says what it shows."""
+"""Functions by name of the experiment. A function runs the missing steps and returns the table.
+
+The docstring of the function describes the table.
+"""

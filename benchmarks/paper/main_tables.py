@@ -56,7 +56,7 @@ def prior_art(study: Study) -> Table:
         "Table 2, rows of EDJE",
         (*R1_COLUMNS, *costs),
         notes=(
-            "The times of the paper were taken on an A6000 GPU; the own times on this machine.",
+            "The published times were measured on an A6000 GPU, and our times on this machine.",
             "64 images is the time of the vision tower, which runs once per image. The paper's Figure 1 shows it.",
         ),
     )

@@ -16,7 +16,7 @@ from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError
 
 OUT = "{out}"
-"""Stands for the folder of the step in the arguments of a command."""
+"""In the arguments of a command, this text is replaced by the folder of the step."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from edje_index.captions.reading import read_captions
 from storage_formats.atomic import write_bytes_atomic
 
 POOL = 10
-"""Candidates per query in the paper's experiments, unless it says otherwise."""
+"""Candidates per query in the experiments of the paper. A few experiments use other numbers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Variant:
 
 
 LOCAL = Variant(adapter="local", distilled=False)
-"""The uncompressed model, which is the teacher of the others."""
+"""The uncompressed model, which is the teacher of the other models."""
 
 
 @dataclass(frozen=True)

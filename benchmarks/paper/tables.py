@@ -70,7 +70,7 @@ class Table:
 
     def lines(self) -> list[str]:
         """Return the table as lines of Markdown."""
-        lines = [f"## {self.title}", "", f"{self.source}. Each cell: own figure (figure of the paper).", ""]
+        lines = [f"## {self.title}", "", f"{self.source}. Each cell: measured value (published value).", ""]
         lines += ["| | " + " | ".join(self.columns) + " |", "|---" * (len(self.columns) + 1) + "|"]
         for row in self.rows:
             cells = (_cell(row.own.get(name), row.paper.get(name)) for name in self.columns)

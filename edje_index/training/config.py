@@ -30,7 +30,9 @@ class ArchitectureConfig(Settings):
     """Architecture of the model to train."""
 
     adapter: Literal["compressed", "local", "strided", "clustered", "pruned"] = Field(
-        default="compressed", description="Kind of adapter."
+        default="compressed",
+        description="Kind of adapter. compressed: learned queries attend to the patches. local: one token per patch. "
+        "strided, clustered, pruned: the patches are reduced without training.",
     )
     tokens: int = Field(
         default=64,
@@ -91,7 +93,8 @@ class ObjectiveConfig(Settings):
 
     itm: Literal["softmax", "binary"] = Field(
         default="softmax",
-        description="Matching loss: cross-entropy of each positive against its negatives, or binary cross-entropy.",
+        description="Matching loss. softmax: cross-entropy of each positive pair against its negatives. "
+        "binary: binary cross-entropy of each pair.",
     )
     itm_weight: float = Field(default=1.0, ge=0, description="Weight of the matching loss.")
     mlm_weight: float = Field(default=1.0, ge=0, description="Weight of the masked language modelling loss.")
@@ -114,7 +117,8 @@ class NegativesConfig(Settings):
     count: int = Field(default=3, ge=1, description="Negative images per caption, and negative captions per image.")
     selection: Literal["top", "softmax"] = Field(
         default="top",
-        description="Choice of negatives: the most similar candidates, or random draws with softmax probabilities.",
+        description="Choice of negatives. top: the most similar candidates. softmax: random draws with softmax "
+        "probabilities.",
     )
     temperature: float | None = Field(
         default=None,
@@ -139,7 +143,8 @@ class AlignmentConfig(Settings):
     captions: int = Field(default=5, ge=1, description="Captions per image in an alignment step.")
     adapter_init: Literal["clusters", "kept"] = Field(
         default="clusters",
-        description="Initial weights of a new compressed adapter: clusters of patch features, or random weights.",
+        description="Initial queries of a new compressed adapter. clusters: cluster centres of patch features. "
+        "kept: random queries.",
     )
     lr: float = Field(default=1e-3, ge=0, description="Learning rate after warm-up.")
 
@@ -154,7 +159,7 @@ class OptimizerConfig(Settings):
     weight_decay: float = Field(default=0.05, ge=0, description="Weight decay of AdamW.")
     decayed: Literal["all", "matrices"] = Field(
         default="all",
-        description="Parameters with weight decay: all, or only matrices (no biases, norms or other vectors).",
+        description="Parameters with weight decay. matrices: no decay of biases, norms and other vectors.",
     )
     warmup_steps: int = Field(
         default=100,
@@ -165,7 +170,8 @@ class OptimizerConfig(Settings):
     min_lr: float = Field(default=1e-6, ge=0, description="Lowest learning rate of the decay.")
     decay: Literal["epoch", "cosine"] = Field(
         default="epoch",
-        description="Decay of the learning rate: a factor after every epoch, or a cosine down to min_lr.",
+        description="Decay of the learning rate. epoch: multiply by decay_rate after every epoch. cosine: fall along a "
+        "cosine to min_lr.",
     )
     decay_rate: float = Field(
         default=0.9, ge=0, description="Factor that multiplies the learning rate after every epoch, with decay=epoch."

@@ -81,7 +81,9 @@ class _TrainCommand(click.Command):
 @click.option("--epochs", type=float, help="Number of passes over all captions, instead of --steps.")
 @click.option("--run-dir", type=PATH, help="Directory for checkpoints, features and the log.  [default: OUT.run]")
 @click.option("--workers", type=int, help="Number of worker processes; several processes run on Ray.  [default: 1]")
-@click.option("--device", type=DEVICE, help="Device to train on.  [default: auto]")
+@click.option(
+    "--device", type=DEVICE, help="Device to train on. auto uses cuda if a CUDA device is available.  [default: auto]"
+)
 @quiet_option
 @json_option
 def train(

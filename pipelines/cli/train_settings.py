@@ -115,7 +115,7 @@ def make_request(values: Values) -> tuple[TrainRequest, TrainConfig]:
 
 def describe_settings(values: Values) -> str:
     """Return a TOML settings file with all settings and their descriptions."""
-    lines = ["# Settings of edje-index train. Save them to a file and pass it with --config."]
+    lines = ["# Settings of edje-index train. Save them to a file for --config. A setting that is not set is None."]
     for group, kind in groups(TrainSettings).items():
         lines += ["", f"# {str(kind.__doc__).splitlines()[0]}", f"[{group}]"]
         for key, field in kind.model_fields.items():

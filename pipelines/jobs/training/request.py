@@ -43,21 +43,23 @@ class TrainingInputs(Settings):
     )
     truncated: Literal["load", "fail"] = Field(
         default="load",
-        description="Truncated images: load trains on the part that is there, fail leaves the image out.",
+        description="Truncated images. load: train on the part that can be decoded. fail: leave out the image.",
     )
     features: Literal["online"] | SettingPath | None = Field(
         default=None,
-        description="Index of the frozen tower's features. None computes and stores the features before the training. "
-        "online computes the features in the training steps and stores none.",
+        description="Index that stores the features of the vision tower. None computes and stores the features before "
+        "the training. online computes the features in every step, and stores no features.",
     )
     view_features: SettingPath | None = Field(
         default=None,
-        description="Index of the features of augmented views (views.edje of another run). None computes the features.",
+        description="Index of the features of augmented views, for example views.edje in another run folder. "
+        "None computes the features.",
     )
     teacher: SettingPath | None = Field(default=None, description="Bundle of the teacher model, for distillation.")
     teacher_features: SettingPath | None = Field(
         default=None,
-        description="Index that the teacher built, or index of its tower's features. None uses the feature index.",
+        description="Index that the teacher built, or index of the features of the teacher's vision tower. "
+        "None uses the index that the adapter is trained on.",
     )
     miner: SettingPath | None = Field(
         default=None, description="Bundle of the mining model for hard negatives. None uses the frozen towers."
@@ -74,12 +76,14 @@ class RunSettings(Settings):
     dir: SettingPath | None = Field(
         default=None, description="Run folder for checkpoints and the log. None uses OUT.run."
     )
-    workers: int = Field(default=1, ge=1, description="Number of worker processes. More than one worker run on Ray.")
+    workers: int = Field(default=1, ge=1, description="Number of worker processes. Two or more workers run on Ray.")
     address: str | None = Field(
         default=None,
         description="Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None starts a local Ray.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Device to train on.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Device to train on. auto uses cuda if a CUDA device is available."
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads per worker. None uses PyTorch's default.")
     checkpoint_every: int = Field(default=200, ge=1, description="Number of steps between checkpoints.")
     log_every: int = Field(default=10, ge=1, description="Number of steps between log lines.")
@@ -87,12 +91,13 @@ class RunSettings(Settings):
     evaluate_every: int | None = Field(
         default=None,
         ge=0,
-        description="Number of steps between evaluations on dev captions. None evaluates after every epoch, 0 never.",
+        description="Number of steps between evaluations on the dev captions. None: evaluate after every epoch. "
+        "0: never evaluate.",
     )
     keep_best: int = Field(
         default=0,
         ge=0,
-        description="Number of checkpoints to keep for their high dev recall, in addition to the last two checkpoints.",
+        description="Number of checkpoints with the highest dev recall to keep. The last two checkpoints are kept too.",
     )
     keep_all: bool = Field(default=False, description="Keep all checkpoints, including those of evaluations.")
     export: bool = Field(default=False, description="Write a bundle from the last checkpoint without further training.")
