@@ -130,9 +130,9 @@ class CorruptIndexError(EdjeError):
 
 
 def remedy(error: Exception, otherwise: str) -> str:
-    """Return the part of an error message that tells the user what to do about `error`.
+    """Return advice on what to do about `error`, for the end of an error message.
 
-    Return `otherwise` unless file descriptors or memory ran out.
+    If the process ran out of file descriptors or memory, the advice says so. For other errors, it is `otherwise`.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number in _NO_DESCRIPTORS:

@@ -54,8 +54,8 @@ def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraErro
 
     Args:
         error: any exception.
-        preferred: name of the extra to recommend. The smallest extra with the package is recommended instead if the
-            preferred extra does not contain the package.
+        preferred: name of the extra to recommend. If this extra does not contain the package, the error recommends the
+            smallest extra that does.
     """
     if not isinstance(error, ModuleNotFoundError):
         return None

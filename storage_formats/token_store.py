@@ -85,8 +85,8 @@ class TokenStore:
             root: directory of the index, or its URL on an object store (`s3://`, `gs://`, `az://`, `https://`).
             precision: one of the precisions of the index. Fetched blocks are bfloat16 for every precision.
             engine: name of a read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each
-                record by the state of the page cache. An index at a URL has the engine `object-store` only, and `auto`
-            selects it.
+                record by the state of the page cache. For an index at a URL, `auto` selects `object-store`, the only
+                engine for URLs.
             snapshot: number of the snapshot to read. None reads the current snapshot. If the index changes, the store
                 still reads this snapshot until `refresh` is called.
             verify_reads: whether to compare the CRC-32C of every record with the stored checksum.

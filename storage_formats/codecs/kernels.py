@@ -121,7 +121,7 @@ def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16
 
 @inlined
 def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
-    """Return True if a value of the token has a subnormal E4M3 code."""
+    """Return True if a value needs a subnormal E4M3 code. `exponents` contains the scale exponent of each value."""
     highest = np.uint16(0)
     for i in range(np.uint64(len(exponents))):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -275,7 +275,7 @@ def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geom
 
 @inlined
 def _needs_table(records: U8, codes_at: Index, width: Index) -> bool:
-    """Return True if an E4M3 code of the token is subnormal or NaN."""
+    """Return True if one of the `width` E4M3 codes that begin at `codes_at` is subnormal or NaN."""
     highest = np.uint8(0)
     for i in range(width):
         magnitude = np.uint8(records[codes_at + i] & np.uint8(0x7F))
@@ -439,7 +439,7 @@ def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None
 def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Geometry, span: Span) -> None:
     """Decode sign bits and bfloat16 scales to words of four bfloat16 values.
 
-    `table` [256 x 2] contains two words of four sign bits for each byte of eight sign bits.
+    `table` [256 x 2] contains two words for each byte of eight sign bits. A word has the sign bits of four values.
     """
     values, width, _ = geometry
     size = width >> np.uint64(3)

@@ -66,6 +66,9 @@ class Sign1Codec(CompiledCodec):
 
 @functools.cache
 def _sign_words() -> NDArray[np.uint64]:
-    """Return two words of four bfloat16 sign bits for each byte of eight sign bits, uint64 [512]."""
+    """Return a table of two words for each byte of eight sign bits, uint64 [512].
+
+    A word consists of four bfloat16 values with only the sign bits set.
+    """
     signs = (np.arange(256)[:, None] >> np.arange(8)) & 1
     return (signs.astype(np.uint16) << np.uint16(15)).view(np.uint64).reshape(-1)

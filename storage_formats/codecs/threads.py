@@ -17,7 +17,7 @@ _CHUNK_BYTES = 2 << 20  # of bfloat16: about 0.3 ms of work, much longer than ha
 
 
 def default_threads() -> int:
-    """Return the number of CPUs that this process may use, at most the environment variable OMP_NUM_THREADS."""
+    """Return the number of CPUs that this process may use, at most the value of `$OMP_NUM_THREADS`."""
     cpus = usable_cpus()
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return max(1, min(cpus, int(limit))) if limit.isdigit() else cpus

@@ -39,7 +39,7 @@ def cast_columns(table: pa.Table, schema: pa.Schema, source_names: Collection[st
             arrays.append(_widened(table[field.name], field.type))
         else:
             arrays.append(pa.nulls(len(table), field.type))
-    return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)  # refuses nulls in columns without nulls
+    return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)  # fails if a non-nullable column has nulls
 
 
 def _widened(column: pa.ChunkedArray, arrow_type: pa.DataType) -> pa.ChunkedArray:

@@ -132,8 +132,8 @@ class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
     Attributes:
-        encoded_from: for each converted precision, the earlier precisions of the blocks, in the order of the
-            conversions.
+        encoded_from: for each converted precision, the precisions from which its blocks were converted, in the order of
+            the conversions.
         shard_table: file entry of the shard table of the first segment.
         further_tables: file entries of the shard tables of the other segments.
         columns: source columns of the rows table.

@@ -103,7 +103,7 @@ def _absent(folder: ObjectFolder) -> Exception:
 
 
 def _mirror_directory(url: str, manifest: bytes) -> Path:
-    """Return the cache directory of one snapshot. Delete the index's cache directories unused for a week."""
+    """Return the cache directory of one snapshot. Delete cached snapshots that were not used for a week."""
     of_index = cache_directory() / "indexes" / hashlib.sha256(url.encode()).hexdigest()[:32]
     root = of_index / hashlib.sha256(manifest).hexdigest()[:32]
     if not (root / "index.json").exists():

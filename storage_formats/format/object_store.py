@@ -270,7 +270,10 @@ class ObjectFolder:
 
     @contextlib.contextmanager
     def _translated(self, key: str) -> Iterator[None]:
-        """Context manager that converts exceptions of obstore. A refused conditional write keeps its exception."""
+        """Context manager that converts exceptions of obstore to FileNotFoundError or ObjectStoreError.
+
+        The exceptions of a refused conditional write are not converted.
+        """
         from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
 
         try:

@@ -42,7 +42,7 @@ class BlockCheck:
     path: Callable[[int], Path | str]
 
     def __getitem__(self, part: Part) -> BlockCheck:
-        """Return the check of some of the records."""
+        """Return a `BlockCheck` for the records `part`."""
         return BlockCheck(self.expected[part], lambda: self.row_ids()[part], self.path)
 
     def compare(self, actual: Checksums, start: int, stop: int) -> None:

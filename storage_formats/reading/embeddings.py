@@ -135,7 +135,10 @@ def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float3
 def _read_rows(
     layout: Layout, spec: IndexSpec, row_ids: NDArray[np.int64], committed: dict[int, FileEntry]
 ) -> NDArray[np.float32]:
-    """Read the embeddings of `row_ids`, float32 [k, embed_dim]. Check files with an entry in `committed`."""
+    """Read the embeddings of `row_ids`, float32 [k, embed_dim].
+
+    The files of shards in `committed` must match their file entries.
+    """
     distinct_ids, inverse = np.unique(row_ids, return_inverse=True)
     parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
     shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)

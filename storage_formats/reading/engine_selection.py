@@ -30,7 +30,7 @@ from storage_formats.reading.queues import QueuePool
 from storage_formats.reading.ring import Ring, io_uring_works
 
 _NAMES = ("io_uring", "direct", "sequential", "buffered", "mapped", "portable")
-_DENSE_RECORDS = 8  # look up the whole span of a shard from this many records on; sample if there are fewer
+_DENSE_RECORDS = 8  # with fewer requested records in a shard, the page cache is queried for a sample only
 _SAMPLE = 8
 _SEQUENTIAL_SHARE = 0.95  # below it, reading unrequested records costs more than larger requests save
 _SEQUENTIAL_GAP_BYTES = 96 << 10
@@ -158,7 +158,7 @@ class ReadEngines:
         self.buffers.close()
 
     def _engine_codes(self, batch: Batch) -> NDArray[np.int8]:
-        """Return the index in `_NAMES` of the engine for each record, int8 [n]."""
+        """Return the engine of each record as an index in `_NAMES`, int8 [n]."""
         codes = np.empty(len(batch), dtype=np.int8)
         sparse = [start for _, start, stop in batch.shard_spans if stop - start < _DENSE_RECORDS]
         sample = sparse[:: -(-len(sparse) // _SAMPLE) or 1]
@@ -199,7 +199,7 @@ class ReadEngines:
         return "sequential" if scattered and "sequential" in engines() else self._cold
 
     def _cached_share(self, batch: Batch, index: int, *, if_unknown: float = 0.0) -> float:
-        """Return the share (0 to 1) of the bytes of record `index` that is in the page cache."""
+        """Return the cached share of record `index`, 0 to 1. Return `if_unknown` if the kernel does not report it."""
         part = batch[index : index + 1]
         files = self._cached_files.acquire(part)
         try:

@@ -29,9 +29,9 @@ class Queue(Protocol):
     in_flight: int
 
     def put(self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints) -> None:
-        """Start at most `entries - in_flight` reads.
+        """Start one read for each element of the arrays. There must be at most `entries - in_flight` elements.
 
-        Request i reads `lengths[i]` bytes from byte `offsets[i]` of file descriptor `fds[i]` into the memory at
+        Read i transfers `lengths[i]` bytes from byte `offsets[i]` of file descriptor `fds[i]` to the memory at
         `addresses[i]`. This memory must remain allocated until `wait` returns `tags[i]`.
         """
         ...

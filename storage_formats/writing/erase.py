@@ -1,4 +1,4 @@
-"""Erasure of deleted rows: overwrites the data of the rows in all files of an index (SPEC.md section 12).
+"""Erasure of deleted rows: overwrites their data in all files of an index (SPEC.md section 12).
 
 The caller must hold the lock of the index and must have removed all earlier snapshots. After `store_erasure`, the
 caller may call `erase_rows` repeatedly until it succeeds.
@@ -46,7 +46,7 @@ class Erasure:
 
     Attributes:
         rows: row ids to erase, ascending.
-        counts: numbers of inputs after the erasure.
+        counts: numbers of indexed, duplicate and failed inputs after the erasure.
         values: number of values of each source column after the erasure.
     """
 
@@ -118,7 +118,7 @@ def read_erasure(index: CommittedIndex) -> Erasure | None:
 
 
 def duplicates_of(index: CommittedIndex, row_ids: Iterable[int]) -> list[int]:
-    """Return the row ids of all duplicates of `row_ids`, including deleted duplicates."""
+    """Return the row ids of all rows that are duplicates of one of `row_ids`, including deleted rows."""
     originals = set(row_ids)
     tables = iter_stored_rows(index, ["row_id", "duplicate_of"])
     return [line["row_id"] for table in tables for line in table.to_pylist() if line["duplicate_of"] in originals]

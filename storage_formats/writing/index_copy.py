@@ -154,8 +154,8 @@ class RemoteTarget:
     Attributes:
         folder: objects of the destination.
         replaced: the `index.json` that the copy will replace. None if the destination has no `index.json`.
-        replaced_manifest: the manifest in `replaced`.
-        cleans: whether to delete all objects that the new index does not need at the end of the copy.
+        replaced_manifest: the manifest in `replaced`. None if `replaced` is None.
+        cleans: whether the copy finally deletes all objects that the new index does not need.
         owns_claim: whether this copy created `build/copy.json`. False if this copy resumes another copy.
     """
 

@@ -299,7 +299,7 @@ def _locks(fd: int) -> bool:
 
 
 def _check_free(layout: Layout) -> None:
-    """Raise UsageError unless the directory is missing, is empty, or contains an unfinished `IndexWriter` index."""
+    """Raise UsageError unless the directory is missing, is empty, or contains what an `IndexWriter` left unfinished."""
     root = layout.root
     if not root.exists():
         return

@@ -32,7 +32,7 @@ from storage_formats.format.rows import ROW_SCHEMA, RowEntry, rows_table
 PIECE_SECONDS = 60.0
 """Seconds between two saved pieces. A killed worker loses at most the work of this time and one batch."""
 
-_MAX_BYTES = 256 << 20  # of blocks in memory; a large shard on a fast GPU is stored earlier
+_MAX_BYTES = 256 << 20  # maximum length of unsaved blocks, which are in memory
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
 def freed_bytes(position: int, record_bytes: int) -> range:
     """Return the byte range of a shard file that the erasure of the row at `position` frees.
 
-    The range contains the pages with bytes of this record only, except the page with the first byte of the record.
+    The range consists of whole pages that contain no other record. The page in which the record begins is not freed.
     """
     start = position * record_bytes
     first = (start // PAGE_BYTES + 1) * PAGE_BYTES
@@ -42,7 +42,10 @@ def freed_bytes(position: int, record_bytes: int) -> range:
 
 
 def erased_record(codec: Codec, position: int) -> Records:
-    """Return the record of an erased row, uint8 [record_bytes]: the record of a hole with zeros in the freed bytes."""
+    """Return the record of an erased row, uint8 [record_bytes].
+
+    This is the record of a hole with zeros in the bytes that `freed_bytes` returns.
+    """
     record: Records = fill_record(codec)[0].copy()
     freed, start = freed_bytes(position, codec.record_bytes), position * codec.record_bytes
     record[freed.start - start : freed.stop - start] = 0
