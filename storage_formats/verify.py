@@ -117,7 +117,7 @@ def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Numbers of inputs and of source values in the rows tables."""
+    """Totals over the rows tables: the numbers of inputs, and of values in each source column."""
 
     counts: Counts
     values: Counter[str]

@@ -347,8 +347,9 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             )
     if manifest.counts.inputs != spec.used_rows or int(value.get("shards", -1)) != spec.shards:
         raise CorruptIndexError(
-            f"{where} is inconsistent: it lists {spec.used_rows} rows but {manifest.counts.inputs} inputs, and "
-            f"{value.get('shards')} shards of {spec.shard_size} rows; restore the file from a backup"
+            f"{where} is inconsistent: its numbers of rows ({spec.used_rows}), inputs ({manifest.counts.inputs}) and "
+            f"shards ({value.get('shards')}, of {spec.shard_size} rows each) do not match; restore the "
+            "file from a backup"
         )
     return manifest
 

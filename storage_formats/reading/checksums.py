@@ -61,7 +61,7 @@ class BlockCheck:
         subject = f"the block of row {named} is" if len(row_ids) == 1 else f"the blocks of rows {named}{more} are"
         return CorruptIndexError(
             f"{subject} damaged: the CRC-32C of the data differs from the stored checksum ({self.path(row_ids[0])}); "
-            "run 'edje-index verify' to list the damaged files, then restore these files or build the index again",
+            "run 'edje-index verify' to list the damaged files. Then restore these files, or build the index again",
             row_ids=row_ids,
         )
 
