@@ -1,7 +1,8 @@
-# Three commands do everything on a machine that has Python 3.11 or newer, git and make:
-#   make demo   index a folder of photos with a trained model, then quantize, verify, fetch and search
-#   make test   run the linters and the tests
-#   make docs   build the site of the documentation in site/
+# Four commands do everything on a machine that has Python 3.11 or newer, git and make:
+#   make demo      index a folder of photos with a trained model, then quantize, verify, fetch and search
+#   make test      run the linters and the tests
+#   make docs      build the site of the documentation in site/, and check its links
+#   make release   build wheel and sdist in dist/, and try them with each extra
 # They create the virtual environment .venv and install the extras that they need.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 # scikit-image ships photos with its wheel, so the demo needs no network beyond the package registry.
 PHOTOS = $$($(BIN)/python -c "import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / 'data')")
 
-.PHONY: demo docs test test-slow oracles lint clean
+.PHONY: demo docs release test test-slow oracles lint clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -28,8 +29,13 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
+$(VENV)/.release: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[release]'
+	@touch $@
+
 docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m tests.docs.links site
 	@echo "Open site/index.html in a browser."
 
 demo: $(VENV)/.demo
@@ -45,6 +51,14 @@ demo: $(VENV)/.demo
 	@echo "Open $(DEMO)/motorcycle.html in a browser: the photos before and after re-ranking. Then try:"
 	@echo "  $(BIN)/edje-index search $(DEMO)/photos.edje \"a cup of coffee\" --html coffee.html --open"
 	@echo "  $(BIN)/edje-index build ~/Pictures --out pictures.edje --model $(DEMO)/model"
+
+# Each extra has a clean environment, in which commands run that need the extra.
+release: $(VENV)/.release
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m tests.smoke dist/*.whl
+	$(BIN)/python -m tests.smoke dist/*.tar.gz --extra ''
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ import skimage
 
 import edje_index
 from tests.conftest import REPO
+from tests.smoke import CHECKS, NOT_CHECKED, Installation, extras
 
 INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
 LIGHT = {"click", "edje-index", "google-crc32c", "ml-dtypes", "numba", "numpy", "psutil", "pyarrow", "rich"}
@@ -42,6 +43,18 @@ print(json.dumps({"names": [item.name for item in distributions], "bytes": size}
 
 def test_one_version_number():
     assert version("edje-index") == edje_index.__version__
+
+
+def test_every_extra_is_tried_before_a_release():
+    assert CHECKS.keys() | NOT_CHECKED.keys() == extras() | {""}
+    assert not CHECKS.keys() & NOT_CHECKED.keys()
+
+
+def test_a_command_that_fails_stops_the_release(tmp_path):
+    installed = Installation(Path(sys.executable).parent, tmp_path)
+    assert installed.run("python", "-c", "print(1)") == "1\n"
+    with pytest.raises(SystemExit, match="exit code 3"):
+        installed.run("python", "-c", "raise SystemExit(3)")
 
 
 def run(*command: str | Path, folder: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:

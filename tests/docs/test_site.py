@@ -5,51 +5,30 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from tests.conftest import REPO
+from tests.docs.links import broken_links, pages_of, read_links
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SCREENS = {"wide": (1280, 900), "phone": (390, 844)}
 
 
-class Links(HTMLParser):
-    """Collects the targets of links, images and scripts, and the anchors of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.targets: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        values = dict(attributes)
-        self.anchors |= {value for name in ("id", "name") if (value := values.get(name))}
-        self.targets += [value for name in ("href", "src") if (value := values.get(name))]
-
-
-def read(page: Path) -> Links:
-    return Links(page.read_text())
-
-
 @pytest.mark.slow
 def test_every_link_inside_the_site_leads_somewhere(site):
-    pages = {page: read(page) for page in site.rglob("*.html") if page.name != "404.html"}
-    assert len(pages) > 40
-    broken = []
-    for page, links in pages.items():
-        for target in links.targets:
-            parts = urlsplit(target)
-            if parts.scheme or parts.netloc:
-                continue
-            file = (page.parent / unquote(parts.path)).resolve() if parts.path else page
-            if not file.is_file() or (parts.fragment and file in pages and parts.fragment not in pages[file].anchors):
-                broken.append(f"{page.relative_to(site)}: {target}")
-    assert broken == []
+    assert len(pages_of(site)) > 40
+    assert list(broken_links(site)) == []
+
+
+def test_the_check_of_links_finds_what_is_broken(tmp_path):
+    (tmp_path / "page.html").write_text('<h1 id="top"></h1><a href="#top"></a><a href="https://example.org/x"></a>')
+    (tmp_path / "index.html").write_text(
+        '<a href="page.html#top"></a><a href="page.html#end"></a><img src="a%20b.svg"><a href="gone.html"></a>'
+    )
+    (tmp_path / "a b.svg").touch()
+    assert list(broken_links(tmp_path)) == ["index.html: page.html#end", "index.html: gone.html"]
 
 
 @pytest.mark.slow
@@ -64,7 +43,7 @@ def test_no_page_loads_anything_from_another_site(site):
 @pytest.mark.parametrize("package", ["storage_formats", "edje_index", "pipelines"])
 def test_every_public_name_is_on_its_page(site, package):
     module = importlib.import_module(package)
-    anchors = read(site / "reference" / f"{package}.html").anchors
+    anchors = read_links(site / "reference" / f"{package}.html").anchors
     for name in module.__all__:
         if not name.startswith("__"):
             assert anchors & {name.lower(), f"{module._MODULES[name]}.{name}"}, name
