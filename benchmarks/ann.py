@@ -30,7 +30,7 @@ from storage_formats.writing.begin import begin_index
 
 _MODULE = "benchmarks.ann"
 _CLUSTER_ROWS = 100  # mean number of rows per cluster
-_SPREAD = 0.7  # of a row around its cluster, relative to the spread of the clusters
+_SPREAD = 0.7  # distance of a row from its cluster centre, relative to the spread of the centres
 
 
 @dataclass(frozen=True)

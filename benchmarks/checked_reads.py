@@ -24,7 +24,7 @@ from storage_formats import IndexSpec, TokenStore
 from storage_formats.format.layout import Layout
 
 PRECISIONS = ("bf16", "fp8", "nvfp4")
-WARM_UP = 20  # batches
+WARM_UP = 20  # fetches per store before the first measurement
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def measure(root: Path, setting: Setting, clock: Callable[[], float]) -> list[tu
         TokenStore.open(root, setting.precision, "io_uring" if setting.is_cold else "auto", verify_reads=check)
         for check in (False, True)
     ]
-    out = stores[0].empty(setting.batch)  # one for both, because the speed depends on where its pages lie in memory
+    out = stores[0].empty(setting.batch)  # both stores use it, because its pages affect the speed
     batches = _batches(rng, len(stores[0]), setting.batch)
     load(files)
-    out[:] = 0  # so that the fetches take no page faults in it
+    out[:] = 0  # touches all pages, so that fetches cause no page faults
     for store in stores:
         for _ in range(WARM_UP):
             store.fetch(next(batches), out=out)

@@ -70,8 +70,10 @@ def _medians(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _ratios(rates: dict[str, list[float]], base: str) -> dict[str, float]:
-    """Return the median ratio of the codec to each compared library."""
-    # For gathers, it is the ratio of each precision to bfloat16.
+    """Return the median ratio of the codec to each compared library.
+
+    For gathers, `base` is bfloat16. The ratios are then those of each precision to bfloat16.
+    """
     pairs = {
         (f"{base} / {name}" if base == _EDJE else f"{name} / {base}"): zip(rates[base], values, strict=True)
         for name, values in rates.items()

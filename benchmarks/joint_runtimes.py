@@ -31,7 +31,7 @@ from pipelines.environment import environment
 from storage_formats.token_store import TokenStore
 
 Run = Callable[[torch.Tensor], torch.Tensor]
-_PAIRS = 50  # per forward pass
+_PAIRS = 50  # pairs per forward pass
 
 
 class PlainNet(nn.Module):

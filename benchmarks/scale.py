@@ -172,7 +172,7 @@ def _fetch(root: str) -> dict[str, Any]:
 
 
 def _append(root: str) -> dict[str, Any]:
-    """Append a shard of random blocks. The command `append` calls the same functions after listing the inputs."""
+    """Append a shard of random blocks, with the same functions as the command `append`."""
     index = CommittedIndex.open(root)
     layout, manifest = Layout(index.root), index.manifest
     segment = Segment(manifest.spec.shards * _SHARD_SIZE, _SHARD_SIZE)

@@ -149,7 +149,7 @@ def _search(worker: subprocess.Popen[str], query: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure every way, and print a table."""
+    """Measure every way to search, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old_checkout", type=Path, help="checkout to compare with")
     parser.add_argument("new_checkout", type=Path, help="checkout to measure")

@@ -41,7 +41,7 @@ from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 
 _FEATURES = "features.edje"
-_CAPTION_WORDS = (8, 17)  # the range of nine in ten captions of Flickr8k
+_CAPTION_WORDS = (8, 17)  # words per caption: the range of nine in ten captions of Flickr8k
 _SIZES = UntrainedSizes(patch_size=14)  # 256 patches of width 384, a MiniLM-L6 of 16,000 words
 
 

@@ -76,7 +76,7 @@ def _captions(count: int) -> Iterator[str]:
 
 
 def _mine(source: BatchSource) -> None:
-    """Draw the pairs and negatives of batches from the beginning of several epochs."""
+    """Draw the pairs and negatives of the first batches of several epochs."""
     loop = source.config.loop
     sampler = Sampler(source.data, loop.batch_size, loop.seed)
     per_epoch = source.data.pairs("captions") // loop.batch_size

@@ -24,7 +24,7 @@ from pipelines.environment import environment
 from storage_formats.errors import UsageError
 
 _MODULE = "benchmarks.end_to_end.run"
-_NEEDED_BYTES = 2 << 30  # of a process that searches with torch
+_NEEDED_BYTES = 2 << 30  # memory of a process that searches with torch
 CUTOFFS = (1, 5, 10)
 
 

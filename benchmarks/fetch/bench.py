@@ -41,8 +41,8 @@ from storage_formats.format.manifest import Manifest
 _PROBE = "direct probe"
 _SPARE_BYTES = 1 << 30
 _NO_DISK = ("tmpfs", "ramfs")
-_WORKER_BYTES = 512 << 20  # memory of a worker besides its buffers
-_SMALL_BYTES = 1 << 30  # a cache of the host or of the drive may have this size
+_WORKER_BYTES = 512 << 20  # memory of a worker without its buffers
+_SMALL_BYTES = 1 << 30  # a smaller index may fit in a cache of the host or of the drive
 
 
 def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
@@ -268,7 +268,10 @@ def _spec(bench: FetchBench) -> IndexSpec:
 
 @contextlib.contextmanager
 def _folder(bench: FetchBench) -> Iterator[Path]:
-    """Context with a new folder in `bench.scratch`. The folder is removed at the end unless `bench.keep` is True."""
+    """Return a context with a new folder in `bench.scratch`.
+
+    The folder is removed at the end unless `bench.keep` is True.
+    """
     if bench.keep:
         yield Path(tempfile.mkdtemp(prefix="bench-fetch-", dir=bench.scratch))
         return

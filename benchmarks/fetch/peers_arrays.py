@@ -46,7 +46,7 @@ class RandomMemmapPeer(MemmapPeer):
 
     @classmethod
     def copy_bytes(cls, rows: int, record_bytes: int) -> int:
-        return 0  # it reads the copy of np.memmap
+        return 0  # it reads the copy that MemmapPeer writes
 
     def open(self) -> None:
         super().open()

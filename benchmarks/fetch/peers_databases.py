@@ -20,7 +20,7 @@ from storage_formats.format.layout import PAGE_BYTES
 
 _COLUMN = "record"
 _BATCH = 256
-_ARROW_BYTES = 2**31 - 1  # Lance rejects a result array of fixed-size binaries that is larger
+_ARROW_BYTES = 2**31 - 1  # Lance rejects larger result arrays of fixed-size binaries
 _LMDB_HEADER = 16
 _LMDB_TREE = 16 << 20  # space for the tree of a small store
 _GROUPS_A_READ = 1024  # bounds the memory of a read

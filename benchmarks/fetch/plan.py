@@ -64,7 +64,7 @@ class FetchBench:
 
 @dataclass(frozen=True)
 class Entry:
-    """One measurement: a reader or reference measurement, its options, and its workload."""
+    """What one measurement runs: a reader or a reference measurement, its options, and its workload."""
 
     label: str
     subject: str

@@ -23,8 +23,8 @@ from storage_formats.errors import EdjeError
 Measurement: TypeAlias = dict[str, Any]
 Say: TypeAlias = Callable[[str], None]
 FIO = "fio"
-_TRIAL_BLOCKS = 256  # of the first trial run, which estimates the speed of a compared library
-_READ_AT_LEAST = 0.9  # of the requested bytes, in a cold run
+_TRIAL_BLOCKS = 256  # blocks of the first trial run, which estimates the speed of a compared library
+_READ_AT_LEAST = 0.9  # smallest fraction of the requested bytes that a cold run must read from the disk
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Runner:
 
     def within_time(self, section: Section, primary: str) -> Section:
         """Return the section with fewer blocks per run for compared libraries that would take too long."""
-        # Throughput depends on the number of blocks, so an entry of the primary reader with as few blocks is added.
+        # Throughput depends on the number of blocks, so the primary reader gets another entry with as few blocks.
         entries: list[Entry] = []
         primary_entry = next((entry for entry in section.entries if entry.label == primary), None)
         for entry in section.entries:

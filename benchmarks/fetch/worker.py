@@ -24,7 +24,7 @@ from benchmarks.fetch.workloads import Ids, Workload, draw_calls
 from storage_formats.codecs import Records
 from storage_formats.reading.memory import aligned_bytes
 
-_WARM_UP = 1024  # blocks: a call large enough to import and compile what only large calls need
+_WARM_UP = 1024  # blocks of the warm-up call: enough to trigger imports and compilation of large calls
 _CHECKED = 32  # blocks of the first reader's last call that are compared with plain reads
 
 

@@ -13,7 +13,7 @@ Ids: TypeAlias = NDArray[np.int64]
 Pattern: TypeAlias = Literal["random", "contiguous", "listed"]
 CacheState: TypeAlias = Literal["cold", "warm", "capped"]
 
-_IVF_PROBES = 32  # lists that a query visits: edje_index.indexing.faiss_index
+_IVF_PROBES = 32  # inverted lists per query, as in edje_index.indexing.faiss_index
 
 
 @dataclass(frozen=True)

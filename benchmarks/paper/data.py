@@ -133,7 +133,9 @@ class FullData:
         folder = self.root / "pretrain"
         files = sorted(path for path in _listing(folder) if path.suffix in (".jsonl", ".json", ".parquet", ".tar"))
         if not files:
-            raise MissingDataError(f"{folder}: put the caption files of the pre-training images there")
+            raise MissingDataError(
+                f"{folder} has no caption files; put the caption files of the pre-training images there"
+            )
         return Captions(tuple(files), folder)
 
     def finetuning(self) -> Captions:
@@ -146,13 +148,13 @@ class FullData:
         path = self.root / "towers" / name
         if not path.is_dir():
             remedy = f"edje-index model from-open-clip {TOWERS[name]} --out {path}"
-            raise MissingDataError(f"{path}: make this bundle with `{remedy}`")
+            raise MissingDataError(f"{path} is missing; make this bundle with `{remedy}`")
         return path
 
     def language(self, name: str) -> Path:
         path = self.root / "languages" / name
         if not path.is_dir():
-            raise MissingDataError(f"{path}: download {LANGUAGES[name]} from the Hugging Face hub into this folder")
+            raise MissingDataError(f"{path} is missing; download {LANGUAGES[name]} from the Hugging Face hub")
         return path
 
     def _karpathy(self, name: str, split: str) -> Captions:
@@ -162,7 +164,7 @@ class FullData:
         }[name]
         path = self.root / folder / file
         if not path.is_file():
-            raise MissingDataError(f"{path}: put the Karpathy split file there")
+            raise MissingDataError(f"{path} is missing; put the Karpathy split file there")
         return Captions((path,), self.root / folder / images, split)
 
 
@@ -205,15 +207,15 @@ class SmallData:
 
     def tower(self, name: str) -> Path:
         if name != MAIN_TOWER:
-            raise MissingDataError(f"the tower {name}: --small has only {MAIN_TOWER}; use the full data")
+            raise MissingDataError(f"--small has no tower {name}, only {MAIN_TOWER}; use the full data")
         return self.model
 
     def language(self, name: str) -> Path:
         path = self.root / "weights" / "minilm_l6_h384"
         if name != MAIN_LANGUAGE:
-            raise MissingDataError(f"the language model {name}: --small has only {MAIN_LANGUAGE}; use the full data")
+            raise MissingDataError(f"--small has no language model {name}, only {MAIN_LANGUAGE}; use the full data")
         if not path.is_dir():
-            raise MissingDataError(f"{path}: put the language model MiniLM-L6-H384 there")
+            raise MissingDataError(f"{path} is missing; put the language model MiniLM-L6-H384 there")
         return path
 
     def _part(self, source: str, name: str, *, half: int) -> Captions:
@@ -226,7 +228,7 @@ class SmallData:
         """
         file = self.root / "flickr8k" / f"captions_{source}.jsonl"
         if not file.is_file():
-            raise MissingDataError(f"{file}: put the captions of Flickr8k there")
+            raise MissingDataError(f"{file} is missing; put the captions of Flickr8k there")
         part = self.folder / f"{name}-{self.photos}.jsonl"
         if not part.exists():
             items = read_captions(file)

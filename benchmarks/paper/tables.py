@@ -76,7 +76,7 @@ class Table:
             cells = (_cell(row.own.get(name), row.paper.get(name)) for name in self.columns)
             lines.append(f"| {row.label} | " + " | ".join(cells) + " |")
         missing = {row.missing: row.label for row in reversed(self.rows) if row.missing}
-        notes = [*self.notes, *(f"{label} needs {text}" for text, label in reversed(missing.items()))]
+        notes = [*self.notes, *(f"{label} was not measured: {text}" for text, label in reversed(missing.items()))]
         return [*lines, "", *(f"- {note}" for note in notes)]
 
     def as_json(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OVERLOAD = 1.5
 """Offered load of searches, as a multiple of the knee."""
 DEADLINE = 8.0
-_LATE = 2.0  # seconds that an answer may come after the deadline: the batch that runs is finished, and clients are busy
+_LATE = 2.0  # tolerance in seconds: a batch that runs at the deadline is finished, and clients are busy
 _QUEUE = 16
 _QUERIES = 32
 _MAX_GROWTH = 256 << 20

@@ -148,7 +148,7 @@ def test_a_moved_folder_keeps_its_steps(tmp_path):
 
 def test_a_table_shows_own_figures_beside_those_of_the_paper():
     def missing() -> dict[str, float]:
-        raise MissingDataError("towers/x: make this bundle")
+        raise MissingDataError("towers/x is missing; make this bundle")
 
     table = Table("Title", "Table 9", ("R@1", "kB"), notes=("note",))
     table.add("first", lambda: {"R@1": 12.345, "kB": None}, {"R@1": 50.0})
@@ -160,10 +160,10 @@ def test_a_table_shows_own_figures_beside_those_of_the_paper():
         "| second | - | - (49) |",
         "",
         "- note",
-        "- second needs towers/x: make this bundle",
+        "- second was not measured: towers/x is missing; make this bundle",
     ]
     assert table.state == "partial"
-    assert table.rows[1] == Row("second", {}, {"kB": 49}, "towers/x: make this bundle")
+    assert table.rows[1] == Row("second", {}, {"kB": 49}, "towers/x is missing; make this bundle")
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class Crops:
 
         The file contents `data` of the photo seed the random crop.
         """
-        content = int(content_hash(data)[:32], 16)  # the seed depends on the content: a moved photo has the same views
+        content = int(content_hash(data)[:32], 16)  # the views of a moved photo do not change
         return random_view(photo, self.size, stream(self.seed, VIEWS, content, number))
 
 

@@ -43,7 +43,7 @@ class Features(ABC):
 
     @abstractmethod
     def load(self, rows: NDArray[np.int64]) -> Loaded:
-        """Read the k `rows`."""
+        """Read the k `rows` on the CPU. Return the input of `finish`."""
 
     @abstractmethod
     def finish(self, values: torch.Tensor) -> torch.Tensor:

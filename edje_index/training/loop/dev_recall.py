@@ -15,7 +15,7 @@ from edje_index.training.loop.opened_task import OpenedTask
 from edje_index.training.loop.task import TrainTask
 
 DEV = "dev"
-RECALL = "recall"  # mean R@1 of both directions, by which evaluations are ranked
+RECALL = "recall"  # mean R@1 of both directions; evaluations are ranked by this value
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def dev_evaluation(task: TrainTask, opened: OpenedTask, steps_per_epoch: float) 
     bundle, features, settings = opened.start, opened.source.features, task.config.fitting
     captions = task.dev
 
-    @cache  # only one worker evaluates, and not before the end of an epoch
+    @cache  # computed by only one worker, and only when the first evaluation is due
     def dev_set() -> DevSet:
         return make_dev_set(captions, bundle.text.encode(captions.captions.texts()))
 

@@ -35,9 +35,11 @@ def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
 def learning_rate(step: int, total_steps: int, steps_per_epoch: float, peak: float, config: OptimizerConfig) -> float:
     """Return the learning rate of optimiser step `step`, counted from 0.
 
-    During warm-up, the learning rate rises linearly from `config.warmup_lr` to `peak`. After warm-up, it is
-    ``max(config.min_lr, peak * config.decay_rate ** finished_epochs)`` with decay ``epoch``. With decay ``cosine``, it
-    falls along a cosine to `config.min_lr` at the last step.
+    During warm-up, the learning rate rises linearly from `config.warmup_lr` to `peak`. After warm-up, `config.decay`
+    selects the learning rate:
+
+    - "epoch": ``max(config.min_lr, peak * config.decay_rate ** finished_epochs)``.
+    - "cosine": falls along a cosine to `config.min_lr` at the last step.
     """
     # As in the published code, warm-up with decay ``epoch`` ends with the first epoch.
     if step < config.warmup_steps and (config.decay == "cosine" or step < steps_per_epoch):

@@ -78,7 +78,7 @@ def _alignment_phase(task: TrainTask, opened: OpenedTask) -> Phase:
 
 def _joint_phase(task: TrainTask, opened: OpenedTask, group: WorkerGroup) -> Phase:
     config, start, source = task.config, opened.start, opened.source
-    if not config.optimizer.adapter_lr_factor:  # otherwise unused gradients would cost time and count in the norm
+    if not config.optimizer.adapter_lr_factor:  # unused gradients would cost time and count in the norm
         start.adapter.requires_grad_(False)
     per_epoch = steps_per_epoch(config.loop, source.data.pairs(config.loop.epoch_of))
     return Phase(

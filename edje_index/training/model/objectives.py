@@ -32,13 +32,15 @@ FIRST_TEMPERATURE = 0.07
 class JointObjective(nn.Module):
     """Objective of the joint phase: matching, masked language modelling, text-embedding recovery and distillation.
 
+    The adapter reads only the images of the worker's own positive pairs, as in the published code. The negative
+    images are images of the positive pairs of all workers.
+
     Args:
         adapter, joint: modules to train.
         config: weights and kinds of the losses.
         augmentation: random augmentation.
         teacher: the teacher; None without distillation.
-        gather: returns the tokens of the images of all workers, given the tokens of this worker's images. The adapter
-            reads only the images of the worker's own positive pairs, as in the published code.
+        gather: maps the tokens of this worker's images to the tokens of the images of all workers.
     """
 
     def __init__(
