@@ -54,7 +54,7 @@ class ModelBundle:
         trained: False if the weights are random. The scores then have no meaning.
         notes: origin of the weights, as free text.
         score: weights of the final score. By default, the final score is the logit alone.
-        pooled: pooled similarity; None if the bundle has none.
+        pooled: linear maps of the pooled similarity, a part of the final score; None if the bundle has none.
         hubness_bank: bank of the hubness correction; None if the bundle has none.
         info: content of the ``bundle.json`` that was loaded; None for a bundle made in memory.
 
@@ -127,7 +127,7 @@ class ModelBundle:
 
     @property
     def pooled_vectors(self) -> PooledVectors:
-        """The model that maps captions and images to pooled vectors, see `pooled`."""
+        """The model that computes the caption and image vectors of the pooled similarity."""
         return PooledVectors(self.joint.scorer(), self.pooled)
 
     def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
@@ -198,8 +198,8 @@ class ModelBundle:
 
         Args:
             path: directory to create.
-            before_commit: called with the new ``bundle.json`` after all files are written to a temporary directory,
-                before this directory is moved to `path`.
+            before_commit: called with the content of the new ``bundle.json``. At this time, all files are written, but
+                `path` does not exist yet.
 
         Raises:
             ModelError: `path` exists, or the parts of the bundle do not fit each other.

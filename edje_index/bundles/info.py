@@ -250,7 +250,11 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
 
 
 def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:
-    """Return the sizes with the names in `least`. Raise ValueError if a size is less than the minimum in `least`."""
+    """Return the sizes that `least` names, or None if `value` is None.
+
+    Raises:
+        ValueError: a size is less than its minimum in `least`.
+    """
     if value is None:
         return None
     sizes = {name: int(value[name]) for name in least}

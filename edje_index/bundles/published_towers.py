@@ -125,9 +125,9 @@ def _check_same(tower: State, expected: State, what: str, name: str) -> None:
         ours = expected[key].float().flatten()
         if not torch.allclose(tower[key].float().flatten(), ours, rtol=tolerance, atol=1e-6):
             raise ModelError(
-                f"the tower {what}.* in the checkpoint has other weights than {name} ({key} differs): if the "
-                "tower was fine-tuned, convert the tower to an open_clip model and give this model as "
-                "local-dir:DIRECTORY"
+                f"the tower {what}.* in the checkpoint differs from {name} in the weights {key}: give the open_clip "
+                "model that the checkpoint was trained with. If the tower was fine-tuned, convert the tower to an "
+                "open_clip model, and give this model as local-dir:DIRECTORY"
             )
 
 

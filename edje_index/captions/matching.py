@@ -34,7 +34,7 @@ class MatchedRows:
         rows: row id of each image, int64 [n]; -1 for an image without a row.
         reasons: one entry per image: None for an image with a row, otherwise the reason why the image has no row:
             "not-in-index", "deleted", or the reason why a build could not encode the image.
-        truncated: True for an image of which only a part was indexed, because its file is truncated, bool [n].
+        truncated: True for an image with a truncated file, if the build indexed the readable part, bool [n].
     """
 
     rows: NDArray[np.int64]
@@ -130,7 +130,7 @@ def _lines(table: pa.Table) -> Iterator[dict[str, Any]]:
 def _row_name(
     row: dict[str, Any], convert: Callable[[bytes], bytes], names_of_texts: dict[bytes, bytes]
 ) -> bytes | None:
-    """Return the converted name of a row; None if the name is not requested."""
+    """Return the name of a row as bytes, converted with `convert`. Return None if no requested name matches."""
     is_member = "!" in row["uri"]  # for a member, `uri_raw` is the name of the archive
     if row["uri_raw"] is None or is_member:
         return names_of_texts.get(convert(row["uri"].encode()))
@@ -155,7 +155,7 @@ def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> 
 
 
 def _resolved(name: bytes) -> bytes:
-    """Resolve symbolic links in the folders of `name`, but not in the file name. A build does the same."""
+    """Resolve symbolic links in the folders of `name`, but not in the file name, as a build does."""
     folder, base = os.path.split(name)
     return os.path.join(_real_folder(folder), base)
 

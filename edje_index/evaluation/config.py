@@ -31,7 +31,7 @@ class EvaluationConfig:
         precisions: precisions to measure; empty for all precisions stored in an index.
         simulate: allow `precisions` that are not stored. Stored tokens are then converted in memory.
         pools: pool sizes; empty for the default pool sizes.
-        directions: search directions, from `DIRECTIONS`.
+        directions: search directions: "t2i", "i2t" or both.
         full: use the full-dataset protocol instead of the split protocol, see `edje_index.evaluation.protocol`.
         full_captions: caption files with additional candidates for the full-dataset protocol.
         rerank: False measures the embeddings alone. True also measures the re-ranked pools.

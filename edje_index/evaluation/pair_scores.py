@@ -62,7 +62,7 @@ class PairScorer:
         return _look_up(scored, pairs)
 
     def _chunks(self, pairs: Ints) -> Iterator[tuple[int, Ints]]:
-        """Yield (number of earlier pairs, chunk of pairs). Captions of a chunk have similar length, to save padding."""
+        """Split `pairs` into chunks with captions of similar length. Yield (number of earlier pairs, chunk)."""
         if not len(pairs):
             return
         positions, which = np.unique(pairs >> _KEY_SHIFT, return_inverse=True)

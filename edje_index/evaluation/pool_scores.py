@@ -70,7 +70,7 @@ class PoolScorer:
 
     @property
     def joint_parts(self) -> list[str]:
-        """Names of the parts with a weight that depend on both caption and image."""
+        """Names of the parts that are computed per pair of caption and image, and have a weight in some direction."""
         used = {part for weights in self.weights.values() for part in FinalScore.of(weights).parts}
         return [part for part in JOINT_PARTS if part in used]
 
@@ -131,9 +131,9 @@ class PoolScorer:
         source: TokenSource,
         on_progress: OnProgress,
     ) -> None:
-        """Add one part of the score to the `values` of each direction, NaN for pairs that are not `needed`.
+        """Compute one part of the score for the `needed` pairs, and store it in ``values[direction][part]``.
 
-        A pair of both directions is scored once.
+        The value is NaN for the other pairs. A pair that is needed in both directions is scored once.
         """
         direction = next(iter(self.pools))
         scorer = PairScorer(

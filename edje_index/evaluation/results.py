@@ -10,7 +10,7 @@ from edje_index.evaluation.bootstrap import Estimate
 
 @dataclass(frozen=True)
 class Inputs:
-    """Numbers of captioned images and of captions. ``missing`` is the number of unused images by reason."""
+    """How many images and captions an evaluation uses. ``missing`` counts unused images by reason."""
 
     images: int
     used: int
@@ -52,7 +52,7 @@ class System:
 class Result:
     """Recall in percent, for one index, direction, precision and pool size.
 
-    The result for the embeddings alone has no precision and no pool size. All fields from `precision` on are then None.
+    In the result for the embeddings alone, `precision` and all fields after it are None.
 
     Attributes:
         system: name of the index.

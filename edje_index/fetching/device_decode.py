@@ -2,8 +2,8 @@
 
 The results equal those of the NumPy codecs bit by bit. SPEC.md section 6.1 defines the records.
 
-For group-scaled precisions, the values are looked up in tables of products. A multiplication would give other results
-on devices that flush subnormal numbers to zero.
+For group-scaled precisions, decoding looks up each product of scale and code in a table. A multiplication on the device
+could give other results, because some devices flush subnormal numbers to zero.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _decode_groups(entry: GroupScaledCodec, records: torch.Tensor) -> torch.Tens
 
 @functools.lru_cache(maxsize=32)
 def _products(name: str, device: torch.device) -> torch.Tensor:
-    """Return a table of scale x code for each scale and each code, as bfloat16 bits, int16 [256 * number of codes]."""
+    """Return the product of each of the 256 scales and each code, as bfloat16 bits, int16 [256 * number of codes]."""
     entry = codec(name)
     assert isinstance(entry, GroupScaledCodec)
     with np.errstate(over="ignore", invalid="ignore"):  # the table also has products that encoders never write

@@ -16,7 +16,7 @@ from storage_formats.token_store import TokenStore
 class TokenDataset(Dataset[torch.Tensor]):
     """A dataset that maps each row id to its block, bfloat16 [m, d]. The values of a hole are NaN.
 
-    Pass a `batch_size` or a `batch_sampler` to the `DataLoader`: one call then reads a whole batch.
+    With a `batch_size` or a `batch_sampler`, the `DataLoader` reads each batch with one call.
 
     Args:
         root: see `TokenStore.open`.

@@ -45,10 +45,10 @@ REASONS = (
     "unsupported-member",
     "worker-died",
 )
-"""All reasons why an input has no block."""
+"""All reasons why an input can have no block. Each reason is a value of the column `reason` in the rows table."""
 
 DEFAULT_MAX_PIXELS = 89_478_485
-"""Number of pixels above which Pillow suspects a decompression bomb: a quarter of 1 GiB at 3 bytes per pixel."""
+"""Default limit on the pixels of an image: the number above which Pillow suspects a decompression bomb."""
 
 MAX_ASPECT_RATIO = 256
 """Largest ratio of the longer side to the shorter side, to bound the size of the resized image."""

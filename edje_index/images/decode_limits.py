@@ -67,7 +67,7 @@ def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
     Args:
         image: image that Pillow opened, a `PIL.ImageFile.ImageFile`.
         data: content of the image file.
-        max_pixels: largest number of pixels that any image may have. Smaller images may have more JPEG scans.
+        max_pixels: largest number of pixels that any image may have. It determines the limit on JPEG scans.
 
     Raises:
         TooExpensiveError: decoding the image would take too long.

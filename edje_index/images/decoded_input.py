@@ -14,7 +14,7 @@ from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, read_bytes
 from edje_index.images.transient import retry_memory
 
 FAIL, LOAD = "fail", "load"
-"""What to do with a truncated image: it fails, or the part that is there is loaded."""
+"""What to do with a truncated image: report it as failed, or load the readable part."""
 
 Pixels = TypeVar("Pixels")
 
@@ -25,7 +25,7 @@ class DecodeSettings:
 
     Attributes:
         max_pixels: limit on the pixels of an image. Larger images fail with the reason "too-many-pixels".
-        truncated: `FAIL` or `LOAD`.
+        truncated: what to do with a truncated image. `FAIL`: the image fails. `LOAD`: the readable part is loaded.
     """
 
     max_pixels: int = DEFAULT_MAX_PIXELS

@@ -30,7 +30,10 @@ _BATCH = 1 << 14
 
 
 def write_input_table(path: Path, refs: Iterable[InputRef]) -> int:
-    """Write the inputs `refs` in row order to an Arrow file, and return their number. The file appears complete."""
+    """Write the inputs `refs` in row order to an Arrow file, and return the number of inputs.
+
+    If writing fails, `path` does not change.
+    """
     temporary, rows = path.with_name(f".{path.name}.part"), 0
     remaining = iter(refs)
     with naming(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:

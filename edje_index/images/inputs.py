@@ -55,7 +55,7 @@ class InputRef:
 
     @property
     def uri_raw(self) -> bytes | None:
-        """`path` if `path` is not UTF-8; otherwise None. For a path that is not UTF-8, `uri` contains escaped bytes."""
+        """The bytes of `path` if they are not UTF-8, because `uri` then contains escapes; otherwise None."""
         try:
             self.path.decode()
         except UnicodeDecodeError:
@@ -119,8 +119,11 @@ def _open_and_read(ref: InputRef) -> bytes:
 def _read_remote(ref: InputRef) -> bytes:
     """Read an input at a URL.
 
-    A web server that does not respond fails an input that is a whole file, because lists name many servers, and some of
-    them no longer exist. Other inputs belong to a source that the user named, so the failure is temporary.
+    Raises:
+        ImageError: the input cannot be read. A whole file on a web server that does not respond is "unreachable".
+            A list can name many web servers, and some of them may no longer exist.
+        UnreachableError: the server of any other input does not respond. The caller tries again.
+        OSError: the server refuses the request.
     """
     from edje_index.images.remote.access import read_remote, read_remote_range
     from edje_index.images.remote.errors import OversizedFileError, UnreachableError

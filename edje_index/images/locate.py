@@ -79,7 +79,7 @@ def _offset_in_archive(archive: bytes, member: bytes, size: int, *, is_zip: bool
 
 @functools.lru_cache(maxsize=4)
 def _archive_offsets(archive: bytes, is_zip: bool, _modified: int, _size: int) -> dict[tuple[bytes, int], int]:
-    """Return the offset of each regular member, by name and size. The first of equal members counts."""
+    """Return the offset of each regular member by (name, size). Of members with equal keys, the first wins."""
     offsets: dict[tuple[bytes, int], int] = {}
     with open_ranged(archive) as file:
         try:

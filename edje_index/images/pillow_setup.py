@@ -50,9 +50,9 @@ def loading_truncated() -> Iterator[None]:
 
 
 class _PerThread:
-    """A value of Pillow's global setting LOAD_TRUNCATED_IMAGES that is true only inside `loading_truncated`.
+    """A value for Pillow's global setting LOAD_TRUNCATED_IMAGES. It is true in threads inside `loading_truncated`.
 
-    Outside, it has the truth value `otherwise`, which the process had set before.
+    In all other threads, its truth value is `otherwise`, the earlier value of the setting.
     """
 
     def __init__(self, otherwise: bool) -> None:

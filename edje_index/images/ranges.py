@@ -44,7 +44,9 @@ class RangedFile(io.RawIOBase):
         self._position = 0
 
     def pread(self, size: int, offset: int) -> bytes:
-        """Return the bytes [offset, offset + size), or fewer if the file ends earlier. The position stays.
+        """Return the bytes [offset, offset + size), or fewer if the file ends earlier.
+
+        The position of the file does not change.
 
         Raises:
             OversizedReadError: the range in the file is larger than `MAX_READ`.

@@ -76,7 +76,7 @@ class AnnParts:
         return neighbours
 
     def nearest_exactly(self, queries: Vectors, k: int, passing: NDArray[np.bool_]) -> list[Neighbours]:
-        """Return the `k` nearest rows among the rows in `passing` for each query, best first. No nearer row is missed.
+        """Return the `k` nearest rows among the rows in `passing` for each query, best first, by exact search.
 
         Args:
             queries: query embeddings [q, embed_dim].

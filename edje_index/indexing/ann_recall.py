@@ -132,7 +132,8 @@ def _numbers_of_probes(lists: int) -> Iterator[int]:
 def held_out(embeddings: IndexedEmbeddings, count: int) -> tuple[NDArray[np.int64], Vectors]:
     """Return row ids and embeddings of at most `count` rows from all shards.
 
-    The row ids are odd, because FAISS is trained on even row ids only. The last row id of a segment may be even.
+    The row ids are odd, because FAISS is trained on even row ids only. As an exception, the last row id of a
+    segment may be even.
     """
     spec, rng = embeddings.spec, np.random.default_rng(0)
     shards = [embeddings.shards[int(i)] for i in np.linspace(0, len(embeddings.shards) - 1, count)]

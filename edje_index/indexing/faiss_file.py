@@ -119,7 +119,7 @@ class _Fields:
 
 
 def _check_id_map(fields: _Fields, shape: FaissShape) -> None:
-    """Check an `IndexIDMap2` after its type: a header, an inner index, and one row id per vector."""
+    """Check the fields after the name of an `IndexIDMap2`: a header, an inner index, and one row id per vector."""
     fields.header(shape.dimensions, shape.vectors)
     if fields.tag("IxFI", "IwFl") == "IxFI":
         _check_flat(fields, shape.dimensions, shape.vectors)
@@ -130,7 +130,7 @@ def _check_id_map(fields: _Fields, shape: FaissShape) -> None:
 
 
 def _check_flat(fields: _Fields, dimensions: int, vectors: int) -> None:
-    """Check an `IndexFlatIP` after its type: a header and the vectors."""
+    """Check the fields after the name of an `IndexFlatIP`: a header and the vectors."""
     fields.header(dimensions, vectors)
     fields.expect("number of values", fields.number("Q"), dimensions * vectors)
     fields.skip(dimensions * vectors * _FLOAT_BYTES)
@@ -153,7 +153,7 @@ def _check_centroids(fields: _Fields, shape: FaissShape) -> int:
 
 
 def _check_exact_lists(fields: _Fields, shape: FaissShape, id_limit: int) -> None:
-    """Check an `IndexIVFFlat` after its type. Each id in the lists must be below `id_limit`."""
+    """Check the fields after the name of an `IndexIVFFlat`. Each id in the lists must be below `id_limit`."""
     lists = _check_centroids(fields, shape)
     fields.tag("ilar")
     code_bytes = shape.dimensions * _FLOAT_BYTES
@@ -167,7 +167,10 @@ def _check_exact_lists(fields: _Fields, shape: FaissShape, id_limit: int) -> Non
 
 
 def _check_coded_lists(fields: _Fields, shape: FaissShape) -> None:
-    """Check an `IndexIVFPQFastScan` after its type: settings, the product quantizer, and lists of ids and codes."""
+    """Check the fields after the name of an `IndexIVFPQFastScan`.
+
+    The fields are settings, the product quantizer, and lists of ids and codes.
+    """
     lists = _check_centroids(fields, shape)
     fields.expect("flag of residual codes", fields.number("B"), 0)
     code_bytes = fields.number("Q")

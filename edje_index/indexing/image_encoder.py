@@ -118,7 +118,7 @@ class ImageEncoder:
             return to_bf16_array(tokens), embeddings.float().cpu().numpy()
 
     def tokens(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return only the tokens of `encode`, bfloat16 [b, m, d], on the device of the weights and without a copy."""
+        """Return the tokens of `pixels`, bfloat16 [b, m, d]. The tokens stay on the device of the weights."""
         with torch.no_grad(), autocast(self.dtype, self.device):
             return image_tokens(self.vision, self.adapter, self._on_device(pixels))[0].bfloat16()
 

@@ -175,7 +175,7 @@ def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
 
 
 def _threads(task: ShardTask, refs: list[InputRef]) -> int:
-    """Return the number of threads that read and decode. Threads that wait for a server take no CPU time."""
+    """Return the number of threads that read and decode. For inputs at URLs, it is at least `_REMOTE_THREADS`."""
     if any(is_remote(ref.path) for ref in refs):
         return max(task.decode_threads, _REMOTE_THREADS)
     return task.decode_threads

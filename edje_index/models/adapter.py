@@ -52,11 +52,13 @@ class AdapterConfig:
 
     @property
     def is_feature(self) -> bool:
-        """True if the adapter has no weights. Its tokens are then features for training."""
+        """True if the adapter has no weights. Other adapters are trained on the tokens of such an adapter."""
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
-        """Return the configuration of an adapter without weights. Its tokens are the features to train this adapter on.
+        """Return the configuration of the adapter that computes the training input of this adapter.
+
+        The returned adapter has no weights.
 
         `patches` is the number of patches per image.
         """

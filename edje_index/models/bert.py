@@ -59,7 +59,9 @@ class BertShape:
             layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
             shape = cls(layers, heads, str(config["hidden_act"]), float(config.get("layer_norm_eps", 1e-12)))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ModelError(f"the configuration {source} of the language model is not valid: {error!r}") from error
+            raise ModelError(
+                f"the configuration {source} of the language model is not valid: {error!r}; restore this file"
+            ) from error
         if shape.layers < 1 or shape.heads < 1:
             raise ModelError(f"{source} must have at least one layer and one head, got {layers} and {heads}")
         return shape
@@ -110,14 +112,15 @@ class BertWeights:
         if tensor is None:
             raise ModelError(
                 f"{self._source} does not fit the configuration of the model: the tensor "
-                f"{self._prefix + name} is missing"
+                f"{self._prefix + name} is missing; give weights and a configuration of the same model"
             )
         if len(tensor.shape) != len(shape) or any(
             size not in (actual, -1) for size, actual in zip(shape, tensor.shape, strict=True)
         ):
             raise ModelError(
                 f"{self._source} does not fit the configuration of the model: the tensor "
-                f"{self._prefix + name} has the shape {list(tensor.shape)} instead of {list(shape)}"
+                f"{self._prefix + name} has the shape {list(tensor.shape)} instead of {list(shape)}; give "
+                "weights and a configuration of the same model"
             )
         return tensor.detach().to(self._device, torch.float32)
 

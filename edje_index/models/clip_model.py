@@ -86,7 +86,9 @@ def _resize_trunk(visual: Any) -> None:
 def _check_hf_text(name: str, folder: Path | None) -> None:
     """Raise ModelError unless open_clip supports the Hugging Face text tower in `folder`."""
     if folder is None or not (folder / HF_CONFIG_FILE).is_file():
-        raise ModelError(f"the text tower of {name} needs the file {HF_CONFIG_FILE}, which is not in {folder}")
+        raise ModelError(
+            f"the text tower of {name} needs the file {HF_CONFIG_FILE}, which is not in {folder}: copy this file again"
+        )
     model_type = read_configuration(folder / HF_CONFIG_FILE).get("model_type")
     if model_type not in arch_dict:
         raise ModelError(

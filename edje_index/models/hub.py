@@ -56,11 +56,11 @@ def loading_error(name: str, error: Exception) -> ModelError:
     excerpt = message[:_MESSAGE_LENGTH]
     if any(sign in message for sign in _OFFLINE_SIGNS) and not any(sign in message for sign in _REFUSED_SIGNS):
         return HubUnreachableError(
-            f"cannot download {name}: the model hub is not reachable from this machine. Give local weights "
-            "(NAME:/path/to/weights or local-dir:FOLDER), or download the model on a machine that reaches the hub and "
-            f"copy the cache of that machine (the directory HF_HOME) to this one [{excerpt}]"
+            f"cannot download {name}: the model hub is not reachable from this machine [{excerpt}]. Give local weights "
+            "as NAME:/path/to/weights or local-dir:FOLDER. Alternatively, download the model on a machine that reaches "
+            "the hub, and copy its cache directory HF_HOME to this machine"
         )
-    return ModelError(f"cannot load {name}: {excerpt}")
+    return ModelError(f"cannot load {name}: {excerpt}; check the name and the files of the model")
 
 
 def _answers(endpoint: str) -> bool:

@@ -30,7 +30,7 @@ SPECIAL_TOKEN_NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask
 
 @dataclass(frozen=True)
 class JointInputs:
-    """Input rows of the joint encoder, int64 [b, t] each. Shorter rows are padded to t tokens."""
+    """b input rows of the joint encoder. All fields are int64 [b, t]. Shorter rows are padded to t tokens."""
 
     input_ids: torch.Tensor
     token_type_ids: torch.Tensor

@@ -30,7 +30,7 @@ def load_clip(vision: str, pretrained: str | None, *, untrained: bool = False) -
     Args:
         vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:WEIGHTS_FILE``, ``hf-hub:ORG/REPO`` or ``local-dir:FOLDER``.
             ``NAME`` is a model name of open_clip, such as ``ViT-B-16-SigLIP2``.
-        pretrained: tag or weights file of a model given as ``NAME``. None is possible if the model has only one tag.
+        pretrained: tag or weights file of a model given as ``NAME``. None uses the only tag of the model.
         untrained: draw random weights instead of loading weights; `vision` must then be a ``NAME``.
 
     Raises:

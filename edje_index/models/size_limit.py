@@ -46,7 +46,9 @@ def limited_by(weights: Path) -> Iterator[None]:
         raise ModelError(f"cannot read the weights {weights}: {error.strerror}; restore this file") from error
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ModelError(f"cannot build the model for the weights {weights}: {reason}") from error
+        raise ModelError(
+            f"cannot build the model for the weights {weights}: {reason}; restore the configuration of the model"
+        ) from error
 
 
 class _Budget(TorchFunctionMode):

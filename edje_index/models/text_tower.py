@@ -82,7 +82,9 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
     except Exception as error:
         detail = " ".join(str(error).split())[:300]
         if folder or Path(name).exists():
-            raise ModelError(f"cannot read the tokenizer of the text tower in {folder or name}: {detail}") from error
+            raise ModelError(
+                f"cannot read the tokenizer of the text tower in {folder or name}: {detail}; copy its files again"
+            ) from error
         raise HubUnreachableError(
             f"cannot download the text tokenizer {name} ({detail}): give a directory with the tokenizer files, or "
             "copy the directory HF_HOME from a machine that has downloaded this tokenizer"

@@ -69,14 +69,20 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
     try:
         result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise ModelError(f"{source} does not fit the configuration of the model: {_one_line(error)}") from error
+        raise ModelError(
+            f"{source} does not fit the configuration of the model: {_one_line(error)}; "
+            "give weights and a configuration of the same model"
+        ) from error
     differences = {
         "missing": sorted(set(result.missing_keys) - tied_names(module)),
         "unexpected": result.unexpected_keys,
     }
     problems = [f"{len(names)} tensors {kind} ({_first(names)})" for kind, names in differences.items() if names]
     if problems:
-        raise ModelError(f"{source} does not fit the configuration of the model: {', '.join(problems)}")
+        raise ModelError(
+            f"{source} does not fit the configuration of the model: {', '.join(problems)}; "
+            "give weights and a configuration of the same model"
+        )
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:

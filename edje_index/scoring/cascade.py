@@ -1,7 +1,7 @@
 """The cascade: the joint encoder scores only the best candidates of a query by the other parts of the final score.
 
-A candidate that the joint encoder does not score counts as if it had the lowest weighted logit of those that it scores.
-All final scores of a query can therefore be compared, and no candidate without a logit ranks above one with a logit.
+The joint encoder does not score the other candidates. Each gets the lowest weighted logit of the scored candidates.
+Therefore all final scores of a query can be compared, and the scored candidates rank above the other candidates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cascade:
-    """Chooses the candidates that the joint encoder scores. Shapes end with p, the candidates of one query.
+    """Chooses the candidates that the joint encoder scores. In shapes, p is the number of candidates of one query.
 
     Attributes:
         score: the final score.
@@ -70,7 +70,9 @@ class Cascade:
         return mask
 
     def with_every_logit(self, values: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Return `values`, with the lowest weighted logit of a query in place of its missing logits.
+        """Return a copy of `values` without missing logits.
+
+        A candidate without a logit gets the lowest logit of the same query, or the highest if the weight is negative.
 
         Args:
             values: the parts by name, float32 [..., p] each. The logit is NaN for candidates that were not chosen.

@@ -3,8 +3,8 @@
 For each content word of the caption, take the largest cosine similarity with a token of the image. The score is the
 mean over the content words.
 
-The mean word vector is subtracted from words and tokens first, because all word vectors contain it. The score is
-meaningful only if the adapter was trained with an alignment phase.
+All word vectors contain their mean, which raises every cosine similarity. Therefore the mean is first subtracted from
+words and tokens. The score is meaningful only if the adapter was trained with an alignment phase.
 """
 
 from __future__ import annotations

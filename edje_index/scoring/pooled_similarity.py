@@ -87,7 +87,7 @@ class PooledVectors:
 
     Attributes:
         joint: the joint encoder. Its language model reads the captions.
-        pooled: the fitted maps; None for pooled vectors of width 0.
+        pooled: the fitted maps. If it is None, pooled vectors have the width 0.
     """
 
     joint: JointScorer
@@ -130,7 +130,7 @@ def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
 def word_bags(captions: Sequence[Sequence[int]], word_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted bag of words of each caption, float32 [b, w].
 
-    A bag has the length 1. The bag of a caption with none of the words is zero.
+    Each bag is a vector of length 1. If a caption contains none of the words, its bag is the zero vector.
 
     Args:
         captions: token ids of each caption.

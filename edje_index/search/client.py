@@ -176,7 +176,9 @@ class Client:
         try:
             answer = self._http.request(method, path, json=body, params=parameters)
         except httpx.HTTPError as error:
-            raise ServiceError(f"cannot reach the service at {self.url}: {error}") from error
+            raise ServiceError(
+                f"cannot reach the service at {self.url}: {error}; check the address, and that the service is running"
+            ) from error
         if answer.is_success:
             return answer.content
         wait = answer.headers.get("Retry-After", "")

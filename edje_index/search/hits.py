@@ -38,8 +38,9 @@ class Hit:
         uri: path or URI of the image.
         score: final score, by which hits are sorted. Without re-ranking, the score is `embedding_score`.
         embedding_score: cosine similarity of the embeddings of the query and the image.
-        joint_score: weighted sum of only logit, late interaction and pooled similarity. None if the final score has
-            none of these parts. With `joint_pool`, the logit of a hit without one counts as the lowest weighted logit.
+        joint_score: weighted sum of the parts logit, late interaction and pooled similarity. None if the final score
+            has none of these parts. With `joint_pool`, a hit without a logit gets the lowest weighted
+            logit of the query.
         parts: values of the parts of the final score, without weights. The keys are part names, see
             `edje_index.scoring.weights.PART_NAMES`. In a search with `joint_pool`, hits that the joint encoder did not
             score have no `logit`, see `edje_index.scoring.cascade`.

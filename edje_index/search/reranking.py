@@ -47,8 +47,8 @@ class CandidateScores:
 
     Attributes:
         final: the final scores, float32 [k].
-        joint: weighted sum of only logit, late interaction and pooled similarity, float32 [k]. None if the final score
-            has none of these parts.
+        joint: weighted sum of the parts logit, late interaction and pooled similarity, float32 [k]. None if the final
+            score has none of these parts.
         parts: values of each part of the final score, without weights, by part name, float32 [k] each. The logit is
             NaN for candidates that the joint encoder does not score.
     """
@@ -131,7 +131,7 @@ class Reranker:
         Args:
             pairs: the pairs of all queries.
             rows: row id of each pair's candidate.
-            of_each: pairs of each query.
+            of_each: for each query, the slice of `pairs` that belongs to it.
         """
         if self._cascade is None:
             return self._score.compute(self._parts, pairs)

@@ -17,8 +17,8 @@ class SearchOptions(TypedDict, total=False):
         where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. The candidates are
             exactly the nearest rows that pass the filter. The default, None, lets all rows pass.
         joint_pool: number of candidates per query that the joint encoder scores. The other parts of the score choose
-            these candidates, which rank above the others, see `edje_index.scoring.cascade`. A small number makes a
-            search faster, but may change the order of the hits. The default, None, scores all candidates.
+            these candidates. They rank above all other candidates, see `edje_index.scoring.cascade`. A small number
+            makes a search faster, but may change the order of the hits. The default, None, scores all candidates.
     """
 
     rerank: bool

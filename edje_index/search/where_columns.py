@@ -106,7 +106,7 @@ def compared(left: Operand, operator: str, right: Operand) -> Callable[[pa.Table
         compare = COMPARISONS[operator]
         return lambda table: any_text(lambda array: compare(array, constant), left.values(table))
     if left.kind != right.kind or left.kind == TEXTS:
-        raise filter_error(f"{left} cannot be compared with {right}")
+        raise filter_error(f"{left} cannot be compared with {right}; compare numbers with numbers, or texts with texts")
     compare, wider = COMPARISONS[operator], _common_type(left, right)
     return lambda table: compare(
         left.values(table).cast(wider, safe=False), right.values(table).cast(wider, safe=False)

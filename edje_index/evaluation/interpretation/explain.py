@@ -211,7 +211,10 @@ class _Opened:
     def scores(
         self, items: Sequence[CaptionedImage], rows: NDArray[np.int64], on_progress: OnProgress
     ) -> NDArray[np.float64]:
-        """Return the score S of every caption in `items` [n]. `rows` [n] are the row ids of the images."""
+        """Return the score S of each caption of each image in `items`, float64 [number of captions].
+
+        `rows` contains the row id of each image, int64 [n].
+        """
         parts = []
         for start in range(0, len(items), _BATCH):
             on_progress("measuring alignment, images", start, len(items))

@@ -24,8 +24,8 @@ class RankingChange:
         overlap_at_10: fraction of the ten best candidates that both rankings share, averaged over queries.
         kendall_tau: Kendall's tau-b between both rankings, as a distribution over queries.
         score_change: absolute difference between both scores of a candidate, averaged over candidates and queries.
-        score_change_relative: mean absolute difference for a query / standard deviation of the reference scores of the
-            query, averaged over queries.
+        score_change_relative: for one query, mean absolute difference / standard deviation of the reference scores.
+            This ratio is averaged over queries.
     """
 
     queries: int

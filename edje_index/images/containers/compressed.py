@@ -1,4 +1,4 @@
-"""Reads byte ranges of a compressed file, fast if the ranges come in about ascending order."""
+"""Reads byte ranges of the decompressed content of a file. Ascending ranges are read fast."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from edje_index.images.archive_damage import ArchiveDamage
 from edje_index.images.ranges import RangedFile
 
 KEPT_BYTES = 16 << 20
-"""Decompressed bytes that stay in memory after they were read, because threads ask slightly out of order."""
+"""Decompressed bytes that stay in memory after reading, because threads read ranges slightly out of order."""
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 256 << 20
-"""A file may expand to this many bytes, and beyond that to `MAX_EXPANSION` times the bytes that were read."""
+"""A file may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times the compressed bytes read so far."""
 
 _CHUNK = 1 << 20
 _XZ_MEMORY = 256 << 20  # xz -9 needs 65 MiB; a damaged header asks for up to 4 GiB
@@ -50,8 +50,7 @@ class DecompressedFile:
         """Return the bytes [offset, offset + size) of the content, or fewer if the content ends earlier.
 
         Raises:
-            ArchiveDamage: the file is damaged or truncated, or expands to far more bytes than an archive of images
-                ("too-expensive").
+            ArchiveDamage: the file is damaged or truncated, or its content is far larger than the file.
             OSError: the file cannot be read.
         """
         with self._lock:
@@ -75,7 +74,7 @@ class DecompressedFile:
             self._stream = _open_stream(self._file, self._kind)
 
     def _read_next(self, needed_from: int) -> None:
-        """Read the next chunk. Damage is raised again by later calls, because the decompressor cannot go on."""
+        """Read the next chunk. After ArchiveDamage, every later call raises the same error."""
         if self._damage is not None:
             raise self._damage
         try:
@@ -85,7 +84,7 @@ class DecompressedFile:
             raise
 
     def _read_chunk(self, needed_from: int) -> None:
-        """Read the next chunk. Forget chunks before the byte `needed_from` that are not to be kept."""
+        """Read the next chunk. Drop the oldest chunks before `needed_from`, but keep the last `KEPT_BYTES` bytes."""
         with _named_damage(self._end):
             chunk = self._stream.read(_CHUNK)
         self._ended = not chunk
@@ -143,7 +142,7 @@ class _XzStream:
                 return content
 
     def _next_stream(self) -> bytes:
-        """Return the first bytes of the next stream, which can follow zeros; nothing at the end of the file."""
+        """Skip zero bytes, and return the first bytes of the next stream. Return b"" at the end of the file."""
         data = self._decompressor.unused_data or self._file.read(_CHUNK)
         while data and not data.lstrip(b"\0"):
             data = self._file.read(_CHUNK)

@@ -1,4 +1,4 @@
-"""Describes how a file packs its inputs, and which names such files have."""
+"""Describes how zips, compressed tars and Parquet files pack their inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Container:
 
     @classmethod
     def parse(cls, text: str) -> Container:
-        """Return the container that `str` turned into `text`.
+        """Convert the text that `str(container)` returned back to the container.
 
         Raises:
             ValueError: `text` describes no container.
@@ -46,6 +46,6 @@ class Container:
 
 
 def split_uri(uri: str) -> tuple[str, str] | None:
-    """Return the archive or Parquet file and the name inside it of "<file>!<name>"; None for other uris."""
+    """Split the uri "<archive or Parquet file>!<name>" at the "!". Return None for any other uri."""
     mark = _MEMBER_MARK.search(uri)
     return None if mark is None else (uri[: mark.end()], uri[mark.end() + 1 :])

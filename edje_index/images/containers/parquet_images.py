@@ -14,7 +14,7 @@ from edje_index.images.archive_damage import ArchiveDamage
 from edje_index.images.ranges import RangedFile
 
 KEPT_BYTES = 16 << 20
-"""Bytes of images that stay in memory after they were read, because threads ask slightly out of order."""
+"""Bytes of images that stay in memory after reading, because threads read rows slightly out of order."""
 
 _BUFFER = 1 << 20  # bytes of a column that are read at once; without it, whole columns of a row group are
 

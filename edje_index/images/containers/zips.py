@@ -15,7 +15,7 @@ from edje_index.images.ranges import RangedFile
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 16 << 20
-"""A member may expand to this many bytes, and beyond that to `MAX_EXPANSION` times its compressed size."""
+"""A member may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times its compressed size."""
 
 # zipfile limits the output of a single step for these methods only. Others expand 1 MiB to gigabytes at once.
 _METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})

@@ -36,7 +36,12 @@ def read_remote(url: str, max_bytes: int) -> bytes:
 
 
 def read_remote_range(url: str, size: int, offset: int) -> bytes:
-    """Return the bytes [offset, offset + size) of a file, which must not end earlier. Raises as `read_remote`."""
+    """Return the bytes [offset, offset + size) of a file.
+
+    Raises:
+        EOFError: the file ends before the range.
+        OSError, MissingExtraError, ValueError: see `read_remote`.
+    """
     scheme = scheme_of(url)
     if scheme in STORE_SCHEMES:
         from edje_index.images.remote.objects import read_object_range

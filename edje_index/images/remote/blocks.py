@@ -12,7 +12,7 @@ _KEPT_BLOCKS = 4
 
 
 class BlockReader:
-    """Ranges of a remote file. The blocks that were used last stay in memory. Thread-safe.
+    """Reads byte ranges of a remote file in blocks, and keeps the latest blocks in memory. Thread-safe.
 
     Args:
         url: URL of the file.

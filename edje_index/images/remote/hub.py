@@ -1,4 +1,4 @@
-"""Files on the Hugging Face Hub: `hf://datasets/OWNER/NAME/PATH`, with `@REVISION` after the name if wanted."""
+"""Files on the Hugging Face Hub. Their URLs are `hf://datasets/OWNER/NAME[@REVISION]/PATH`."""
 
 from __future__ import annotations
 

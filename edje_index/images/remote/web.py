@@ -121,7 +121,7 @@ def _request(url: str, max_bytes: int, headers: Mapping[str, str], *, is_range: 
             pause = min(_LONGEST_PAUSE, max(pause, _retry_after(answer)))
         if attempt + 1 < _ATTEMPTS and time.monotonic() + pause < deadline:
             time.sleep(pause)
-    raise UnreachableError(f"{problem}, {_ATTEMPTS} times", url)
+    raise UnreachableError(f"{problem}, in the last of {_ATTEMPTS} attempts", url)
 
 
 def _request_once(url: str, max_bytes: int, headers: Mapping[str, str], *, is_range: bool, deadline: float) -> Answer:
@@ -153,7 +153,7 @@ def _read_body(response: urllib3.BaseHTTPResponse, url: str, max_bytes: int, *, 
 
 
 def _accepted(answer: Answer, url: str) -> Answer:
-    """Return the answer of a request that succeeded. Raise OSError for other answers."""
+    """Return `answer` if the request succeeded. Otherwise raise an OSError that names the problem."""
     if answer.status < http.HTTPStatus.MULTIPLE_CHOICES:
         return answer
     if answer.status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:

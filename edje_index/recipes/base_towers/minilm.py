@@ -9,7 +9,7 @@ from edje_index.models.weights import State
 
 
 def bert_state(weights: bytes) -> State:
-    """Return the weights for ``transformers.BertModel`` in a safetensors file. float32 is rounded to float16.
+    """Read a safetensors file, and return the weights for ``transformers.BertModel``, rounded to float16.
 
     Args:
         weights: content of the safetensors file.

@@ -99,7 +99,10 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _batches(config: ClipConfig, images: Sequence[Path]) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
-    """Yield the index of the first image and the pixels of each batch. Threads decode the next batch ahead."""
+    """Yield (index of the first image, pixels of each image) per batch. Threads decode the next batch ahead.
+
+    The pixels of an unreadable image are None.
+    """
     prepare = Preprocessor(config)
     with ThreadPoolExecutor(DECODE_THREADS) as pool:
 

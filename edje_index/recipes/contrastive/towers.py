@@ -140,7 +140,9 @@ def _load_image_weights(trunk: Any, path: Path) -> None:
     try:
         fitted = checkpoint_filter_fn(state, trunk)
     except (KeyError, RuntimeError) as error:
-        raise ModelError(f"the weights {path} do not fit the tower {type(trunk).__name__}: {error}") from error
+        raise ModelError(
+            f"the weights {path} do not fit the tower {type(trunk).__name__}: {error}; give weights of this tower"
+        ) from error
     assign_weights(trunk, fitted, str(path))
 
 

@@ -1,4 +1,4 @@
-"""Finds, for a tensor of a bundle, the tensor of a base tower that training started from."""
+"""Finds the tensor of a base tower from which a tensor of a bundle was trained."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BaseTowers:
         return cls(tensors, {name: _digest(state) for name, state in tensors.items()})
 
     def find(self, file: str, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Return the tensor of a base tower that training of a bundle's tensor started from, float32.
+        """Return the tensor of a base tower from which a tensor of a bundle was trained, float32.
 
         Args:
             file: weights file of the bundle.
