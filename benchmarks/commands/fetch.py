@@ -174,7 +174,9 @@ def _fetch_remote(
     for option in context.command.params:
         is_given = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
         if is_given and option.name not in _REMOTE_OPTIONS:
-            raise click.UsageError(f"{option.opts[0]} does not apply to an index on an object store")
+            raise click.UsageError(
+                f"{option.opts[0]} does not apply to an index on an object store; leave out the option"
+            )
     from benchmarks.fetch.remote import RemoteBench, bench_remote, describe_remote
 
     if len(precisions) > 1:

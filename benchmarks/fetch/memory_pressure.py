@@ -44,7 +44,7 @@ def check_memory_cap(left: int, needed: int) -> None:
 
 @contextlib.contextmanager
 def memory_cap(left: int, needed: int) -> Iterator[str]:
-    """Context in which about `left` bytes of memory are free. A child process allocates the rest.
+    """Return a context in which about `left` bytes of memory are free. A child process allocates the other free memory.
 
     Yields a description for reports.
 

@@ -1,4 +1,4 @@
-"""Measures fetches from an index on an object store, alternating with other libraries on the same ranges."""
+"""Measures fetches from an index on an object store. Other libraries fetch the same ranges in turn."""
 
 from __future__ import annotations
 

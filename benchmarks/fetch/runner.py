@@ -150,7 +150,10 @@ class Runner:
         return subject_class(entry.subject)(self.source, self._folder(entry.subject), entry.options)
 
     def _folder(self, name: str) -> Path:
-        """Return the folder with the copy of the records for the library `name`. Both memory maps use the same copy."""
+        """Return the folder with the copy of the records for the library `name`.
+
+        Both libraries that read a memory-mapped array share one copy.
+        """
         return self.copies / name.split(" ")[0]
 
 

@@ -74,7 +74,7 @@ class Run:
         self._subject.open()
 
     def _unused_rows(self) -> Ids:
-        """Return rows for the warm-up that no timed call requests."""
+        """Return rows that no timed call requests, for the warm-up."""
         count = min(_WARM_UP, len(self._calls[0]))
         unused = np.setdiff1d(self._subject.source.row_ids, np.concatenate(self._calls))
         chosen: Ids = np.random.default_rng(0).permutation(unused)[:count]

@@ -45,5 +45,6 @@ def test_options_that_describe_a_disk_are_refused(run):
     code, _, err = run("bench", "fetch", URL, "--cold")
     assert (code, err.splitlines()[-1]) == (
         2,
-        "error: --cold does not apply to an index on an object store (see 'edje-index bench fetch --help')",
+        "error: --cold does not apply to an index on an object store; leave out the option "
+        "(see 'edje-index bench fetch --help')",
     )
