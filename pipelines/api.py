@@ -39,6 +39,7 @@ class BuildOptions(TypedDict, total=False):
     column: str | None
     max_pixels: int | None
     truncated: Literal["fail", "load"]
+    frames: int | None
     max_failed: float | None
     address: str | None
 

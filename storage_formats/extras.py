@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from storage_formats.errors import EdjeError
 
 EXTRAS_OF_MODULE = {
+    "av": ("video",),
     "faiss": ("search", "build", "train"),
     "fastapi": ("serve",),
     "h5py": ("bench",),

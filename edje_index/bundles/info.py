@@ -85,6 +85,11 @@ class BundleDescription:
         return int(self.vision["embed_dim"])
 
     @property
+    def combines_frames(self) -> bool:
+        """True if the adapter can combine the frames of clips."""
+        return bool(self.adapter["kind"] == "compressed")
+
+    @property
     def canonical_captions(self) -> bool:
         """True if captions are converted to lower case without punctuation before the joint encoder reads them."""
         return bool(self.joint.get("canonical_captions", False))

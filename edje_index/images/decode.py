@@ -43,6 +43,7 @@ REASONS = (
     "unreadable",
     "unsupported-image",
     "unsupported-member",
+    "unsupported-video",
     "worker-died",
 )
 """All reasons why an input can have no block. Each reason is a value of the column `reason` in the rows table."""
@@ -157,9 +158,9 @@ def _decode_with_any_text(data: bytes, name: str, max_pixels: int) -> Image.Imag
 
 
 def _decode(data: bytes, name: str, max_pixels: int) -> Image.Image:
-    _check_size(canvas_size(data, name) or (1, 1), max_pixels)
+    check_size(canvas_size(data, name) or (1, 1), max_pixels)
     image = openers()[name](CountedReads(data), "")
-    _check_size(image.size, max_pixels)
+    check_size(image.size, max_pixels)
     if name == "TIFF":
         _check_tile(image, max_pixels)
     check_cost(image, data, max_pixels)
@@ -178,7 +179,8 @@ def _load(image: Image.Image) -> None:
         raise MemoryError(f"not enough memory to decode an image of {image.width} x {image.height} pixels") from error
 
 
-def _check_size(size: tuple[int, int], max_pixels: int) -> None:
+def check_size(size: tuple[int, int], max_pixels: int) -> None:
+    """Raise ImageError if (width, height) is over the limit of pixels, or extremely wide or high."""
     width, height = size
     if width * height > max_pixels:
         raise ImageError(

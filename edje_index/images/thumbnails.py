@@ -1,4 +1,4 @@
-"""Makes thumbnails of the photos in an index.
+"""Makes thumbnails of the photos in an index, and of the middle frames of its clips.
 
 A photo is shown only if its hash equals the hash in the index. Without this check, an index from an untrusted author
 could show any file of the reader's machine.
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edje_index.images.clips import decode_frames, is_clip
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, content_hash, decode_partial
 from edje_index.images.inputs import read_bytes
 from edje_index.images.locate import locate
 from edje_index.images.transient import TransientInputError
+from storage_formats.extras import MissingExtraError
 from storage_formats.format.rows import INDEXED, read_rows
 
 MAX_PHOTO_BYTES = 1 << 26
@@ -98,6 +100,8 @@ def _thumbnail(row_id: int, row: dict[str, Any], side: int) -> Thumbnail:
         return Thumbnail(row_id, row["uri"], _shrink(read_photo(row), side))
     except ImageError as error:
         return Thumbnail(row_id, row["uri"], None, str(error))
+    except MissingExtraError as error:
+        return Thumbnail(row_id, row["uri"], None, str(error))
     except (TransientInputError, OSError):
         return Thumbnail(row_id, row["uri"], None, "unreadable: the storage of the photo does not respond")
     except MemoryError:
@@ -105,7 +109,10 @@ def _thumbnail(row_id: int, row: dict[str, Any], side: int) -> Thumbnail:
 
 
 def _shrink(data: bytes, side: int) -> bytes:
-    image, _ = decode_partial(data, DEFAULT_MAX_PIXELS)
+    if is_clip(data):
+        image = next(decode_frames(data, 1, DEFAULT_MAX_PIXELS))
+    else:
+        image, _ = decode_partial(data, DEFAULT_MAX_PIXELS)
     image.thumbnail((side, side))
     out = io.BytesIO()
     image.save(out, "JPEG", quality=_JPEG_QUALITY)

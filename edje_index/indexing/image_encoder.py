@@ -1,4 +1,4 @@
-"""The image encoder of an indexing worker: converts images to tokens and embeddings.
+"""The image encoder of an indexing worker: converts images and clips to tokens and embeddings.
 
 Equal bundle, device type, dtype, number of threads and batch size give equal bits in every process.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from edje_index.bundles.encoder_parts import load_adapter, load_visual
 from edje_index.bundles.info import ENCODER_FILES, BundleInfo, read_bundle_info, verify_files
@@ -20,6 +21,8 @@ from edje_index.models.devices import autocast, resolve_device, resolve_dtype
 from edje_index.models.vision_tower import VisionTower
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+_CLIP_AXES = 5  # b clips, f frames, 3 channels, height, width
 
 
 class ImageEncoder:
@@ -107,7 +110,7 @@ class ImageEncoder:
         """Encode a batch of images.
 
         Args:
-            pixels: results of `preprocess`, float32 [b, 3, height, width].
+            pixels: results of `preprocess`, float32 [b, 3, height, width]. For clips, [b, f, 3, height, width].
 
         Returns:
             (tokens, ml_dtypes.bfloat16 [b, m, d], rounded to nearest even;
@@ -129,9 +132,18 @@ class ImageEncoder:
 
 
 def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens [b, m, d] and the embeddings, unit vectors [b, e], of `pixels`."""
+    """Return the tokens [b, m, d] and the embeddings, unit vectors [b, e], of images or clips."""
+    if pixels.ndim == _CLIP_AXES:
+        return _clip_tokens(vision, adapter, pixels)
     if adapter.needs_attention:
         patches, embeddings, received = vision.encode_with_attention(pixels)
         return adapter(patches, received), embeddings
     patches, embeddings = vision.encode(pixels)
     return adapter(patches), embeddings
+
+
+def _clip_tokens(vision: VisionTower, adapter: Adapter, clips: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and the embeddings of clips [b, f, 3, h, w]. An embedding is the mean over the frames."""
+    patches, embeddings = vision.encode(clips.flatten(0, 1))
+    patches, embeddings = (values.view(*clips.shape[:2], *values.shape[1:]) for values in (patches, embeddings))
+    return adapter.of_frames(patches, embeddings), functional.normalize(embeddings.mean(dim=1), dim=-1)

@@ -50,7 +50,10 @@ class Encoder(Protocol):
         ...
 
     def encode(self, pixels: torch.Tensor) -> tuple[Blocks, NDArray[np.float32]]:
-        """Convert `pixels` [b, 3, h, w] to tokens, bfloat16 [b, m, d], and embeddings, float32 [b, embed_dim]."""
+        """Convert `pixels` [b, 3, h, w] to tokens, bfloat16 [b, m, d], and embeddings, float32 [b, embed_dim].
+
+        The pixels of clips have a further axis for the frames, [b, f, 3, h, w].
+        """
         ...
 
 
@@ -63,12 +66,13 @@ class ShardTask:
         shard: shard number.
         spec: shape of the index.
         plan: fingerprint of the build plan.
-        batch_size: images per forward pass.
+        batch_size: images per forward pass, or frames of clips.
         max_pixels: largest number of pixels of an image. The rows of larger images fail with the reason
             "too-many-pixels".
         decode_threads: number of threads that read and decode images. This number does not affect the result.
         columns: source columns of the rows table.
         truncated: what to do with truncated images, `decoded_input.FAIL` or `decoded_input.LOAD`.
+        frames: number of frames per input, see `decoded_input.DecodeSettings`.
     """
 
     root: str
@@ -80,6 +84,17 @@ class ShardTask:
     decode_threads: int
     columns: tuple[SourceColumn, ...] = ()
     truncated: str = FAIL
+    frames: int | None = None
+
+    @property
+    def decoding(self) -> DecodeSettings:
+        """Settings of decoding."""
+        return DecodeSettings(self.max_pixels, self.truncated, self.frames)
+
+    @property
+    def inputs_per_batch(self) -> int:
+        """Number of inputs per forward pass. An input with more frames than `batch_size` gets a pass of its own."""
+        return max(1, self.batch_size // (self.frames or 1))
 
 
 @dataclass(frozen=True)
@@ -126,14 +141,13 @@ def encode_shard(
     entries = [image.entry for image in images]
     pieces = ShardPieces(layout, task.spec, task.shard, task.plan)
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
-    decode_settings = DecodeSettings(task.max_pixels, task.truncated)
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard) as attempt,
         _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
     ):
         done = _restore(pieces, writer, entries)
-        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, decode_settings)
+        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding)
         for batch in _batches_ahead(task, images[done:], prepare, pool):
             if should_stop():
                 pieces.save()
@@ -215,8 +229,9 @@ def _batches_ahead(
 ) -> Iterator[list[Future[_Image]]]:
     """Yield batches in row order, while the executor prepares the next batches."""
     pending: deque[list[Future[_Image]]] = deque()
-    for start in range(0, len(images), task.batch_size):
-        pending.append([pool.submit(prepare, image) for image in images[start : start + task.batch_size]])
+    size = task.inputs_per_batch
+    for start in range(0, len(images), size):
+        pending.append([pool.submit(prepare, image) for image in images[start : start + size]])
         if len(pending) > _BATCHES_AHEAD:
             yield pending.popleft()
     yield from pending
@@ -248,11 +263,19 @@ def _prepare(encoder: Encoder, settings: DecodeSettings, image: _Image) -> _Imag
         entry.read_seconds = time.perf_counter() - started
         started = time.perf_counter()
         decoded = decode_input(data, entry.uri, settings, encoder.preprocess)
-        (entry.width, entry.height), image.pixels, entry.detail = decoded.size, decoded.pixels, decoded.truncation
+        (entry.width, entry.height), entry.detail = decoded.size, decoded.truncation
+        image.pixels = decoded.pixels if settings.frames is None else stacked(decoded.frames)
         entry.decode_seconds = time.perf_counter() - started
     except ImageError as error:
         entry.fail(error.reason, error.detail)
     return image
+
+
+def stacked(frames: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the frames of a clip as one tensor [f, 3, h, w]."""
+    import torch
+
+    return torch.stack(frames)
 
 
 def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:

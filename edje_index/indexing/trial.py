@@ -11,6 +11,7 @@ from edje_index.images.decode import ImageError
 from edje_index.images.decoded_input import DecodeSettings, decode_input, read_input
 from edje_index.images.inputs import InputRef
 from edje_index.images.transient import TransientInputError
+from edje_index.indexing.shard_encoding import stacked
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,7 @@ def time_encoding(encoder: Encoder, refs: Sequence[InputRef], settings: DecodeSe
 
 def _pixels(encoder: Encoder, ref: InputRef, settings: DecodeSettings) -> torch.Tensor | None:
     try:
-        return decode_input(read_input(ref), ref.uri, settings, encoder.preprocess).pixels
+        decoded = decode_input(read_input(ref), ref.uri, settings, encoder.preprocess)
+        return decoded.pixels if settings.frames is None else stacked(decoded.frames)
     except (ImageError, TransientInputError):
         return None

@@ -1,7 +1,7 @@
-"""Adapters map the n patch features of an image to m stored tokens.
+"""Adapters map the n patch features of an image, or of the f frames of a clip, to m stored tokens.
 
-Shape letters: b images, n patches, m tokens, d_v width of the vision tower, d width of the language model. Parameters
-have the same names as in published checkpoints (``vision_projection.*``).
+Shape letters: b images or clips, f frames, n patches, m tokens, d_v width of the vision tower, e width of an embedding,
+d width of the language model. Parameters have the same names as in published checkpoints (``vision_projection.*``).
 """
 
 from __future__ import annotations
@@ -85,6 +85,16 @@ class Adapter(nn.Module):
         super().__init__()
         self.config = config
 
+    def of_frames(self, patches: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        """Map the patch features [b, f, n, d_v] and the embeddings [b, f, e] of frames to clip tokens [b, m, d].
+
+        Raises:
+            ModelError: the adapter cannot combine frames.
+        """
+        raise ModelError(
+            f"a {self.config.kind} adapter cannot combine the frames of clips: use a bundle with a {COMPRESSED} adapter"
+        )
+
 
 class CompressionAdapter(Adapter):
     """The ``compressed`` adapter: m learned queries attend to all patches. A residual MLP and a projection follow."""
@@ -105,6 +115,11 @@ class CompressionAdapter(Adapter):
         queries = self.query.expand(patches.shape[0], -1, -1)
         attended, _ = self.attention(queries, self.key(patches), self.value(patches), need_weights=False)
         result: torch.Tensor = self.projection(attended + self.mlp(self.layernorm(attended)))
+        return result
+
+    def of_frames(self, patches: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        """Map all patches of all frames to tokens, as if they were the patches of one image."""
+        result: torch.Tensor = self(patches.flatten(1, 2))
         return result
 
 

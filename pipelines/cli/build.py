@@ -19,6 +19,7 @@ from pipelines.cli.options import (
     device_option,
     dry_run_option,
     engine_option,
+    frames_option,
     json_option,
     log_option,
     max_failed_option,
@@ -74,6 +75,7 @@ _NO_MODEL = (
 @max_failed_option
 @click.option("--max-pixels", type=POSITIVE, help="Fail images with more pixels than this.  [default: 89478485]")
 @truncated_option
+@frames_option
 @dry_run_option
 @log_option
 @quiet_option
@@ -100,6 +102,7 @@ def build(as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **options
       find photos -name '*.jpg' | edje-index build - --out found.edje --model model
       edje-index build list.parquet --column image_path --out list.edje --model model --device cuda
       edje-index build photos --out photos.edje --model model --address head:6379
+      edje-index build clips --out clips.edje --model model --frames 8
     """
     if options["model"] is None:
         raise UsageError(_NO_MODEL)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
-from pipelines.planning.config import SHARD_SIZE
+from pipelines.planning.config import MAX_FRAMES, SHARD_SIZE
 from storage_formats.format.object_store import is_url
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -110,6 +110,13 @@ truncated_option = click.option(
     default="fail",
     show_default=True,
     help="What to do with a truncated image: fail makes a failed row, load indexes the readable part of the image.",
+)
+
+frames_option = click.option(
+    "--frames",
+    type=click.IntRange(1, MAX_FRAMES),
+    metavar="N",
+    help="Index videos too, each by N frames that are spread evenly over it.  [default: ignore videos]",
 )
 
 images_option = click.option(

@@ -100,7 +100,7 @@ def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
     if stored is not None and stored.index is not None:
         check_files(stored.index)
     workers = check_workers(config, settings, info)
-    sources = open_sources(config.sources, config.column)
+    sources = open_sources(config.sources, config.column, clips=config.frames is not None)
     digest = hashlib.sha256()
     refs = digested(iter_all(sources), digest, on_event, should_stop)
     listing = _list(mark_duplicates(refs) if config.dedupe else refs)
@@ -225,4 +225,4 @@ def _trial(cost: _Cost, sample: list[InputRef], on_event: OnEvent) -> TrialTimes
         return None
     on_event(StatusMessage(f"encoding {len(sample)} images to estimate the time"))
     encoder = ImageEncoder.open(cost.info.path, device=settings.device, threads=settings.threads, dtype=settings.dtype)
-    return time_encoding(encoder, sample, DecodeSettings(settings.max_pixels, settings.truncated))
+    return time_encoding(encoder, sample, DecodeSettings(settings.max_pixels, settings.truncated, settings.frames))

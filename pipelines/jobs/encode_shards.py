@@ -77,6 +77,7 @@ def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
         decode_threads=decode_threads(plan.settings, prepared.workers),
         columns=plan.columns,
         truncated=plan.settings.truncated,
+        frames=plan.settings.frames,
     )
 
 

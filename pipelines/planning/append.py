@@ -14,6 +14,7 @@ from pipelines.planning.new_rows import (
     request_rows,
 )
 from pipelines.planning.plan import BuildPlan, discard_change, read_plan
+from pipelines.planning.recorded_sources import holds_clips
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
 from storage_formats.errors import EdjeError
@@ -71,7 +72,8 @@ def new_inputs(config: AppendConfig, index: CommittedIndex, on_event: OnEvent, s
     """
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 
-    sources, digest = open_sources(config.sources, config.column), hashlib.sha256()
+    sources = open_sources(config.sources, config.column, clips=holds_clips(index.manifest))
+    digest = hashlib.sha256()
     listed = list(mark_duplicates(digested(iter_all(sources), digest, on_event, should_stop)))
     refs = _without_known(index, [ref for ref in listed if ref.duplicate_of is None])
     return NewInputs(refs, digest.hexdigest(), len(listed) - len(refs), count_ignored(sources))

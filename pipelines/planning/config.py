@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage_formats.errors import UsageError
+
 SHARD_SIZE = 1024
 BATCH_SIZE = 32
+MAX_FRAMES = 256  # per clip; the decoded frames of a batch are in memory
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,13 @@ class BuildConfig:
         max_pixels: maximum number of pixels of an image; larger images become failed rows. None selects
             `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
         truncated: "fail" makes a truncated image a failed row. "load" indexes the readable part of the image.
+        frames: number of frames per clip. Video files are then inputs, too. None indexes images only.
         max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the build ends with an error. None
             allows 1 % of the inputs, but at least 20 inputs.
         address: address of the Ray cluster to join; None starts Ray on this machine.
 
     Raises:
-        UsageError: a precision does not exist.
+        UsageError: a precision does not exist, or the number of frames is not between 1 and `MAX_FRAMES`.
     """
 
     sources: tuple[str, ...]
@@ -55,6 +59,7 @@ class BuildConfig:
     column: str | None = None
     max_pixels: int | None = None
     truncated: str = "fail"
+    frames: int | None = None
     max_failed: float | None = None
     address: str | None = None
 
@@ -63,6 +68,11 @@ class BuildConfig:
 
         for name in self.precisions:
             codec(name)
+        if self.frames is not None and not 1 <= self.frames <= MAX_FRAMES:
+            raise UsageError(
+                f"{self.frames} frames per clip are not allowed; give a number from 1 to {MAX_FRAMES}",
+                parameter="frames",
+            )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def check_sources(config: BuildConfig, index: CommittedIndex, inputs_digest: str
     """
     from pipelines.sources import digested, iter_all, open_sources
 
-    sources, digest = open_sources(config.sources, config.column), hashlib.sha256()
+    sources, digest = open_sources(config.sources, config.column, clips=config.frames is not None), hashlib.sha256()
     inputs = sum(1 for _ in digested(iter_all(sources), digest, lambda _: None, should_stop))
     if digest.hexdigest() != inputs_digest:
         raise sources_changed(config, index, inputs)

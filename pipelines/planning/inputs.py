@@ -66,7 +66,7 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     """
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 
-    sources = open_sources(config.sources, config.column)
+    sources = open_sources(config.sources, config.column, clips=config.frames is not None)
     digest = hashlib.sha256()
     refs = digested(iter_all(sources), digest, on_event, should_stop)
     if config.dedupe:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PLAN_VERSION = 2  # of the files in `build/`; version 1 had one list of inputs per shard
 _FINGERPRINT_VERSION = 1  # of the rules by which a plan determines the stored bytes
+_LATER_SETTINGS = {"truncated": "fail", "frames": None}  # with the values that earlier versions of this program used
 _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
 
 
@@ -42,6 +43,7 @@ class BuildSettings:
     device: str
     dtype: str
     truncated: str = "fail"
+    frames: int | None = None
 
     @classmethod
     def choose(cls, config: BuildConfig, stored: BuildSettings | None = None) -> BuildSettings:
@@ -74,6 +76,7 @@ class BuildSettings:
             device=device,
             dtype=dtype,
             truncated=config.truncated,
+            frames=config.frames,
         )
 
     @classmethod
@@ -83,8 +86,8 @@ class BuildSettings:
         Raises:
             KeyError, TypeError: `value` is not a JSON object with the settings of a plan.
         """
-        settings = {setting.name: value[setting.name] for setting in fields(cls) if setting.name != "truncated"}
-        settings["truncated"] = value.get("truncated", "fail")  # an earlier version of this program made the plan
+        settings = {setting.name: value[setting.name] for setting in fields(cls) if setting.name not in _LATER_SETTINGS}
+        settings |= {name: value.get(name, default) for name, default in _LATER_SETTINGS.items()}
         settings["sources"], settings["precisions"] = tuple(settings["sources"]), tuple(settings["precisions"])
         return cls(**settings)
 
@@ -232,8 +235,9 @@ def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
 def plan_fingerprint(model: dict[str, Any], settings: BuildSettings, inputs_digest: str) -> str:
     """Return the SHA-256 of the encoder fingerprint, the settings and the inputs digest, in hexadecimal."""
     values = asdict(settings)
-    if settings.truncated == "fail":  # without this setting, plans of earlier versions keep their fingerprints
-        del values["truncated"]
+    for name, default in _LATER_SETTINGS.items():  # without them, plans of earlier versions keep their fingerprints
+        if values[name] == default:
+            del values[name]
     parts = {
         "version": _FINGERPRINT_VERSION,
         "encoder": model["fingerprint"],

@@ -47,6 +47,11 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
         ) from error
 
 
+def holds_clips(manifest: Manifest) -> bool:
+    """Return True if video files are inputs of the index."""
+    return manifest.settings.get("frames") is not None
+
+
 def _texts(value: Sequence[Any]) -> tuple[str, ...]:
     if isinstance(value, str):
         raise TypeError("not a list of sources")
@@ -67,7 +72,7 @@ def with_further_source(before: Manifest, changed: Manifest, group: SourceGroup)
     return changed if groups is None else with_sources(changed, tuple(dict.fromkeys((*groups, group))))
 
 
-def open_recorded(groups: tuple[SourceGroup, ...] | None) -> list[Source]:
+def open_recorded(groups: tuple[SourceGroup, ...] | None, *, clips: bool) -> list[Source]:
     """Open the recorded sources. A source that is equal to another source, or inside another source, is skipped.
 
     Raises:
@@ -83,4 +88,6 @@ def open_recorded(groups: tuple[SourceGroup, ...] | None) -> list[Source]:
             "the index was made from a list on standard input, which cannot be read again; name all sources",
             parameter="sources",
         )
-    return without_nested([source for group in groups for source in open_sources(group.sources, group.column)])
+    return without_nested(
+        [source for group in groups for source in open_sources(group.sources, group.column, clips=clips)]
+    )

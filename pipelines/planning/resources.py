@@ -57,8 +57,11 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
     """Check the device and the memory. Return the number of worker processes, or None as in `choose_workers`.
 
     Raises:
-        UsageError: this machine lacks the device or the memory for the workers.
+        UsageError: this machine lacks the device or the memory for the workers, or the model cannot encode clips.
+        MissingExtraError: the model is to encode clips, but PyAV is not installed.
     """
+    if settings.frames is not None:
+        _check_clips(info)
     workers = choose_workers(config, settings)
     if config.address is None:
         _check_device(settings.device)
@@ -70,7 +73,8 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
 def model_memory_need(workers: int | None, settings: BuildSettings, info: BundleInfo) -> Need:
     """Return a lower bound of the memory that all workers need together. If `workers` is None, assume one worker."""
     height, width = info.vision["image_size"]
-    return worker_memory_need(workers or 1, info.encoder_weights_bytes, settings.batch_size, int(height) * int(width))
+    images = max(settings.batch_size, settings.frames or 1)
+    return worker_memory_need(workers or 1, info.encoder_weights_bytes, images, int(height) * int(width))
 
 
 def check_index_size(root: Path, spec: IndexSpec) -> None:
@@ -112,6 +116,20 @@ def _token_bytes(spec: IndexSpec, record_bytes: int) -> int:
         padded_shard_bytes(rows, spec.shard_size, record_bytes)[1] for rows in (spec.shard_size, last)
     )
     return (spec.shards - 1) * full_shard + last_shard + spec.rows * CRC_BYTES
+
+
+def _check_clips(info: BundleInfo) -> None:
+    """Check that clips can be decoded, and that the adapter can combine their frames."""
+    from storage_formats.extras import name_missing_extra
+
+    with name_missing_extra("video"):
+        import av  # noqa: F401
+    if not info.combines_frames:
+        raise UsageError(
+            f"the bundle {info.path} has a {info.adapter['kind']} adapter, which cannot combine the frames of clips; "
+            "use a bundle with a compressed adapter",
+            parameter="model",
+        )
 
 
 def _check_device(device: str) -> None:

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from edje_index.images.inputs import InputRef
 from edje_index.images.remote.urls import is_remote
 from pipelines.planning.new_rows import NewInputs
+from pipelines.planning.recorded_sources import holds_clips
 from pipelines.planning.update import digest_of
 
 if TYPE_CHECKING:
+    from pipelines.sources import Source
     from storage_formats.format.manifest import CommittedIndex
 
 _DAMAGED = frozenset({"truncated-archive", "damaged-archive"})
@@ -52,7 +54,7 @@ def find_failed(index: CommittedIndex) -> FailedInputs:
     names = [column.name for column in index.manifest.columns]
     tables = iter_rows(index, ["row_id", "uri", "uri_raw", "status", "reason", *names])
     failed = [row for table in tables for row in table.to_pylist() if row["status"] == FAILED]
-    refs = list(hashed(_refs_of(failed, names)))
+    refs = list(hashed(_refs_of(failed, names, clips=holds_clips(index.manifest))))
     held = _hashes_held(index, {ref.content_hash for ref in refs if ref.content_hash is not None})
     # Equal inputs stay separate, so that each of them is listed if they fail again.
     remaining = [ref for ref in refs if ref.content_hash not in held]
@@ -64,8 +66,9 @@ def find_failed(index: CommittedIndex) -> FailedInputs:
     )
 
 
-def _refs_of(failed: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
+def _refs_of(failed: list[dict[str, Any]], names: list[str], *, clips: bool) -> Iterator[InputRef]:
     """Yield the inputs of failed rows, with the stored values of the source columns `names`."""
+    from pipelines.sources.archives import ArchiveFile
     from pipelines.sources.files import file_input
     from pipelines.sources.folder import FolderSource
 
@@ -76,13 +79,13 @@ def _refs_of(failed: list[dict[str, Any]], names: list[str]) -> Iterator[InputRe
         if archive is not None:
             rows_of_archive.setdefault(archive, []).append(row)
         elif os.path.isdir(path):
-            yield from FolderSource(os.fsdecode(path)).iter_inputs()
+            yield from FolderSource(os.fsdecode(path), clips=clips).iter_inputs()
         elif row["reason"] == "bad-list-line" or (row["reason"] == "not-a-local-path" and not is_remote(path)):
             yield InputRef(row["uri"], path, problem=row["reason"], metadata=_metadata(row, names))
         else:
             yield replace(file_input(path, row["uri"]), metadata=_metadata(row, names))
     for (archive_path, column), rows in rows_of_archive.items():
-        yield from _members(archive_path, column, rows, names)
+        yield from _members(ArchiveFile(os.fsdecode(archive_path), column, clips=clips), rows, names)
 
 
 def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
@@ -102,14 +105,13 @@ def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
     return os.fsencode(archive), member.rpartition("/")[0] if archive.lower().endswith(".parquet") else None
 
 
-def _members(archive: bytes, column: str | None, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
+def _members(archive: Source, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
     """Yield the members of `archive` that are named in `rows`. If the archive was damaged, yield all members."""
     from edje_index.images.containers.container import split_uri
-    from pipelines.sources.archives import ArchiveFile
 
     rows_of_uri = {row["uri"]: row for row in rows}
     was_damaged = any(row["reason"] in _DAMAGED or split_uri(row["uri"]) is None for row in rows)
-    for ref in ArchiveFile(os.fsdecode(archive), column).iter_inputs():
+    for ref in archive.iter_inputs():
         row = rows_of_uri.pop(ref.uri, None)
         if row is not None:
             yield replace(ref, metadata=_metadata(row, names))
@@ -117,7 +119,7 @@ def _members(archive: bytes, column: str | None, rows: list[dict[str, Any]], nam
             yield ref
     for uri, row in rows_of_uri.items():
         if split_uri(uri) is not None:
-            yield InputRef(uri, archive, problem="missing", metadata=_metadata(row, names))
+            yield InputRef(uri, archive.path, problem="missing", metadata=_metadata(row, names))
 
 
 def _metadata(row: dict[str, Any], names: list[str]) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edje_index.images.inputs import InputRef, display_path
 from pipelines.planning.config import UpdateConfig
 from pipelines.planning.new_rows import NewInputs
-from pipelines.planning.recorded_sources import open_recorded, recorded_sources
+from pipelines.planning.recorded_sources import holds_clips, open_recorded, recorded_sources
 from pipelines.planning.stored_rows import StoredRow, StoredRows
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
@@ -67,8 +67,11 @@ def compare_sources(
     """
     from pipelines.sources import count_ignored, digested, hashed, iter_all, open_sources
 
-    groups = recorded_sources(index.manifest)
-    sources = open_sources(config.sources, config.column) if config.sources else open_recorded(groups)
+    clips = holds_clips(index.manifest)
+    if config.sources:
+        sources = open_sources(config.sources, config.column, clips=clips)
+    else:
+        sources = open_recorded(recorded_sources(index.manifest), clips=clips)
     listings = [_CountedSource(source) for source in sources]
     comparison = _Comparison(StoredRows(index))
     for ref in hashed(digested(iter_all(listings), hashlib.sha256(), on_event, should_stop)):
@@ -91,6 +94,7 @@ class _CountedSource:
 
     def __post_init__(self) -> None:
         self.spec, self.kind, self.path = self.source.spec, self.source.kind, self.source.path
+        self.clips = self.source.clips
 
     @property
     def ignored(self) -> dict[str, int]:

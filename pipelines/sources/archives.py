@@ -30,13 +30,14 @@ def is_archive_name(name: str) -> bool:
     return file_name(name).lower().endswith((*ARCHIVE_SUFFIXES, PARQUET_SUFFIX))
 
 
-def archive_source(path: str, head: bytes, column: str | None = None) -> Source | None:
+def archive_source(path: str, head: bytes, column: str | None = None, *, clips: bool = False) -> Source | None:
     """Return the source for an archive, or for a Parquet file with a column of images; None for other files.
 
     Args:
         path: path of the file.
         head: the first bytes of the file.
         column: the only column of a Parquet file to consider; None considers all columns.
+        clips: True if the video files in an archive are inputs, too.
 
     Raises:
         UsageError: a Parquet file has several columns of images, and none of them has a usual name.
@@ -44,9 +45,9 @@ def archive_source(path: str, head: bytes, column: str | None = None) -> Source 
     """
     name = file_name(path).lower()
     if name.endswith(".zip") or (name.endswith(TAR_SUFFIXES) and head.startswith(ZIP_MAGIC)):
-        return ZipSource(path)
+        return ZipSource(path, clips=clips)
     if name.endswith(TAR_SUFFIXES):
-        return WebDatasetSource(path, compression_of(head))
+        return WebDatasetSource(path, compression_of(head), clips=clips)
     if name.endswith(PARQUET_SUFFIX):
         images = find_image_column(path, column)
         return None if images is None else ParquetImagesSource(path, images)
@@ -71,7 +72,7 @@ class ArchiveFile(FileSource):
 
         self.ignored.clear()
         try:
-            source = archive_source(self.spec, read_head(self.path), self.column)
+            source = archive_source(self.spec, read_head(self.path), self.column, clips=self.clips)
         except NoRangesError as error:
             raise UsageError(f"cannot read {self.spec}: {error.strerror}", parameter="sources") from error
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:

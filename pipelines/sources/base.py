@@ -9,12 +9,13 @@ from edje_index.images.inputs import InputRef
 
 
 class Source(Protocol):
-    """A source of images.
+    """A source of images and clips.
 
     Attributes:
         spec: the source as the user wrote it.
         kind: "folder", "archive", "webdataset", "zip", "parquet", "list", "lines", "captions" or "image".
         path: absolute path of the directory or file.
+        clips: True if video files are inputs, too.
         ignored: number of entries that are not inputs, in the latest pass over the source. Keys are suffixes (".txt")
             or reasons ("(hidden)").
     """
@@ -22,6 +23,7 @@ class Source(Protocol):
     spec: str
     kind: str
     path: bytes
+    clips: bool
 
     @property
     def ignored(self) -> Mapping[str, int]: ...

@@ -14,7 +14,7 @@ from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
 from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import file_input, problem_of, read_head
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
-from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
+from pipelines.sources.selection import Ignored, has_input_suffix, ignored_as
 
 _FileId = tuple[int, int]  # device and inode: the same for every path to a file or directory
 
@@ -35,12 +35,12 @@ class FolderSource(FileSource):
 
     def iter_inputs(self) -> Iterator[InputRef]:
         self.ignored.clear()
-        yield from _Walk(self.ignored).below(self.path)
+        yield from _Walk(self.ignored, self.clips).below(self.path)
 
 
 @dataclass
 class ImageFileSource(FileSource):
-    """A source that is one image file."""
+    """A source that is one image file or one clip."""
 
     kind: str = "image"
 
@@ -60,8 +60,9 @@ class _Entries:
 class _Walk:
     """One pass over a directory tree. Each file and each directory is used once."""
 
-    def __init__(self, ignored: Ignored) -> None:
+    def __init__(self, ignored: Ignored, clips: bool) -> None:
         self._ignored = ignored
+        self._clips = clips
         self._visited: set[_FileId] = set()
         self._linked: dict[_FileId, set[bytes]] = {}  # files already used through a link, by directory
         self._archives_seen: set[_FileId] = set()
@@ -102,8 +103,8 @@ class _Walk:
         prefix = os.path.join(directory, b"")
         prefix_uri = display_path(prefix)
         linked = self._linked.get(identity, ())
-        sidecars = find_sidecars(entries.files)
-        reads_archives = not holds_images([*entries.files, *entries.links])
+        sidecars = find_sidecars(entries.files, self._clips)
+        reads_archives = not holds_inputs([*entries.files, *entries.links], self._clips)
         archives: list[bytes] = []
         for name in sorted([*entries.files, *entries.links]):
             path = prefix + name
@@ -135,7 +136,7 @@ class _Walk:
             if identity in self._archives_seen:
                 self._ignored.count("(link seen)")
             else:
-                sources.append(ArchiveFile(os.fsdecode(path)))
+                sources.append(ArchiveFile(os.fsdecode(path), clips=self._clips))
             self._archives_seen.add(identity)
         yield from scan_ahead(sources)
         for source in sources:
@@ -153,7 +154,7 @@ class _Walk:
 
     def _input(self, path: bytes, name: bytes, uri: str) -> InputRef | None:
         try:
-            ignored = ignored_as(name, lambda: read_head(path))
+            ignored = ignored_as(name, lambda: read_head(path), clips=self._clips)
         except OSError as error:
             return InputRef(uri, path, problem=problem_of(error))
         if ignored is None:
@@ -162,14 +163,14 @@ class _Walk:
         return None
 
     def _leads_to_file(self, link: bytes, name: bytes, entries: _Entries) -> bool:
-        """Return True if the link leads to a file, or if the link is broken and its name has an image suffix."""
+        """Return True if the link leads to a file, or if the link is broken and its name has the suffix of an input."""
         if name.startswith(b"."):
             self._ignored.count("(hidden)")
             return False
         try:
             mode = os.stat(link).st_mode
         except OSError:
-            if has_image_suffix(name):
+            if has_input_suffix(name, self._clips):
                 return True
             self._ignored.count("(broken link)")
             return False
@@ -184,7 +185,7 @@ class _Walk:
         directory, name = os.path.split(os.path.realpath(link))
         try:
             home = _file_id(directory)
-            if home in self._visited and ignored_as(name, lambda: read_head(link)) is None:
+            if home in self._visited and ignored_as(name, lambda: read_head(link), clips=self._clips) is None:
                 return False
         except OSError:
             return True
@@ -195,14 +196,17 @@ class _Walk:
         return True
 
 
-def holds_images(names: Iterable[bytes]) -> bool:
-    """Return True if one of the file names in a directory is that of an image."""
-    return any(has_image_suffix(name) and not name.startswith(b".") for name in names)
+def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
+    """Return True if one of the file names in a directory is that of an image, or with `clips` of a clip."""
+    return any(has_input_suffix(name, clips) and not name.startswith(b".") for name in names)
 
 
-def find_sidecars(names: Sequence[bytes]) -> frozenset[bytes]:
-    """Return the names of the metadata files in a directory: NAME.json and NAME.txt, if there is an image NAME.jpg."""
-    stems = {os.path.splitext(name)[0] for name in names if has_image_suffix(name) and not name.startswith(b".")}
+def find_sidecars(names: Sequence[bytes], clips: bool) -> frozenset[bytes]:
+    """Return the names of the metadata files in a directory: NAME.json and NAME.txt, if there is an input NAME.jpg.
+
+    With `clips`, an input can be a clip such as NAME.mp4, too.
+    """
+    stems = {os.path.splitext(name)[0] for name in names if has_input_suffix(name, clips) and not name.startswith(b".")}
     suffixes = tuple(suffix.encode() for suffix in SIDECAR_SUFFIXES)
     return frozenset(name for name in names if name.endswith(suffixes) and os.path.splitext(name)[0] in stems)
 

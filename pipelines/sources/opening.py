@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from edje_index.images.containers.container import TAR_SUFFIXES
-from edje_index.images.headers import image_format
 from edje_index.images.inputs import InputRef
 from edje_index.images.remote.urls import is_remote, scheme_of
 from pipelines.sources.archives import ARCHIVE_KINDS, archive_source, compression_of, is_archive_name, scan_ahead
@@ -18,11 +17,11 @@ from pipelines.sources.base import Source
 from pipelines.sources.braces import expand_braces
 from pipelines.sources.caption_file import CAPTION_SUFFIX, CaptionFileSource
 from pipelines.sources.files import read_head
-from pipelines.sources.folder import FolderSource, ImageFileSource, holds_images
+from pipelines.sources.folder import FolderSource, ImageFileSource, holds_inputs
 from pipelines.sources.lines import LINES_SUFFIX, LinesSource
 from pipelines.sources.path_list import LIST_SUFFIXES, PathListSource
 from pipelines.sources.remote import matching_urls, open_remote, refuse_credentials
-from pipelines.sources.selection import has_image_suffix
+from pipelines.sources.selection import has_input_suffix, is_input
 from pipelines.sources.specs import STANDARD_INPUT, is_url
 from storage_formats.errors import UsageError
 
@@ -34,18 +33,19 @@ ACCEPTED = (
 )
 
 
-def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source]:
+def open_sources(specs: Iterable[str], column: str | None = None, *, clips: bool = False) -> list[Source]:
     """Open sources in order. A brace pattern opens one source per name.
 
     Args:
         specs: paths or brace patterns; `ACCEPTED` lists the kinds of sources.
         column: name of the path column in lists of paths; None selects the first column with a name in `PATH_COLUMNS`.
+        clips: True if video files are inputs, too.
 
     Raises:
         UsageError: a source does not exist, is of an unknown kind, or overlaps another source. Also raised if `column`
             is given but no source is a list of paths.
     """
-    sources = [open_source(name, column) for spec in specs for name in _expanded(spec)]
+    sources = [open_source(name, column, clips=clips) for spec in specs for name in _expanded(spec)]
     if column is not None and not any(source.kind in ("list", "parquet") for source in sources):
         raise UsageError(
             f"the column {column} is given, but no source is a table with columns; leave the column out",
@@ -66,13 +66,14 @@ def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
                 yield from source.iter_inputs()
 
 
-def open_source(spec: str, column: str | None = None) -> Source:
+def open_source(spec: str, column: str | None = None, *, clips: bool = False) -> Source:
     """Open one directory or file as a source.
 
     Args:
         spec: path of the directory or file.
         column: name of the path column, if the file is a list of paths; None selects the first column with a name in
             `PATH_COLUMNS`.
+        clips: True if video files are inputs, too.
 
     Raises:
         UsageError: the path does not exist, cannot be read, or is not a source.
@@ -81,7 +82,7 @@ def open_source(spec: str, column: str | None = None) -> Source:
         return LinesSource(spec)
     refuse_credentials(spec)
     if is_url(spec):
-        return open_remote(spec, column)
+        return open_remote(spec, column, clips=clips)
     if scheme_of(spec) is not None:
         raise UsageError(
             f"{spec} is not a local path; mount the storage, or copy the files to this machine", parameter="sources"
@@ -91,12 +92,12 @@ def open_source(spec: str, column: str | None = None) -> Source:
             raise UsageError(
                 f"cannot list the directory {spec}: permission denied; change its permissions", parameter="sources"
             )
-        return FolderSource(spec)
+        return FolderSource(spec, clips=clips)
     head = _head(spec)
-    return _archive(spec, head, column) or _list(spec, column) or _image(spec, head)
+    return _archive(spec, head, column, clips=clips) or _list(spec, column) or _file(spec, head, clips=clips)
 
 
-def _archive(spec: str, head: bytes, column: str | None) -> Source | None:
+def _archive(spec: str, head: bytes, column: str | None, *, clips: bool) -> Source | None:
     import pyarrow as pa
 
     if compression_of(head) and not is_archive_name(spec):
@@ -106,7 +107,7 @@ def _archive(spec: str, head: bytes, column: str | None) -> Source | None:
             parameter="sources",
         )
     try:
-        return archive_source(spec, head, column)
+        return archive_source(spec, head, column, clips=clips)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UsageError(f"cannot read {spec}: {error}; check the file and its format", parameter="sources") from error
 
@@ -120,9 +121,11 @@ def _list(spec: str, column: str | None) -> Source | None:
     return LinesSource(spec) if suffix == LINES_SUFFIX else None
 
 
-def _image(spec: str, head: bytes) -> Source:
-    if image_format(head) or has_image_suffix(os.fsencode(spec)):
+def _file(spec: str, head: bytes, *, clips: bool) -> Source:
+    if is_input(head, clips) or has_input_suffix(os.fsencode(spec), clips):
         return ImageFileSource(spec)
+    if is_input(head, clips=True):
+        raise UsageError(f"{spec} is a video; set the number of frames per clip to index videos", parameter="sources")
     raise UsageError(f"{spec} is not a source of images; give {ACCEPTED}", parameter="sources")
 
 
@@ -180,8 +183,13 @@ def _real_path(source: Source) -> bytes:
 def _is_part_of_folder(source: Source) -> bool:
     """Return True if the inputs of `source` are also inputs of a directory that contains `source`."""
     if source.kind in ARCHIVE_KINDS:
-        return not is_remote(source.path) and not holds_images(os.listdir(os.path.dirname(_real_path(source))))
+        return not is_remote(source.path) and not _holds_others(source)
     return source.kind in ("folder", "image")
+
+
+def _holds_others(archive: Source) -> bool:
+    """Return True if the directory of an archive has inputs besides the archive. It is then not read with it."""
+    return holds_inputs(os.listdir(os.path.dirname(_real_path(archive))), archive.clips)
 
 
 def without_nested(sources: Sequence[Source]) -> list[Source]:

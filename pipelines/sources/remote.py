@@ -14,17 +14,18 @@ from pipelines.sources.folder import ImageFileSource
 from pipelines.sources.lines import LINES_SUFFIX, LinesSource
 from pipelines.sources.path_list import LIST_SUFFIXES, PathListSource
 from pipelines.sources.remote_folder import RemoteFolderSource
-from pipelines.sources.selection import has_image_suffix
+from pipelines.sources.selection import has_input_suffix
 from pipelines.sources.specs import file_name
 from storage_formats.errors import UsageError
 
 
-def open_remote(url: str, column: str | None = None) -> Source:
+def open_remote(url: str, column: str | None = None, *, clips: bool = False) -> Source:
     """Open a source on a server. Archives are opened when they are listed.
 
     Args:
         url: URL of a file or directory.
         column: column of images or paths, if the file is a table.
+        clips: True if video files are inputs, too.
 
     Raises:
         UsageError: the file cannot be read, or the server lists no directories.
@@ -38,14 +39,14 @@ def open_remote(url: str, column: str | None = None) -> Source:
         if suffix == PARQUET_SUFFIX:
             return archive_source(url, b"", column) or PathListSource(url, column)
         if is_archive_name(url):
-            return ArchiveFile(url)
+            return ArchiveFile(url, clips=clips)
         if suffix in LIST_SUFFIXES:
             return PathListSource(url, column)
         if suffix == LINES_SUFFIX:
             return LinesSource(url)
-        if has_image_suffix(os.fsencode(file_name(url))) or file_name(url) != url:
+        if has_input_suffix(os.fsencode(file_name(url)), clips) or file_name(url) != url:
             return ImageFileSource(url)
-        return _folder(url)
+        return _folder(url, clips)
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         raise _unusable(url, error) from error
 
@@ -84,7 +85,7 @@ def matching_urls(pattern: str) -> list[str]:
     return [f"{parent}/{each}" for each in matching]
 
 
-def _folder(url: str) -> Source:
+def _folder(url: str, clips: bool) -> Source:
     folder = list_remote_folder(url)
     if folder is None:
         raise UsageError(
@@ -94,7 +95,7 @@ def _folder(url: str) -> Source:
         )
     if not folder.files and not folder.directories:
         raise UsageError(f"{url} does not exist; check the URL", parameter="sources")
-    return RemoteFolderSource(url)
+    return RemoteFolderSource(url, clips=clips)
 
 
 def _unusable(url: str, error: Exception) -> UsageError:

@@ -17,7 +17,7 @@ from edje_index.images.remote.listing import RemoteFile
 from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
 from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import problem_of
-from pipelines.sources.folder import find_sidecars, holds_images
+from pipelines.sources.folder import find_sidecars, holds_inputs
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.selection import Ignored, ignored_as
 from pipelines.sources.specs import absolute_path
@@ -57,15 +57,15 @@ class RemoteFolderSource(FileSource):
 
     def _files(self, url: str, files: list[RemoteFile]) -> Iterator[InputRef]:
         names = [os.fsencode(file.name) for file in files]
-        sidecars = find_sidecars(names)
-        reads_archives = not holds_images(names)
+        sidecars = find_sidecars(names, self.clips)
+        reads_archives = not holds_inputs(names, self.clips)
         archives: list[ArchiveFile] = []
         others: list[RemoteFile] = []
         for file, name in zip(files, names, strict=True):
             if name in sidecars:
                 continue
             if reads_archives and is_archive_name(file.name) and not name.startswith(b"."):
-                archives.append(ArchiveFile(f"{url}/{file.name}"))
+                archives.append(ArchiveFile(f"{url}/{file.name}", clips=self.clips))
             else:
                 others.append(file)
         yield from self._images(url, others, sidecars)
@@ -77,18 +77,18 @@ class RemoteFolderSource(FileSource):
         remaining = iter(files)
         with ThreadPoolExecutor(_FILES_AT_ONCE, "edje-list") as pool:
             while batch := list(itertools.islice(remaining, 4 * _FILES_AT_ONCE)):
-                for ref, ignored in pool.map(functools.partial(_input, url, sidecars), batch):
+                for ref, ignored in pool.map(functools.partial(_input, url, sidecars, self.clips), batch):
                     self.ignored.add(ignored)
                     if ref is not None:
                         yield ref
 
 
-def _input(url: str, sidecars: frozenset[bytes], file: RemoteFile) -> tuple[InputRef | None, Ignored]:
+def _input(url: str, sidecars: frozenset[bytes], clips: bool, file: RemoteFile) -> tuple[InputRef | None, Ignored]:
     """Return (input, ignored entries) for a file. The input is None if the file is ignored."""
     uri, ignored = f"{url}/{file.name}", Ignored()
     ref = InputRef(uri, os.fsencode(uri), size=file.size)
     try:
-        key = ignored_as(os.fsencode(file.name), functools.partial(_read_head, uri, file.size))
+        key = ignored_as(os.fsencode(file.name), functools.partial(_read_head, uri, file.size), clips=clips)
     except (OSError, EOFError) as error:
         return dataclasses.replace(ref, size=None, problem=problem_of(error)), ignored
     if key is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from edje_index.images.clip_headers import clip_format
 from edje_index.images.headers import image_format
 from edje_index.images.inputs import display_path
 
@@ -13,6 +14,9 @@ IMAGE_SUFFIXES = frozenset(
     b" .avif .avifs .heic .heif .hif .jp2 .j2k .j2c .jpc .jpf .jpx .jxl .mpo .qoi".split()
 )
 """Suffixes of inputs. Formats that cannot be decoded (HEIC, JPEG XL) become failed rows instead of ignored files."""
+
+VIDEO_SUFFIXES = frozenset(b".mp4 .m4v .mov .qt .3gp .3g2 .webm .mkv .avi".split())
+"""Suffixes of inputs if clips are indexed."""
 
 _LONGEST_SUFFIX = 12
 _MAX_KEYS = 100
@@ -33,24 +37,31 @@ class Ignored(dict[str, int]):
             self.count(key, count)
 
 
-def has_image_suffix(name: bytes) -> bool:
-    """Return True if the file name has an image suffix."""
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+def has_input_suffix(name: bytes, clips: bool) -> bool:
+    """Return True if the file name has an image suffix, or with `clips` a video suffix."""
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix in IMAGE_SUFFIXES or (clips and suffix in VIDEO_SUFFIXES)
 
 
-def ignored_as(name: bytes, read_head: Callable[[], bytes]) -> str | None:
+def is_input(head: bytes, clips: bool) -> bool:
+    """Return True if a file begins like an image, or with `clips` like a clip. `head` has `HEAD_BYTES` bytes."""
+    return image_format(head) is not None or (clips and clip_format(head) is not None)
+
+
+def ignored_as(name: bytes, read_head: Callable[[], bytes], *, clips: bool) -> str | None:
     """Return the key under which `Ignored` counts a regular file; None if the file is an input.
 
     Args:
         name: name of the file, without directories.
         read_head: function that returns the first bytes of the file, or raises OSError. This function is called only
             if the name has no suffix.
+        clips: True if clips are inputs, too.
     """
     if name.startswith(b"."):
         return "(hidden)"
-    suffix = os.path.splitext(name)[1].lower()
-    if suffix in IMAGE_SUFFIXES:
+    if has_input_suffix(name, clips):
         return None
+    suffix = os.path.splitext(name)[1].lower()
     if suffix:
         return display_path(suffix)
-    return None if image_format(read_head()) else "(no suffix)"
+    return None if is_input(read_head(), clips) else "(no suffix)"

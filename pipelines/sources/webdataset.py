@@ -90,7 +90,9 @@ class WebDatasetSource(FileSource):
             self.ignored.count("(not a file)")
             return None
         name = next((part for part in parts if part.startswith(b".")), parts[-1])
-        ignored = ignored_as(name, lambda: archive.read_at(min(HEAD_BYTES, member.size), member.offset))
+        ignored = ignored_as(
+            name, lambda: archive.read_at(min(HEAD_BYTES, member.size), member.offset), clips=self.clips
+        )
         if ignored is not None:
             self.ignored.count(ignored)
             return None

@@ -17,7 +17,7 @@ from edje_index.images.ranges import open_ranged
 from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import problem_of
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
-from pipelines.sources.selection import has_image_suffix, ignored_as
+from pipelines.sources.selection import has_input_suffix, ignored_as
 
 
 @dataclass
@@ -43,7 +43,7 @@ class ZipSource(FileSource):
             yield InputRef(uri, self.path, problem=problem_of(error))
 
     def _members(self, archive: ZipArchive, uri: str, container: Container) -> Iterator[InputRef]:
-        sidecars = _sidecars(archive)
+        sidecars = _sidecars(archive, self.clips)
         metadata_names = {member.name for members in sidecars.values() for member in members.values()}
         for member in archive.members():
             if member.name in metadata_names or self._is_ignored(archive, member):
@@ -67,16 +67,17 @@ class ZipSource(FileSource):
         if name == "__MACOSX":  # where macOS puts the attributes of files
             self.ignored.count("(hidden)")
             return True
-        key = ignored_as(os.fsencode(_display(name)), lambda: _head(archive, member))
+        key = ignored_as(os.fsencode(_display(name)), lambda: _head(archive, member), clips=self.clips)
         if key is not None:
             self.ignored.count(key)
         return key is not None
 
 
-def _sidecars(archive: ZipArchive) -> dict[str, dict[str, ZipMember]]:
+def _sidecars(archive: ZipArchive, clips: bool) -> dict[str, dict[str, ZipMember]]:
     """Return the members with metadata of images, by the name of the image without its suffix, and by their suffix."""
     members = list(archive.members())
-    stems = {os.path.splitext(member.name)[0] for member in members if has_image_suffix(os.fsencode(member.name))}
+    inputs = [member for member in members if has_input_suffix(os.fsencode(member.name), clips)]
+    stems = {os.path.splitext(member.name)[0] for member in inputs}
     result: dict[str, dict[str, ZipMember]] = {}
     for member in members:
         stem, suffix = os.path.splitext(member.name)

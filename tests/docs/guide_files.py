@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from pipelines import build_index, delete_rows, quantize_index
+from tests.edje_index.clip_cases import clip, panned
 
 ROWS = 1100  # guides fetch row 1023
 
@@ -28,6 +29,7 @@ def write_guide_files(folder: Path, bundle: Path) -> None:
     paths[9].write_bytes(b"no image")
     shutil.copy(paths[5], folder / "canoe.jpg")
     write_texts(folder, paths[10:50])
+    write_clips(folder / "clips")
     write_tables(folder, paths)
     shutil.copytree(bundle, folder / "model")
     index = folder / "photos.edje"
@@ -51,6 +53,13 @@ def write_texts(folder: Path, captioned: list[Path]) -> None:
     ]
     (folder / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
     (folder / "queries.txt").write_text("a red canoe\ntwo dogs\n")
+
+
+def write_clips(folder: Path) -> None:
+    folder.mkdir()
+    for name in ("beach.mp4", "harbour.mp4"):
+        (folder / name).write_bytes(clip(panned(12)))
+    (folder / "beach.txt").write_text("a red canoe on a beach\n")
 
 
 def write_tables(folder: Path, paths: list[Path]) -> None:

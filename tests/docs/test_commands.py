@@ -24,6 +24,7 @@ PAGES = [REPO / "README.md"] + [
         "tutorial",
         "install",
         "build",
+        "video",
         "change",
         "quantize",
         "search",

@@ -59,14 +59,15 @@ def test_duplicates_are_decided_in_the_plan(config):
 def test_plans_of_earlier_versions_keep_their_fingerprints(config):
     layout, made = Layout(config().out), plan(config())
     earlier = json.loads(layout.plan.read_text())
-    del earlier["settings"]["truncated"], earlier["crc32c"]
+    del earlier["settings"]["truncated"], earlier["settings"]["frames"], earlier["crc32c"]
     layout.plan.write_text(json.dumps({**earlier, "crc32c": json_checksum(earlier)}))
     assert read_plan(made.root) == made
     parts = {"version": 1, "encoder": made.model["fingerprint"], "settings": earlier["settings"]}
     text = json.dumps({**parts, "inputs": made.inputs_digest}, sort_keys=True)
     assert made.fingerprint == hashlib.sha256(text.encode()).hexdigest()
-    loading = dataclasses.replace(made.settings, truncated="load")
-    assert dataclasses.replace(made, settings=loading).fingerprint != made.fingerprint
+    for later in ({"truncated": "load"}, {"frames": 8}):
+        settings = dataclasses.replace(made.settings, **later)
+        assert dataclasses.replace(made, settings=settings).fingerprint != made.fingerprint
 
 
 @pytest.mark.parametrize(

@@ -92,3 +92,15 @@ def test_refuses_unknown_devices_and_types(tiny_bundle: Path) -> None:
         ImageEncoder.open(tiny_bundle, device="cuda:99")
     with pytest.raises(ModelError, match="unknown data type 'int8'"):
         ImageEncoder.open(tiny_bundle, dtype="int8")
+
+
+def test_the_patches_of_all_frames_of_a_clip_are_those_of_one_image(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
+    encoder = ImageEncoder.open(tiny_bundle, device="cpu")
+    clips = random_pixels(tiny_model.clip_config, count=6).unflatten(0, (2, 3))
+    tokens, embeddings = encoder.encode(clips)
+    for clip, clip_tokens, embedding in zip(clips, tokens, embeddings, strict=True):
+        frames = [tiny_model.vision.encode(frame[None]) for frame in clip]
+        expected = tiny_model.adapter(torch.cat([patches for patches, _ in frames], dim=1))[0]
+        np.testing.assert_allclose(clip_tokens.astype(np.float32), expected.detach(), rtol=2**-7, atol=1e-4)
+        total = np.sum([pooled[0].numpy() for _, pooled in frames], axis=0)
+        np.testing.assert_allclose(embedding, total / np.linalg.norm(total), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,206 @@
+"""Decodes frames of video clips to upright 8-bit RGB images.
+
+A clip has as many frames as the caller asks for. They are taken from the middle of equal parts of the clip. PyAV
+decodes them. Its wheels contain FFmpeg, so the result does not depend on a library of the operating system.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from edje_index.images.clip_headers import clip_format, truncation
+from edje_index.images.decode import TRUNCATED, ImageError, check_size
+from edje_index.images.decode_limits import CountedReads, TooExpensiveError
+from edje_index.images.headers import HEAD_BYTES
+from storage_formats.extras import name_missing_extra
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+MAX_FRAME_PIXELS = 8192 * 4608
+"""Largest number of pixels of a frame, a little more than 8K. A decoder keeps up to 17 frames in memory."""
+
+MAX_CLIP_FRAMES = 1_000_000
+"""Largest number of frames of a clip: nine hours at 30 frames per second."""
+
+MAX_PIXELS_PER_FRAME = 1 << 32
+"""Largest number of pixels to decode for one frame. A frame depends on all frames since the last key frame."""
+
+BYTES_PER_PIXEL = 40
+"""Bytes of memory per pixel of a frame that are enough to decode any clip."""
+
+CODECS = frozenset({"av1", "ffv1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"})
+"""Names of the video codecs that are decoded. FFmpeg has hundreds of decoders that few people test."""
+
+_PADDING_PIXELS = 1 << 20  # decoders round the sides of frames up before they check them
+_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
+
+
+def is_clip(data: bytes) -> bool:
+    """Return True if the file is a video clip by its first bytes."""
+    return clip_format(data[:HEAD_BYTES]) is not None
+
+
+def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Image]:
+    """Yield `count` frames of a clip in order, as upright RGB images. A frame of a short clip is repeated.
+
+    Args:
+        data: content of the file.
+        count: number of frames.
+        max_pixels: largest number of pixels of a frame, checked before memory for the pixels is allocated.
+
+    Raises:
+        ImageError: the clip cannot be decoded, is truncated, or is too large.
+        MemoryError: there is too little memory.
+        MissingExtraError: PyAV is not installed.
+    """
+    with name_missing_extra("video"):
+        import av  # noqa: F401
+    name = clip_format(data[:HEAD_BYTES])
+    if name is None:
+        raise ImageError(reason="unsupported-video", detail=f"the first bytes, {data[:12]!r}, match no video format")
+    try:
+        if (missing := truncation(data, name)) is not None:
+            raise ImageError(reason=TRUNCATED, detail=missing)
+        yield from _decode(data, name, count, min(max_pixels, MAX_FRAME_PIXELS))
+    except (ImageError, MemoryError, GeneratorExit):
+        raise
+    except TooExpensiveError as error:
+        raise ImageError(reason="too-expensive", detail=str(error)) from error
+    except Exception as error:  # PyAV raises many kinds of exceptions on damaged input
+        raise ImageError(reason="corrupt", detail=f"{name}: {error}") from error
+
+
+def _decode(data: bytes, name: str, count: int, max_pixels: int) -> Iterator[Image.Image]:
+    import av
+
+    # The probe of `open` decodes frames too, with these options. One thread per clip: clips are decoded in parallel.
+    codec_options = {"threads": "1", "max_pixels": str(max_pixels + _PADDING_PIXELS)}
+    options = {**codec_options, "max_streams": "64"}
+    with av.open(CountedReads(data), "r", format=name, options=options) as container:
+        stream = _video_stream(container)
+        context = stream.codec_context
+        check_size((context.width, context.height), max_pixels)
+        context.options = codec_options
+        timeline = _timeline(container, stream)
+        for frame in _Reader(container, stream, timeline).frames_at(timeline.samples(count)):
+            yield _upright(frame, max_pixels)
+
+
+def _video_stream(container: InputContainer) -> VideoStream:
+    from av.stream import Disposition
+
+    stream = next((each for each in container.streams.video if not each.disposition & Disposition.attached_pic), None)
+    if stream is None:
+        raise ImageError(reason="unsupported-video", detail="the file has no video stream")
+    codec = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
+    if codec not in CODECS:
+        raise ImageError(
+            reason="unsupported-video",
+            detail=f"the video codec {codec} is not supported; the supported codecs are {', '.join(sorted(CODECS))}",
+        )
+    return stream
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """The times at which a clip can be shown and decoded, in units of the stream.
+
+    Attributes:
+        shown: times of all frames, ascending.
+        keys: times of the key frames, ascending. Decoding can begin at each of them.
+        seek_to: for each key frame, the time to seek to.
+    """
+
+    shown: list[int]
+    keys: list[int]
+    seek_to: list[int]
+
+    def samples(self, count: int) -> list[int]:
+        """Return the middle times of `count` equal parts of the clip, ascending."""
+        first, length, frames = self.shown[0], self.shown[-1] - self.shown[0], len(self.shown)
+        # The last frame is shown as long as the others are on average.
+        steps = 2 * count * max(1, frames - 1)
+        return [first + (2 * position + 1) * length * frames // steps for position in range(count)]
+
+
+def _timeline(container: InputContainer, stream: VideoStream) -> _Timeline:
+    """Read the times of all frames. Nothing is decoded."""
+    shown: list[int] = []
+    keys: dict[int, int] = {}
+    for number, packet in enumerate(container.demux(stream)):
+        if number > MAX_CLIP_FRAMES:
+            raise TooExpensiveError(f"the clip has more than {MAX_CLIP_FRAMES} frames")
+        time = packet.dts if packet.pts is None else packet.pts
+        if time is None or not packet.size or packet.is_discard:
+            continue
+        shown.append(time)
+        if packet.is_keyframe:
+            keys.setdefault(time, time if packet.dts is None else packet.dts)
+    if not shown:
+        raise ImageError(reason="corrupt", detail="the video stream has no frames")
+    shown.sort()
+    ordered = sorted(keys)
+    return _Timeline(shown, ordered, [keys[time] for time in ordered])
+
+
+class _Reader:
+    """Decodes the frames of a stream at given times, and seeks to key frames between them."""
+
+    def __init__(self, container: InputContainer, stream: VideoStream, timeline: _Timeline) -> None:
+        self._container = container
+        self._stream = stream
+        self._timeline = timeline
+
+    def frames_at(self, times: list[int]) -> Iterator[VideoFrame]:
+        """Yield the frame that is shown at each of the ascending `times`."""
+        frames = self._from(times[0])
+        current = _next(frames)
+        following = None if current is None else _next(frames)
+        for time in times:
+            if following is not None and self._key_before(time) > self._key_before(_time_of(following)):
+                frames = self._from(time)
+                current, following = following, _next(frames)
+            pixels = 0
+            while following is not None and _time_of(following) <= time:
+                current, following = following, _next(frames)
+                pixels += current.width * current.height
+                if pixels > MAX_PIXELS_PER_FRAME:
+                    raise TooExpensiveError(f"a frame needs more than {MAX_PIXELS_PER_FRAME} pixels to be decoded")
+            if current is None:
+                raise ImageError(reason="corrupt", detail="no frame can be decoded")
+            yield current
+
+    def _from(self, time: int) -> Iterator[VideoFrame]:
+        """Seek to the last key frame before `time`, and decode from there."""
+        key = self._key_before(time)
+        target = self._timeline.seek_to[key] if key >= 0 else self._timeline.shown[0]
+        self._container.seek(target, stream=self._stream, backward=True)
+        return self._container.decode(self._stream)
+
+    def _key_before(self, time: int) -> int:
+        """Return the number of the last key frame that is not after `time`; -1 if there is none."""
+        return bisect.bisect_right(self._timeline.keys, time) - 1
+
+
+def _next(frames: Iterator[VideoFrame]) -> VideoFrame | None:
+    """Return the next frame that has a time."""
+    return next((frame for frame in frames if frame.pts is not None or frame.dts is not None), None)
+
+
+def _time_of(frame: VideoFrame) -> Any:
+    return frame.dts if frame.pts is None else frame.pts
+
+
+def _upright(frame: VideoFrame, max_pixels: int) -> Image.Image:
+    check_size((frame.width, frame.height), max_pixels)  # a stream can change its size
+    image = Image.fromarray(frame.to_ndarray(format="rgb24"))
+    turn = _TURNS.get(frame.rotation % 360)
+    return image if turn is None else image.transpose(turn)

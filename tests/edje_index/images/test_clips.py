@@ -1,0 +1,169 @@
+"""Frames of clips: compared with those that PyAV decodes one after the other, and refused with a reason otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+import subprocess
+import sys
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from edje_index.images import clips
+from edje_index.images.clips import decode_frames, is_clip
+from edje_index.images.decode import REASONS, ImageError
+from edje_index.images.decoded_input import DecodeSettings, decode_input
+from tests.edje_index.clip_cases import KINDS, all_frames, clip, panned, photo
+from tests.edje_index.image_cases import encoded, gradient
+
+LIMIT = 1_000_000
+
+
+def decoded(data: bytes, count: int, limit: int = LIMIT) -> list[np.ndarray]:
+    return [np.asarray(image) for image in decode_frames(data, count, limit)]
+
+
+def reason(data: bytes, limit: int = LIMIT) -> str:
+    with pytest.raises(ImageError) as caught:
+        decoded(data, 4, limit)
+    assert caught.value.reason in REASONS
+    assert caught.value.detail
+    return caught.value.reason
+
+
+def outcome(data: bytes) -> str:
+    """Return the reason of the failure, or "decoded"."""
+    try:
+        decoded(data, 3)
+    except ImageError as error:
+        return error.reason
+    return "decoded"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 7, 20])
+def test_frames_are_the_middles_of_equal_parts(kind: str, length: int) -> None:
+    data = clip(panned(length), KINDS[kind])
+    expected = all_frames(data)
+    assert len(expected) == length
+    for count in (1, 2, 3, 8, 25):
+        positions = [(2 * part + 1) * length // (2 * count) for part in range(count)]
+        for position, frame in zip(positions, decoded(data, count), strict=True):
+            np.testing.assert_array_equal(frame, expected[position])
+
+
+def test_unequal_distances_count_as_time() -> None:
+    """A frame that is shown for nine tenths of a clip makes up nine tenths of the samples."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="matroska") as output:
+        stream = output.add_stream("ffv1", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "bgr0"
+        for number, time in enumerate([0, 1, 90, 91]):
+            frame = av.VideoFrame.from_ndarray(panned(4)[number], format="rgb24")
+            frame.pts = time
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    frames = decoded(buffer.getvalue(), 10)
+    np.testing.assert_array_equal(frames[0], frames[6])
+    assert sum((frame == panned(4)[1]).all() for frame in frames) == 7
+
+
+def test_few_frames_are_decoded_between_key_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clip(panned(60), KINDS["lossless"])
+    monkeypatch.setattr(clips, "MAX_PIXELS_PER_FRAME", 12 * 96 * 64)
+    assert len(decoded(data, 2)) == 2
+    monkeypatch.setattr(clips, "MAX_PIXELS_PER_FRAME", 2 * 96 * 64)
+    assert reason(data) == "too-expensive"
+
+
+def test_clips_of_phones_are_turned_upright() -> None:
+    data = clip(panned(4), KINDS["mp4"])
+    # The matrix of the track header (ISO/IEC 14496-12, 8.3.2) rotates by 90 degrees clockwise.
+    upright = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+    turned = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 64 << 16, 0, 1 << 30)
+    track = data.index(b"tkhd")
+    at = data.index(upright, track)
+    data = data[:at] + turned + data[at + len(turned) :]
+    np.testing.assert_array_equal(decoded(data, 1)[0], np.rot90(all_frames(data)[2], -1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_cut_is_truncated(kind: str) -> None:
+    data = clip(panned(12), KINDS[kind])
+    for end in range(60, len(data), max(1, len(data) // 25)):
+        assert reason(data[:end]) == "truncated"
+
+
+@settings(max_examples=40)
+@given(st.data(), st.sampled_from(["mp4", "webm", "mkv", "avi"]))
+def test_damaged_bytes_fail_with_a_reason_or_decode(data: st.DataObject, kind: str) -> None:
+    damaged = bytearray(_CLIPS[kind])
+    for position in data.draw(st.lists(st.integers(0, len(damaged) - 1), min_size=1, max_size=20)):
+        damaged[position] = data.draw(st.integers(0, 255))
+    assert outcome(bytes(damaged)) in (*REASONS, "decoded")
+
+
+_CLIPS = {kind: clip(panned(12), KINDS[kind]) for kind in ("mp4", "webm", "mkv", "avi")}
+
+
+def test_bytes_that_are_no_clip() -> None:
+    assert reason(b"#EXTM3U\n#EXT-X-TARGETDURATION:1\nfile:///etc/passwd\n") == "unsupported-video"
+    assert reason(b"ffconcat version 1.0\nfile /etc/passwd\n") == "unsupported-video"
+    assert not is_clip(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    assert not is_clip(encoded_avif())
+    assert reason(clip(panned(4), ("matroska", "mpeg2video", "yuv420p"))) == "unsupported-video"
+    assert reason(b"\0\0\0\x08free\0\0\0\x08moov") in ("corrupt", "unsupported-video")
+
+
+def encoded_avif() -> bytes:
+    return encoded(Image.fromarray(gradient()), "AVIF")
+
+
+def test_frames_over_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clip(panned(4))
+    assert len(decoded(data, 2, limit=96 * 64)) == 2
+    monkeypatch.setattr(clips, "_timeline", None)  # decoding would raise another error
+    assert reason(data, limit=96 * 64 - 1) == "too-many-pixels"
+
+
+def test_clips_of_too_many_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clips, "MAX_CLIP_FRAMES", 11)
+    assert len(decoded(clip(panned(11)), 2)) == 2
+    assert reason(clip(panned(13))) == "too-expensive"
+
+
+def test_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edje_index.images.decode_limits.MAX_READS", 1)
+    assert reason(clip(panned(40), KINDS["lossless"])) == "too-expensive"
+
+
+def test_an_image_is_a_clip_of_one_frame() -> None:
+    data = encoded(Image.fromarray(photo()), "PNG")
+    still = decode_input(data, "still", DecodeSettings(LIMIT, frames=3), np.asarray)
+    assert len(still.frames) == 3
+    assert still.size == (96, 64)
+    np.testing.assert_array_equal(still.frames[2], photo())
+    moving = decode_input(clip(panned(3), KINDS["lossless"]), "moving", DecodeSettings(LIMIT, frames=3), np.asarray)
+    assert moving.size == (96, 64)
+    np.testing.assert_array_equal(moving.frames, panned(3))
+    with pytest.raises(ImageError, match=r"unsupported-image|not-an-image"):
+        decode_input(clip(panned(3)), "moving", DecodeSettings(LIMIT), np.asarray)
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    data = bytearray(clip(panned(12), KINDS["mkv"]))
+    data[len(data) // 2 : len(data) // 2 + 200] = bytes(200)
+    with contextlib.suppress(ImageError):
+        decoded(bytes(data), 6)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pyav_is_imported_only_for_clips() -> None:
+    code = "import sys, edje_index.images.clips, edje_index.images.decoded_input; sys.exit('av' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,163 @@
+"""Clips as inputs: one row per clip, the same rules for damaged files, and the number of frames in the plan."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edje_index import TokenIndex
+from edje_index.images.thumbnails import read_thumbnails
+from pipelines.jobs.append import run_append
+from pipelines.jobs.build import run_build
+from pipelines.jobs.dry_run import try_build
+from pipelines.jobs.retry_failed import run_retry_failed
+from pipelines.jobs.update import run_update
+from pipelines.planning.config import AppendConfig, BuildConfig, UpdateConfig
+from storage_formats import TokenStore, UsageError, read_rows, verify_index
+from tests.edje_index.clip_cases import KINDS, LOSSLESS, clip, panned, photo
+
+
+def ignore(event: object) -> None:
+    """Take no notice of an event."""
+
+
+@pytest.fixture
+def clips(tmp_path: Path) -> Path:
+    """Six clips, two of them damaged, a photo, a text file, and the metadata of a clip."""
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    for name in ("mp4", "webm", "mkv", "avi"):
+        (folder / f"a.{name}").write_bytes(clip(panned(12), KINDS[name]))
+    (folder / "a.json").write_text('{"scene": "a cat"}')
+    (folder / "b.mp4").write_bytes(clip(panned(9))[:-200])
+    (folder / "c.mov").write_bytes(b"no clip")
+    (folder / "d.wmv").write_bytes(b"not listed")
+    Image.fromarray(photo()).save(folder / "still.png")
+    return folder
+
+
+@pytest.fixture
+def request_clips(config: Callable[..., Any], clips: Path) -> BuildConfig:
+    return replace(config(frames=3, max_failed=1.0), sources=(str(clips),))
+
+
+def by_name(root: Path) -> dict[str, dict[str, Any]]:
+    return {Path(row["uri"]).name: row for row in read_rows(root).to_pylist()}
+
+
+def test_one_row_per_clip(request_clips: BuildConfig) -> None:
+    result = run_build(request_clips, ignore)
+    assert (result.inputs, result.indexed, result.duplicates, result.failed) == (7, 5, 0, 2)
+    assert result.failed_by_reason == {"not-an-image": 1, "truncated": 1}
+    assert verify_index(request_clips.out) == []
+    rows = by_name(request_clips.out)
+    assert list(rows) == ["a.avi", "a.mkv", "a.mp4", "a.webm", "b.mp4", "c.mov", "still.png"]
+    assert (rows["a.mkv"]["width"], rows["a.mkv"]["height"], rows["a.mkv"]["scene"]) == (96, 64, "a cat")
+    assert [image.jpeg is None for image in read_thumbnails(request_clips.out, range(7))] == 4 * [False] + [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_videos_are_ignored_without_frames(config: Callable[..., Any], clips: Path) -> None:
+    request = replace(config(), sources=(str(clips),))
+    assert run_build(request, ignore).inputs == 1
+    with pytest.raises(UsageError, match="is a video; set the number of frames"):
+        run_build(replace(request, sources=(str(clips / "a.mp4"),), out=clips.parent / "other"), ignore)
+
+
+def test_a_still_clip_has_the_tokens_of_the_photo(config: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "still"
+    folder.mkdir()
+    (folder / "clip.mkv").write_bytes(clip([photo()] * 10, LOSSLESS))
+    Image.fromarray(photo()).save(folder / "photo.png")
+    Image.fromarray(panned(2)[1]).save(folder / "shifted.png")
+    images = replace(config(), sources=(str(folder),))
+    run_build(images, ignore)
+    request = replace(images, out=tmp_path / "clips.edje", frames=4)
+    run_build(request, ignore)
+    expected, rows = TokenStore.open(images.out).fetch([0, 1]), TokenStore.open(request.out).fetch([0, 1, 2])
+    np.testing.assert_allclose(rows[0].astype(np.float32), expected[0].astype(np.float32), rtol=2**-6, atol=2**-8)
+    np.testing.assert_array_equal(rows[0], rows[1])
+    assert np.abs(rows[2].astype(np.float32) - expected[0].astype(np.float32)).max() > 0.05
+    assert TokenIndex.open(request.out, model=request.model).search("a cat", k=3)
+
+
+def test_sources_of_all_kinds(clips: Path, request_clips: BuildConfig, tmp_path: Path) -> None:
+    run_build(request_clips, ignore)
+    names = sorted(path.name for path in clips.iterdir())
+    (tmp_path / "packed").mkdir()
+    subprocess.run(["tar", "-C", clips, "-cf", tmp_path / "packed/a.tar", *names], check=True)
+    subprocess.run(["zip", "-q", tmp_path / "packed/b.zip", *names], check=True, cwd=clips)
+    (tmp_path / "list.csv").write_text("path\n" + "".join(f"{clips}/{name}\n" for name in names if name[0] == "a"))
+    sources = (str(tmp_path / "packed"), str(tmp_path / "list.csv"), str(clips / "a.mp4"))
+    packed = replace(request_clips, sources=sources, out=tmp_path / "packed.edje")
+    result = run_build(packed, ignore)
+    assert (result.inputs, result.indexed, result.failed) == (20, 15, 5)  # the list names a.json, too
+    files, stored = TokenStore.open(request_clips.out), TokenStore.open(packed.out)
+    for start, row_ids in ((0, [0, 1, 2, 3, 6]), (7, [0, 1, 2, 3, 6])):
+        np.testing.assert_array_equal(stored.fetch([start + row for row in row_ids]), files.fetch(row_ids))
+    assert by_name(packed.out)["a.tar!a.mp4"]["scene"] == "a cat"
+
+
+def test_the_number_of_frames_belongs_to_the_plan(request_clips: BuildConfig) -> None:
+    run_build(request_clips, ignore)
+    assert run_build(request_clips, ignore).already_finished
+    for other in (None, 4):
+        with pytest.raises(UsageError, match="frames 3 in the index") as caught:
+            run_build(replace(request_clips, frames=other), ignore)
+        assert caught.value.parameter == "frames"
+    with pytest.raises(UsageError, match="0 frames per clip are not allowed"):
+        replace(request_clips, frames=0)
+
+
+def test_changes_keep_the_number_of_frames(request_clips: BuildConfig, clips: Path, tmp_path: Path) -> None:
+    whole = replace(request_clips, out=tmp_path / "whole.edje", shard_size=8)
+    first = tmp_path / "first"
+    first.mkdir()
+    for name in ("a.mp4", "b.mp4"):
+        shutil.copy(clips / name, first)
+    index = replace(whole, sources=(str(first),), out=tmp_path / "grown.edje")
+    run_build(index, ignore)
+    appended = run_append(AppendConfig(index.out, (str(clips),), engine="inline", max_failed=1.0), ignore)
+    assert (appended.inputs, appended.indexed, appended.duplicates, appended.failed) == (7, 4, 2, 1)
+    run_build(whole, ignore)
+    _same_blocks(index.out, whole.out, ["a.avi", "a.mkv", "a.mp4", "a.webm", "still.png"])
+    (first / "b.mp4").write_bytes(clip(panned(9)))
+    assert run_retry_failed(AppendConfig(index.out, (), engine="inline"), ignore).indexed == 1
+    (clips / "a.avi").unlink()
+    (clips / "c.mov").write_bytes(clip(panned(5), KINDS["mov"]))
+    updated = run_update(UpdateConfig(index.out, engine="inline"), ignore)
+    assert (updated.vanished, updated.failed, updated.changed) == (1, 1, 1)  # b.mp4 of `clips` is still cut
+
+
+def _same_blocks(left: Path, right: Path, names: list[str]) -> None:
+    blocks = []
+    for root in (left, right):
+        rows = by_name(root)
+        blocks.append(TokenStore.open(root).fetch([rows[name]["row_id"] for name in names]))
+    np.testing.assert_array_equal(*blocks)
+
+
+def test_a_dry_run_counts_clips(request_clips: BuildConfig) -> None:
+    dry = try_build(request_clips, ignore)
+    assert (dry.inputs, dry.sampled_images) == (7, 5)
+    assert dry.memory_bytes["batches"] == 4 * 3 * 3 * 4 * 32 * 32  # a clip of 3 frames exceeds the batch of 2 images
+
+
+def test_adapters_that_cannot_combine_frames_are_refused(request_clips: BuildConfig, tmp_path: Path) -> None:
+    from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+
+    create_untrained_bundle(tmp_path / "local", sizes=replace(TINY, adapter_kind="local", tokens=16))
+    with pytest.raises(UsageError, match="has a local adapter, which cannot combine the frames"):
+        run_build(replace(request_clips, model=tmp_path / "local"), ignore)
+    assert not request_clips.out.exists()
