@@ -50,7 +50,7 @@ def append(as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **option
     if as_json:
         print_json(asdict(result))
     else:
-        at = "" if result.first_row is None else f" from row {result.first_row:,} on"
+        at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
         print_line(
             f"{config.root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} + "
             f"{result.duplicates:,} duplicates + {result.failed:,} failed, in {counted(result.shards, 'new shard')}; "

@@ -40,7 +40,7 @@ def compact(index: Path, quiet: bool, as_json: bool) -> None:
         print_line(f"{index}: no row is deleted; nothing to do")
     else:
         print_line(
-            f"{index}: {counted(result.rows, 'row')} copied from row {result.first_row:,} on, {result.removed:,} "
+            f"{index}: {counted(result.rows, 'row')} copied to row ids from {result.first_row:,}, {result.removed:,} "
             f"removed, {result.seconds:.1f} s"
         )
         print_line(f"old and new row ids: {result.row_map}")

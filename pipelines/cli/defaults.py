@@ -23,7 +23,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}; check the path and the permissions") from error
     except ValueError as error:  # not TOML, or not UTF-8
         raise UsageError(f"{path} is not a TOML file: {error}") from error
 

@@ -45,5 +45,5 @@ def doctor(path: Path | None, as_json: bool) -> int:
         print_json({"usable": not problems, "findings": [asdict(finding) for finding in findings]})
     else:
         advised = sum(finding.level == "advice" for finding in findings)
-        print_line(f"{counted(problems, 'problem')}, {advised:,} with advice")
+        print_line(f"{counted(problems, 'problem')}, {advised:,} pieces of advice")
     return 1 if problems else 0

@@ -157,6 +157,6 @@ def _column_lines(columns: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _precision_line(value: dict[str, Any], name: str) -> str:
-    """Return "NAME", or "NAME (from SOURCE)" if the precision was converted from another precision than bf16."""
+    """Return "NAME", or "NAME (from SOURCE)" if the tokens were converted from a precision other than bf16."""
     *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
     return name if source == "bf16" else f"{name} (from {source})"

@@ -42,6 +42,6 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
         return
     for each in result.inputs:
         print_line(
-            f"{each.index}: {counted(each.rows, 'row')}, {each.duplicates:,} duplicates; row ids + {each.offset:,}"
+            f"{each.index}: {counted(each.rows, 'row')}, {each.duplicates:,} duplicates; row ids plus {each.offset:,}"
         )
     print_line(f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')}, {result.seconds:.1f} s")

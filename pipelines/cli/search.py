@@ -124,7 +124,7 @@ def search(
     _check(request)
     _check_query(request, text=text, queries=queries, image=image)
     batches = [[text]] if text is not None else _batches(queries)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one query: threads that spin between products cost more
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for one query, threads that spin between products cost more
     from storage_formats.format.mirror import open_index
 
     manifest = open_index(index).manifest  # may raise, so it comes before torch is loaded

@@ -69,5 +69,5 @@ def _summary(result: UpdateResult) -> str:
     )
     if not result.dry_run:
         return f"{inputs}; {counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
-    cost = "" if result.encode_seconds is None else f", about {duration(result.encode_seconds)} of one worker"
-    return f"{inputs}; would add {counted(result.rows, 'row')}{cost}, and delete {counted(result.deleted, 'row')}"
+    cost = "" if result.encode_seconds is None else f" (about {duration(result.encode_seconds)} with one worker)"
+    return f"{inputs}; would add {counted(result.rows, 'row')}{cost} and delete {counted(result.deleted, 'row')}"

@@ -89,9 +89,9 @@ def disk_findings(path: Path) -> Iterator[Finding]:
 
 
 def measure_reads(root: Path, precision: str) -> ReadSpeed | None:
-    """Fetch random records of the index at `root` for about one second, without the page cache if that is possible.
+    """Measure random reads of records of the index at `root` for about one second.
 
-    Returns None if the index has no rows to read.
+    The reads bypass the page cache if that is possible. Return None if the index has no rows to read.
     """
     from storage_formats.token_store import TokenStore
 
@@ -122,7 +122,7 @@ def _row_sample(index: CommittedIndex, rng: np.random.Generator) -> NDArray[np.i
 
 
 def measure_with_fio(file: Path, record_bytes: int) -> ReadSpeed | None:
-    """Read `file` at random with fio for one second. Return None if fio is not installed or cannot read the file."""
+    """Measure random reads of `file` with fio for one second. Return None if fio is missing or cannot read the file."""
     block_bytes = -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
     fio = shutil.which("fio")
     if fio is None or file.stat().st_size < block_bytes:
@@ -159,7 +159,7 @@ def _disk(path: Path) -> Finding:
 
 
 def _first_tokens(root: Path) -> tuple[str, Path]:
-    """Return the first precision of the index at `root`, and the token file of its first shard."""
+    """Return the first precision that the index at `root` stores, and the first token file of this precision."""
     spec = Manifest.load(root).spec
     stored = codec(spec.precisions[0], spec.block_shape)
     shard = spec.used_segments[0].first_row // spec.shard_size
@@ -183,7 +183,7 @@ def _reads(root: Path, precision: str, file: Path) -> Iterator[Finding]:
     if limit is not None:
         share = speed.bytes_per_second / limit.bytes_per_second
         yield Finding(
-            "fio", f"{limit}; this project reads {share:.0%} of that", values={**asdict(limit), "share": share}
+            "fio", f"{limit}; edje-index reaches {share:.0%} of this speed", values={**asdict(limit), "share": share}
         )
 
 
@@ -210,7 +210,7 @@ def _direct_reads(file: Path) -> Finding:
 
 @contextmanager
 def _scratch_index(directory: Path) -> Iterator[Path]:
-    """Write a temporary index of random blocks below `directory`, and remove it at the end."""
+    """Write a temporary index of random blocks below `directory`, and yield its path. Remove the index at the end."""
     from storage_formats.writing.index_writer import IndexWriter
 
     rng = np.random.default_rng(0)

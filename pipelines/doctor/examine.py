@@ -20,7 +20,7 @@ def examine(path: Path | None) -> Iterator[Finding]:
     """Yield the result of every check.
 
     Args:
-        path: an index or a directory for an index, whose disk is measured; None checks no disk.
+        path: an index, or another directory. The disk that contains `path` is measured. None checks no disk.
 
     Raises:
         UsageError: `path` is not a directory.
@@ -41,7 +41,7 @@ def examine(path: Path | None) -> Iterator[Finding]:
         try:
             yield from check()
         except (EdjeError, OSError) as error:
-            yield Finding(name, str(error), "problem", "mend this first, and run the command again")
+            yield Finding(name, str(error), "problem", "solve this problem first, and run the command again")
             if name == "index":
                 return  # its files cannot be measured
 

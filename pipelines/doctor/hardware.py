@@ -15,7 +15,7 @@ _OPEN_FILES = 2048  # eight times the files that a store keeps open
 
 
 def hardware_findings() -> Iterator[Finding]:
-    """Check the parts of this machine that the speed depends on."""
+    """Yield findings on the processor, the memory, CUDA and the kernel interfaces of this machine."""
     from storage_formats.reading.checked_copying import has_crc_instruction
 
     cpus = usable_cpus()

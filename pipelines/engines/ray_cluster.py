@@ -39,7 +39,7 @@ _LOCAL_OPTIONS: dict[str, Any] = {
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns if it is not set
-    # Ray prints these messages to standard output; the engine reports what they are about.
+    # Ray prints these messages to standard output. The engine reports the same problems itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Raylet is terminated",
 }
 _PRIVATE_ENVIRONMENT = {
@@ -192,8 +192,9 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 
-# The kernel ends Ray's daemons with this process, but two of their agents would go on for a minute. The input of this
-# shell ends with this process, too. By then, a process number may belong to another program.
+# The kernel ends Ray's daemons with this process, but two agents of the daemons would go on for a minute. This shell
+# kills the agents once its input ends, that is, when this process ends. It kills a process only if its command line
+# contains "ray", because the process number may belong to another program by then.
 _CLEAN_UP = """
 while read -r pid; do pids="$pids $pid"; done
 for pid in $pids; do grep -qs ray "/proc/$pid/cmdline" && kill -9 "$pid"; done

@@ -35,7 +35,7 @@ STALL_SECONDS = 600.0
 """A worker without progress for this long is replaced. One batch of a large model on few cores takes minutes."""
 
 _POLL_SECONDS = 0.5
-_MAX_POLL_SECONDS = 2.0  # if this process pauses (Ctrl-Z), no worker has stalled
+_MAX_POLL_SECONDS = 2.0  # a longer pause of this process (Ctrl-Z) does not count as a stall of the workers
 _STOP_GRACE_SECONDS = 60.0
 
 
@@ -185,7 +185,7 @@ class _Pool:
             self._starting[actor.exchange.remote(False)] = actor
         while len(self._starting) > len(self._waiting):
             self._ray.kill(self._starting.popitem()[1])
-        while self._idle:  # an actor that waits for room in a busy cluster may need theirs
+        while self._idle:  # in a busy cluster, a starting actor may wait for the CPUs of idle actors
             self._ray.kill(self._idle.pop())
 
     def _admit(self, answer: Any) -> Iterator[Outcome]:
@@ -208,7 +208,7 @@ class _Pool:
             assignment.question = assignment.actor.exchange.remote(stop)
         elif self._ray.wait([assignment.question], timeout=0)[0]:
             question, assignment.question = assignment.question, None
-            with contextlib.suppress(self._ray.exceptions.RayError):  # a worker that died shows at its task
+            with contextlib.suppress(self._ray.exceptions.RayError):  # the reply of the task reports a dead worker
                 progress = self._ray.get(question)
                 if progress not in (None, assignment.progress):
                     assignment.progress, assignment.stalled_seconds = progress, 0.0

@@ -91,7 +91,7 @@ def _make_trainer(task: TrainTask, *, cpus: int, gpus: int) -> TorchTrainer:
             resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})},
         ),
         run_config=RunConfig(
-            name=uuid.uuid4().hex,  # a new name, because our own checkpoints do the resuming
+            name=uuid.uuid4().hex,  # a new name, because a run resumes from our own checkpoints
             storage_path=str(task.runtime.run_dir / RAY_FOLDER),
             failure_config=FailureConfig(max_failures=_RESTARTS),
         ),

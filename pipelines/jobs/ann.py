@@ -42,6 +42,8 @@ def run_ann_build(root: Path, ann: str, recall: float, on_event: OnEvent) -> Ann
 def run_ann_tune(root: Path, recall: float, on_event: OnEvent) -> list[Measurement]:
     """Choose the number of inverted lists that a search reads; see `tune_ann`.
 
+    Return the measurements, the chosen number last. The list is empty if a search reads all embeddings.
+
     Raises:
         UsageError: there is no index at `root`, the index has no nearest-neighbour index, or `recall` is out of range.
         CorruptIndexError: the index is damaged.

@@ -113,7 +113,7 @@ def _begin(index: CommittedIndex, copy: RowCopy) -> dict[int, ShardReceipt]:
 
 
 def _publish(index: CommittedIndex, copy: RowCopy, receipts: list[ShardReceipt], on_event: OnEvent) -> Manifest:
-    """Build the nearest-neighbour index of the copied rows, and commit the snapshot."""
+    """Build the nearest-neighbour index of the copied rows, and commit the snapshot. Return the new manifest."""
     from storage_formats.writing.publish import remove_build
     from storage_formats.writing.snapshots import commit_compaction
 

@@ -30,7 +30,7 @@ class CopyResult:
     Attributes:
         snapshot: number of the copied snapshot.
         files: number of files of the snapshot, apart from `index.json`.
-        copied_files: number of files that this run copied. The destination had the others already.
+        copied_files: number of files that this run copied. The other files were already in the destination.
         copied_bytes: length of the copied files in bytes.
         seconds: wall time of this run.
 

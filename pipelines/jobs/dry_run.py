@@ -38,7 +38,8 @@ class DryRun:
 
     Attributes:
         inputs: number of inputs in all sources.
-        duplicates: number of inputs that will not be encoded, because their content occurs elsewhere.
+        duplicates: number of inputs that will not be encoded, because the index or an earlier input has the same
+            content.
         failed_by_reason: number of inputs that already failed while they were listed, by reason.
         ignored: number of entries in the sources that are not inputs, by suffix or reason.
         rows: number of rows that the index will get.

@@ -74,7 +74,7 @@ def _requested(index: CommittedIndex, rows: Sequence[int], uri: str | None, wher
 
 
 def _finish(index: CommittedIndex, erasure: Erasure) -> CommittedIndex:
-    """Delete the rows of `erasure`, remove earlier snapshots, and overwrite the data of the rows."""
+    """Delete the rows of `erasure`, remove earlier snapshots, and overwrite the data of the rows. Return the index."""
     from edje_index.indexing.faiss_index import ann_without_rows
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.erase import erase_rows

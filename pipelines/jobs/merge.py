@@ -122,7 +122,7 @@ def _copy_shard(
 
 
 def _ann(merge: Merge, partial: Path, on_event: OnEvent) -> dict[str, Any]:
-    """Build a nearest-neighbour index from the copied embeddings, if one of the merged indexes has one."""
+    """Build a nearest-neighbour index of the copied rows, if an input has one. Return its entry in the manifest."""
     if not any(each.index.manifest.ann_files for each in merge.inputs):
         return merge.inputs[0].index.manifest.ann
     from edje_index.indexing.faiss_index import build_ann

@@ -114,7 +114,7 @@ def commit_rows(
 def _with_segment(
     plan: BuildPlan, index: CommittedIndex, receipts: list[ShardReceipt], on_event: OnEvent
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Extend the nearest-neighbour index. Return the manifest with the new segment, and details for `history`."""
+    """Add the new rows to the nearest-neighbour index and to the manifest. Return (manifest, details for `history`)."""
     from edje_index.indexing.faiss_index import extend_ann
     from storage_formats.format.shard_table import write_shard_table
     from storage_formats.writing.publish import add_counts, check_receipts, total_counts

@@ -83,8 +83,8 @@ def markdown(report: QuantizeReport) -> list[str]:
         lines += _markdown_table(["precision", *_RANKING], [[cost.name, *_ranking(cost)] for cost in report.precisions])
         lines += [
             "",
-            "Tau p5: 5 % quantile of Kendall's tau over the queries. Score change: mean absolute change of a score;",
-            "in std: the same in standard deviations of a query's scores.",
+            "Tau p5: 5 % quantile of Kendall's tau over the queries. Score change: mean absolute change of a score.",
+            "In std: mean absolute change of a score, divided by the standard deviation of the query's scores.",
         ]
     return lines
 
@@ -147,9 +147,11 @@ def _circumstances(report: QuantizeReport) -> list[str]:
         if not used.trained:
             lines.append("the model is untrained: changes of the ranking have no meaning.")
     if report.reference != "bf16":
-        lines.append(f"the reference is {report.reference}, whose own errors come in addition.")
+        lines.append(f"the reference is {report.reference}. Its own errors are not included.")
     elif lossy := [name for name in report.reference_encoded_from if name != "bf16"]:
-        lines.append(f"the reference bf16 was encoded from {', '.join(lossy)}: those errors come in addition.")
+        lines.append(
+            f"the reference bf16 was converted from {', '.join(lossy)}. Errors of that conversion are not included."
+        )
     lines += [f"not possible: {reason}." for reason in report.impossible.values()]
     return lines
 

@@ -116,7 +116,7 @@ def _shard_repairs(
 def _repair_ann(
     index: CommittedIndex, damaged: set[str], on_event: OnEvent, *, dry_run: bool
 ) -> Iterator[RepairedFile]:
-    """Build a damaged nearest-neighbour index again. Nothing is done if embeddings are damaged too."""
+    """Build a damaged nearest-neighbour index again, and yield its files. If embeddings are damaged too, do nothing."""
     from storage_formats.writing.repair import RepairedFile
 
     paths = [file.path for file in index.manifest.ann_files if file.path in damaged]

@@ -52,7 +52,7 @@ def removed_on_failure(root: Path) -> Iterator[None]:
     except BaseException:
         layout = Layout(root)
         for plan in (layout.plan, layout.append_plan):
-            plan.unlink(missing_ok=True)  # it may be in place though flushing its directory failed
+            plan.unlink(missing_ok=True)  # the plan may exist, even if flushing its directory failed
         shutil.rmtree(layout.input_lists, ignore_errors=True)
         raise
 

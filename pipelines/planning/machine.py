@@ -41,7 +41,7 @@ def cuda_devices() -> int:
 
 
 def has_gpu_node() -> bool:
-    """Return True if the operating system knows a GPU that can compute."""
+    """Return True if the operating system has a device file of an NVIDIA or AMD GPU."""
     return any(os.path.exists(node) for node in _GPU_NODES)
 
 

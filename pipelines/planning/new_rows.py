@@ -81,7 +81,7 @@ class RowsRequest:
         return max(manifest.spec.shards, manifest.snapshot.next_shard)
 
     def fits(self, stored: BuildPlan) -> bool:
-        """Return True if `stored`, the plan of a stopped change, adds rows to the current rows of `index`."""
+        """Return True if the plan `stored` of a stopped change was made for the current rows of `index`."""
         return (
             stored.spec.used_segments[:-1] == self.index.manifest.spec.used_segments
             and stored.shards.start >= self.index.manifest.snapshot.next_shard
@@ -185,7 +185,7 @@ def resume_or_plan(config: AppendConfig, index: CommittedIndex, change: str, new
 
 
 def is_committed(plan: BuildPlan, index: CommittedIndex) -> bool:
-    """Return True if `index` contains the segment of `plan`, so the change is already committed."""
+    """Return True if the new rows of `plan` are already committed to `index`."""
     return plan.spec.used_segments[-1] in index.manifest.spec.used_segments
 
 

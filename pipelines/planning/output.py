@@ -29,7 +29,7 @@ def check_output(config: BuildConfig) -> None:
 
 
 def _foreign_entries(layout: Layout) -> set[str]:
-    """Return the names of entries that are not part of an index."""
+    """Return the names of the files and directories in an output directory that are not part of an index."""
     # A build that was stopped while it listed its sources leaves `build/` without a plan.
     names = {entry.name for entry in layout.root.iterdir()} - {layout.build.name}
     if layout.build.is_dir():

@@ -30,7 +30,7 @@ _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """The settings of a `BuildConfig` that affect the stored bytes. All defaults are replaced by values."""
+    """The settings of a `BuildConfig` that affect the stored bytes. Actual values replace "auto" and other defaults."""
 
     sources: tuple[str, ...]
     column: str | None
@@ -47,12 +47,12 @@ class BuildSettings:
 
     @classmethod
     def choose(cls, config: BuildConfig, stored: BuildSettings | None = None) -> BuildSettings:
-        """Return the settings of `config`, with values for all defaults.
+        """Return the settings of `config`, with actual values instead of "auto" and other defaults.
 
         Args:
             config: build request.
-            stored: settings of an existing index. They replace the defaults that depend on the hardware. None uses the
-                hardware of this machine.
+            stored: settings of an existing index, which give the values that depend on the hardware. None derives
+                these values from this machine.
         """
         from edje_index.images.decode import DEFAULT_MAX_PIXELS
         from pipelines.sources.specs import absolute_spec

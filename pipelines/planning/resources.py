@@ -34,7 +34,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Sum of all purposes in bytes."""
+        """Number of bytes for all purposes together."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:

@@ -89,9 +89,9 @@ def _refs_of(failed: list[dict[str, Any]], names: list[str], *, clips: bool) -> 
 
 
 def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
-    """Return the archive or Parquet file that an input is a part of, and the column of images of a Parquet file.
+    """Return (path, column): the archive or Parquet file that contains an input, and the column of a Parquet file.
 
-    None if the input is a file of its own.
+    Return None if the input is a file of its own.
     """
     from edje_index.images.containers.container import split_uri
     from pipelines.sources.archives import is_archive_name

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
 
 _COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason", "duplicate_of", "encode_seconds")
-_CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})  # these rows failed with a sound content
+_CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})  # the file itself may be sound
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class StoredRows:
 
 
 def ref_name(ref: InputRef) -> bytes:
-    """Return a hash of the name of an input. The row of the input has the same hash."""
+    """Return a hash of the name of an input. An input and its row have the same hash."""
     return _name(ref.uri, ref.uri_raw)
 
 

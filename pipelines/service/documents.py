@@ -51,7 +51,7 @@ def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
 
 
 def resolve_rows(index: CommittedIndex, documents: Documents) -> dict[int, int]:
-    """Return the row ids of the documents that are rows, by position in the request. Reads files.
+    """Return the row ids of the documents that are rows, by position in the request. This function reads files.
 
     Raises:
         ServiceError: status 422 if a row does not exist or has no tokens.

@@ -34,8 +34,8 @@ class SearchRequest(_Request):
         None,
         ge=1,
         le=1000,
-        description="Number of candidates that the joint encoder scores. The other parts of the score choose them. A "
-        "small number is faster, but may change the order of the hits. The default is all candidates.",
+        description="Number of candidates that the joint encoder scores: those that are best by the other parts of the "
+        "score. A small number is faster, but may change the order of the hits. The default is all candidates.",
     )
     rerank: bool = Field(True, description="False keeps the order by embedding similarity, without re-ranking.")
     score: str | None = Field(

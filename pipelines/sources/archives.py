@@ -88,7 +88,7 @@ class ArchiveFile(FileSource):
 
 
 def compression_of(head: bytes) -> str | None:
-    """Return the compression of a tar by its first bytes; None for an uncompressed tar."""
+    """Return the compression of a tar archive that begins with `head`; None for an uncompressed archive."""
     return next((name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), None)
 
 

@@ -13,7 +13,9 @@ class Source(Protocol):
 
     Attributes:
         spec: the source as the user wrote it.
-        kind: "folder", "archive", "webdataset", "zip", "parquet", "list", "lines", "captions" or "image".
+        kind: "folder", "image" (one image file), "webdataset" (tar archive), "zip", "parquet" (images in a Parquet
+            file), "archive" (one of these three, not opened yet), "list" (table with a path column), "lines" (text
+            file with one path per line) or "captions" (caption file).
         path: absolute path of the directory or file.
         clips: True if video files are inputs, too.
         ignored: number of entries that are not inputs, in the latest pass over the source. Keys are suffixes (".txt")

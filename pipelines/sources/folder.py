@@ -197,7 +197,7 @@ class _Walk:
 
 
 def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
-    """Return True if one of the file names in a directory is that of an image, or with `clips` of a clip."""
+    """Return True if `names` contains the name of an image file, or with `clips` the name of a video clip."""
     return any(has_input_suffix(name, clips) and not name.startswith(b".") for name in names)
 
 

@@ -68,7 +68,7 @@ class ParquetImagesSource(FileSource):
             yield dataclasses.replace(ref, metadata=source_values(image.metadata, self.ignored))
 
     def _images(self, file: RangedFile) -> Iterator[_Row]:
-        """Yield the rows of the file. The bytes of images are read only if some of them are null."""
+        """Yield the rows of the file. The image bytes are read only if the column may contain nulls."""
         from storage_formats.format.parquet import iter_batches
 
         parquet = _open(file)
@@ -115,7 +115,8 @@ def find_image_column(path: str, column: str | None) -> str | None:
 
     Args:
         path: path of the file.
-        column: the only column to consider; None considers all, and prefers the usual names.
+        column: the only column to consider. None considers all columns. If several columns hold images, the column
+            with a usual name is returned.
 
     Raises:
         UsageError: several columns hold images, and none of them has a usual name.

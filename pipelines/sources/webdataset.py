@@ -107,9 +107,9 @@ class _Archive:
     """An open archive.
 
     Attributes:
-        read_at: reads a byte range of the decompressed archive.
+        read_at: function that reads a byte range of the decompressed archive.
         length: number of bytes of the archive; None if it is unknown, because the archive is compressed.
-        container: describes a compressed archive; None for an uncompressed one.
+        container: description of a compressed archive; None for an uncompressed archive.
     """
 
     read_at: ReadAt
@@ -137,7 +137,11 @@ def _opened(path: bytes, compression: str | None) -> Iterator[_Archive]:
 
 
 def _samples(read_at: ReadAt) -> Iterator[list[TarMember]]:
-    """Yield the members of each sample. If the archive is damaged, raise ArchiveDamage after the undamaged members."""
+    """Yield the members of each sample. If the archive is damaged, first yield the members before the damage.
+
+    Raises:
+        ArchiveDamage: the archive is damaged.
+    """
     sample: list[TarMember] = []
     try:
         for member in iter_members(read_at):

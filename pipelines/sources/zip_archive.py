@@ -74,7 +74,7 @@ class ZipSource(FileSource):
 
 
 def _sidecars(archive: ZipArchive, clips: bool) -> dict[str, dict[str, ZipMember]]:
-    """Return the members with metadata of images, by the name of the image without its suffix, and by their suffix."""
+    """Return the metadata members: for each input name without suffix, the members by suffix (".json", ".txt")."""
     members = list(archive.members())
     inputs = [member for member in members if has_input_suffix(os.fsencode(member.name), clips)]
     stems = {os.path.splitext(member.name)[0] for member in inputs}

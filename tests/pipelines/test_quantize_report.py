@@ -103,7 +103,7 @@ def test_a_reference_that_is_not_bf16_is_told(synthetic):
     root, _ = synthetic
     report = measure_precisions(ReportConfig(root, source="fp8"))
     assert report.reference == "fp8"
-    assert "the reference is fp8, whose own errors come in addition." in table(report)
+    assert "the reference is fp8. Its own errors are not included." in table(report)
     with pytest.raises(UsageError, match="does not have precision 'nvfp4'"):
         measure_precisions(ReportConfig(root, source="nvfp4"))
 
@@ -184,7 +184,7 @@ def test_a_reference_of_lossy_origin_is_named(tmp_path):
     run_here("quantize", tmp_path, "--to", "bf16", "--from", "int8", "--drop", "int8")
     report = measure_precisions(ReportConfig(tmp_path, ("int8",)))
     assert (report.reference, report.reference_encoded_from) == ("bf16", ("int8",))
-    assert "The reference bf16 was encoded from int8: those errors come in addition." in markdown(report)
+    assert "The reference bf16 was converted from int8. Errors of that conversion are not included." in markdown(report)
 
 
 def test_the_command_reports_before_it_converts(tmp_path, capsys):

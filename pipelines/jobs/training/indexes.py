@@ -223,8 +223,8 @@ def _mining_index(
 def _teacher_index(teacher: Path, index: CommittedIndex | None, start: StartModel) -> CommittedIndex | None:
     """Return `index`. Raise UsageError if the teacher cannot score the rows of the index.
 
-    If `index` is None, the teacher reads the same online features as the student. Raise UsageError if its adapter
-    cannot read these features.
+    If `index` is None, the teacher reads the same online features as the student. Raise UsageError if the adapter of
+    the teacher cannot read these features.
     """
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig

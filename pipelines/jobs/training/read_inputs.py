@@ -19,8 +19,8 @@ class ReadInputs:
 
     Attributes:
         captions: captions of the training and dev images.
-        features, view_features, teacher_features, miner_features: open indexes of the settings with the same names in
-            `pipelines.jobs.training.request.TrainingInputs`; None if the setting is None, or "online".
+        features, view_features, teacher_features, miner_features: open indexes. The settings with the same names in
+            `pipelines.jobs.training.request.TrainingInputs` give their directories. None if the request names no index.
     """
 
     captions: Captions
