@@ -8,21 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.process_tree import measure_in_new_process
 from pipelines.environment import environment
-from storage_formats.errors import EdjeError
-
-_MEASURE = """
-import json, sys
-from dataclasses import asdict
-from benchmarks.process_tree import measure
-print(json.dumps(asdict(measure(sys.argv[1:]))))
-"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ def bench_build(bench: BuildBench) -> dict[str, Any]:
     for _ in range(bench.repeats):
         for name, command in subjects.items():
             shutil.rmtree(bench.folder / "index", ignore_errors=True)
-            runs[name].append(_measured(command))
+            runs[name].append(measure_in_new_process(command))
     shutil.rmtree(bench.folder / "index", ignore_errors=True)
     settings = {**asdict(bench), "images": len(bench.images), "model": bench.model.name}
     settings.pop("folder")
@@ -79,15 +71,6 @@ def _build(bench: BuildBench, engine: str, source: Path) -> list[str]:
     options |= {"--threads": bench.threads, "--batch-size": bench.batch_size, "--workers": 1}
     flat = [str(part) for pair in options.items() for part in pair]
     return [sys.executable, "-m", "pipelines.cli", "build", str(source), *flat, "--json", "--quiet"]
-
-
-def _measured(command: list[str]) -> dict[str, Any]:
-    """Call `process_tree.measure` in a new process, so that no earlier child processes are counted."""
-    done = subprocess.run([sys.executable, "-c", _MEASURE, *command], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise EdjeError(f"a measured command failed: {done.stderr[-2000:]}")
-    cost: dict[str, Any] = json.loads(done.stdout)
-    return {**cost, "stdout": json.loads(cost["stdout"])}
 
 
 def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:

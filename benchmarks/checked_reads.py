@@ -57,13 +57,32 @@ def measure(root: Path, setting: Setting, clock: Callable[[], float]) -> list[tu
     Both fetches of a round read the same rows.
     """
     files = list(Layout(root).token_array(setting.precision).glob("c.*"))
-    rng = np.random.default_rng(0)
-    stores = [
-        TokenStore.open(root, setting.precision, "io_uring" if setting.is_cold else "auto", verify_reads=check)
-        for check in (False, True)
-    ]
+    engine = "io_uring" if setting.is_cold else "auto"
+    with (
+        TokenStore.open(root, setting.precision, engine, verify_reads=False) as unchecked,
+        TokenStore.open(root, setting.precision, engine, verify_reads=True) as checked,
+    ):
+        batches = _batches(np.random.default_rng(0), len(checked), setting.batch)
+        return fetch_alternately((unchecked, checked), files, batches, setting, clock)
+
+
+def fetch_alternately(
+    stores: tuple[TokenStore, TokenStore],
+    files: list[Path],
+    batches: Iterator[np.ndarray],
+    setting: Setting,
+    clock: Callable[[], float],
+) -> list[tuple[float, float]]:
+    """Fetch from two stores in turn. Return the seconds of both for each round.
+
+    Args:
+        stores: stores of the same shard files.
+        files: the shard files, which are evicted from the page cache or loaded into it.
+        batches: row ids of the fetches.
+        setting: batch size, state of the page cache and number of rounds.
+        clock: function that returns the current time in seconds.
+    """
     out = stores[0].empty(setting.batch)  # both stores use it, because its pages affect the speed
-    batches = _batches(rng, len(stores[0]), setting.batch)
     load(files)
     out[:] = 0  # touches all pages, so that fetches cause no page faults
     for store in stores:
@@ -79,8 +98,6 @@ def measure(root: Path, setting: Setting, clock: Callable[[], float]) -> list[tu
             stores[kind].fetch(row_ids, out=out)
             pair[kind] = clock() - started
         seconds.append((pair[0], pair[1]))
-    for store in stores:
-        store.close()
     return seconds
 
 

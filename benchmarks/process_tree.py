@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -19,6 +22,12 @@ from storage_formats.errors import EdjeError
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _SAMPLE_SECONDS = 0.5
 _ORPHAN_SECONDS = 180.0
+_MEASURE = """
+import json, sys
+from dataclasses import asdict
+from benchmarks.process_tree import measure
+print(json.dumps(asdict(measure(sys.argv[1:]))))
+"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,22 @@ def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Cost(wall, max(cpu, sampled_cpu), peak, after.ru_maxrss * 1024, stdout)
+
+
+def measure_in_new_process(command: Sequence[str]) -> dict[str, Any]:
+    """Call `measure` in a new process, so that no earlier child processes are counted.
+
+    Returns:
+        The attributes of `Cost`. `stdout` holds the JSON object that the command printed.
+
+    Raises:
+        EdjeError: the command failed.
+    """
+    done = subprocess.run([sys.executable, "-c", _MEASURE, *command], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EdjeError(f"a measured command failed: {done.stderr[-2000:]}")
+    cost: dict[str, Any] = json.loads(done.stdout)
+    return {**cost, "stdout": json.loads(cost["stdout"])}
 
 
 def _reap_orphans() -> None:

@@ -18,6 +18,7 @@ from edje_index.errors import BundleNotFoundError
 from pipelines.cli.defaults import use_defaults
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.output import print_json
+from pipelines.collector import skip_collection_at_exit
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.progress.wording import printable
 from storage_formats.errors import EdjeError, UsageError
@@ -139,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     if completion := os.environ.get(_COMPLETION):
         return shell_complete(cli, {}, _PROGRAM, _COMPLETION, completion)
+    if arguments is None:
+        skip_collection_at_exit()
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         code = _run(arguments)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pipelines.collector import paused_collector
 from storage_formats.errors import EdjeError
 
 Task = Any
@@ -87,7 +88,8 @@ class Engine(Protocol):
 def build_worker(make_worker: WorkerFactory) -> Worker:
     """Call `make_worker` and return the worker. Raises EdjeError if `make_worker` fails."""
     try:
-        return make_worker()
+        with paused_collector():
+            return make_worker()
     except Exception as error:
         raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
 
