@@ -269,7 +269,7 @@ def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | No
 
 
 def _stored_fingerprint(content: Mapping[str, Any]) -> str:
-    """Compute the fingerprint that `bundle.json` must contain."""
+    """Compute the fingerprint of the bundle that `content`, read from a `bundle.json`, describes."""
     score = content.get("score")
     if score is not None and DirectionWeights.from_json(score) == DirectionWeights():
         score = None

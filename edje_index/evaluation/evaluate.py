@@ -250,7 +250,7 @@ def _embeddings(
 
 
 def _pools(config: EvaluationConfig, eval_set: EvaluationSet, embeddings: Embeddings) -> dict[str, Pools]:
-    """Make the pools by direction, with the largest pool size."""
+    """Return the pools of each direction. Each pool has as many candidates as the largest pool size."""
     texts, images = embeddings.texts, embeddings.images
     size = max(config.pool_sizes) if config.rerank else 1
     pools = {}

@@ -18,7 +18,7 @@ _MAX_BOXES = 1_000_000
 
 
 def clip_format(head: bytes) -> str | None:
-    """Return the demuxer for a video file; None if the bytes are no video container of a supported kind.
+    """Return FFmpeg's name of the demuxer for a video file; None if the container is not supported.
 
     Args:
         head: the first `headers.HEAD_BYTES` bytes of the file.
@@ -48,7 +48,7 @@ def truncation(data: bytes, name: str) -> str | None:
 
 
 def _cut_boxes(data: bytes) -> str | None:
-    """Check the boxes of an ISO media file (ISO/IEC 14496-12, 4.2)."""
+    """Do the same as `truncation` for an ISO media file. Its boxes are defined in ISO/IEC 14496-12, 4.2."""
     offset, has_index = 0, False
     for _ in range(_MAX_BOXES):
         if offset >= len(data):
@@ -68,7 +68,7 @@ def _cut_boxes(data: bytes) -> str | None:
 
 
 def _cut_segment(data: bytes) -> str | None:
-    """Check the size of the segment of a Matroska file (RFC 9559). A live recording declares no size."""
+    """Do the same as `truncation` for a Matroska file (RFC 9559). A live recording declares no size."""
     header_size, start = _element_size(data, len(_EBML))
     start += header_size or 0
     if data[start : start + 4] != _SEGMENT:
@@ -78,7 +78,7 @@ def _cut_segment(data: bytes) -> str | None:
 
 
 def _element_size(data: bytes, offset: int) -> tuple[int | None, int]:
-    """Return the size at `offset` in the coding of EBML (RFC 8794), and the offset after it. None is unknown."""
+    """Read the EBML size (RFC 8794) at `offset`. Return the size, or None if it is unknown, and the offset after it."""
     first = data[offset] if offset < len(data) else 0
     length = 9 - first.bit_length()
     bits = 7 * length

@@ -1,7 +1,7 @@
 """Decodes frames of video clips to upright 8-bit RGB images.
 
-A clip has as many frames as the caller asks for. They are taken from the middle of equal parts of the clip. PyAV
-decodes them. Its wheels contain FFmpeg, so the result does not depend on a library of the operating system.
+The caller gives the number of frames. The clip is divided into this number of equal parts, and the middle frame of each
+part is decoded with PyAV. The wheels of PyAV contain FFmpeg, so no library of the operating system affects the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 MAX_FRAME_PIXELS = 8192 * 4608
-"""Largest number of pixels of a frame, a little more than 8K. A decoder keeps up to 17 frames in memory."""
+"""Largest number of pixels of a frame, enough for 8K. A decoder keeps up to 17 frames in memory."""
 
 MAX_CLIP_FRAMES = 1_000_000
 """Largest number of frames of a clip: nine hours at 30 frames per second."""
@@ -44,12 +44,12 @@ _TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: I
 
 
 def is_clip(data: bytes) -> bool:
-    """Return True if the file is a video clip by its first bytes."""
+    """Return True if the first bytes of the file are those of a supported video container."""
     return clip_format(data[:HEAD_BYTES]) is not None
 
 
 def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Image]:
-    """Yield `count` frames of a clip in order, as upright RGB images. A frame of a short clip is repeated.
+    """Yield `count` frames of a clip in order, as upright RGB images. Frames of a short clip are repeated.
 
     Args:
         data: content of the file.
@@ -111,12 +111,12 @@ def _video_stream(container: InputContainer) -> VideoStream:
 
 @dataclass(frozen=True)
 class _Timeline:
-    """The times at which a clip can be shown and decoded, in units of the stream.
+    """The times of the frames of a clip, in units of the stream.
 
     Attributes:
         shown: times of all frames, ascending.
-        keys: times of the key frames, ascending. Decoding can begin at each of them.
-        seek_to: for each key frame, the time to seek to.
+        keys: times of the key frames, ascending. Decoding can begin at any key frame.
+        seek_to: for each key frame in `keys`, the time to pass to a seek of PyAV.
     """
 
     shown: list[int]
@@ -132,7 +132,7 @@ class _Timeline:
 
 
 def _timeline(container: InputContainer, stream: VideoStream) -> _Timeline:
-    """Read the times of all frames. Nothing is decoded."""
+    """Read the times of all frames from the packets, without decoding frames."""
     shown: list[int] = []
     keys: dict[int, int] = {}
     for number, packet in enumerate(container.demux(stream)):
@@ -152,7 +152,7 @@ def _timeline(container: InputContainer, stream: VideoStream) -> _Timeline:
 
 
 class _Reader:
-    """Decodes the frames of a stream at given times, and seeks to key frames between them."""
+    """Decodes the frames of a stream at given times. It skips frames by seeking to key frames."""
 
     def __init__(self, container: InputContainer, stream: VideoStream, timeline: _Timeline) -> None:
         self._container = container
@@ -179,14 +179,14 @@ class _Reader:
             yield current
 
     def _from(self, time: int) -> Iterator[VideoFrame]:
-        """Seek to the last key frame before `time`, and decode from there."""
+        """Seek to the last key frame that is not after `time`, and return an iterator that decodes from there."""
         key = self._key_before(time)
         target = self._timeline.seek_to[key] if key >= 0 else self._timeline.shown[0]
         self._container.seek(target, stream=self._stream, backward=True)
         return self._container.decode(self._stream)
 
     def _key_before(self, time: int) -> int:
-        """Return the number of the last key frame that is not after `time`; -1 if there is none."""
+        """Return the index in `keys` of the last key frame that is not after `time`; -1 if there is none."""
         return bisect.bisect_right(self._timeline.keys, time) - 1
 
 

@@ -1,6 +1,6 @@
 """Reads and decodes one input. A build and online training share this code, so that they treat bad images alike.
 
-An input decodes to frames. An image has one frame. A clip has as many frames as the settings say.
+An input is decoded to frames: an image to one frame, a clip to the number of frames in the settings.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class DecodeSettings:
         max_pixels: limit on the pixels of an image. Larger images fail with the reason "too-many-pixels".
         truncated: what to do with a truncated image. `FAIL`: the image fails. `LOAD`: the readable part is loaded.
             A truncated clip always fails.
-        frames: number of frames per input. Clips are decoded, and the frame of an image is repeated. None decodes
-            images only, to one frame.
+        frames: number of frames per input, to decode images and clips. The frame of an image is repeated. None decodes
+            only images, to one frame each, and rejects clips.
     """
 
     max_pixels: int = DEFAULT_MAX_PIXELS
@@ -47,7 +47,7 @@ class DecodedInput(Generic[Pixels]):
     Attributes:
         size: (width, height) of the upright image, or of the first upright frame, before it is converted.
         frames: the converted frames. An image has one frame, unless the settings ask for more.
-        truncation: description of what is missing; None for a complete image.
+        truncation: description of what is missing; None for a complete input.
     """
 
     size: tuple[int, int]
@@ -56,7 +56,7 @@ class DecodedInput(Generic[Pixels]):
 
     @property
     def pixels(self) -> Pixels:
-        """The first frame."""
+        """The first converted frame."""
         return self.frames[0]
 
 

@@ -38,7 +38,7 @@ class AnnParts:
 
     @property
     def lists(self) -> int:
-        """Largest number of inverted lists in a FAISS index; 0 if all FAISS indexes are flat."""
+        """Largest number of inverted lists in any of the FAISS indexes; 0 if all FAISS indexes are flat."""
         return max(map(number_of_lists, self.parts))
 
     def nearest(

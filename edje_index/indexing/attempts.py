@@ -80,7 +80,7 @@ def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
 
 
 def _attempt_after(path: Path) -> Attempt:
-    """Return the attempt that follows the attempt in the file `path`."""
+    """Return the attempt after the attempt that the file `path` records, or the first attempt if there is no file."""
     try:
         content = json.loads(path.read_text())
         deaths = Counter({int(position): int(count) for position, count in content["deaths"].items()})

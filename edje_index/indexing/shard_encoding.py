@@ -66,7 +66,7 @@ class ShardTask:
         shard: shard number.
         spec: shape of the index.
         plan: fingerprint of the build plan.
-        batch_size: images per forward pass, or frames of clips.
+        batch_size: number of images, or of frames of clips, per forward pass.
         max_pixels: largest number of pixels of an image. The rows of larger images fail with the reason
             "too-many-pixels".
         decode_threads: number of threads that read and decode images. This number does not affect the result.

@@ -56,9 +56,7 @@ class AdapterConfig:
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
-        """Return the configuration of the adapter that computes the training input of this adapter.
-
-        The returned adapter has no weights.
+        """Return the configuration of the adapter without weights that computes the training input of this adapter.
 
         `patches` is the number of patches per image.
         """

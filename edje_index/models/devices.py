@@ -1,4 +1,4 @@
-"""Converts names of devices and data types to torch objects, and keeps torch's number of CPU threads."""
+"""Converts names of devices and data types to torch objects, and restores torch's number of CPU threads."""
 
 from __future__ import annotations
 

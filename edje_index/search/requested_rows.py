@@ -1,4 +1,4 @@
-"""Converts row ids and uris to row ids, and checks that the rows have tokens."""
+"""Finds the rows that a caller names by row id or uri, and checks that these rows have tokens."""
 
 from __future__ import annotations
 

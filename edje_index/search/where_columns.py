@@ -181,7 +181,9 @@ def _converted(constant: Constant, column: Column) -> pa.Scalar:
         raise filter_error(f"{column} cannot be compared with {constant}; give {wanted}")
     if column.kind == NUMBER and not pa.types.is_integer(column.arrow_type):
         if float(constant.value) != constant.value:
-            raise filter_error(f"{column} cannot be compared with {constant}, which float64 cannot represent exactly")
+            raise filter_error(
+                f"{column} cannot be compared with {constant}, which float64 cannot represent exactly; round the number"
+            )
         return pa.scalar(float(constant.value))
     if column.kind != TIME:
         return pa.scalar(constant.value)

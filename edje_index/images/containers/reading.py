@@ -1,4 +1,7 @@
-"""Reads inputs from containers. Each process keeps a few containers open, because opening one can take long."""
+"""Reads inputs from containers: zips, compressed tars and Parquet files.
+
+Each process keeps a few containers open, because opening a container can take long.
+"""
 
 from __future__ import annotations
 

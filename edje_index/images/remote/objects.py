@@ -79,7 +79,7 @@ def list_object_folder(url: str) -> Folder:
 
 
 def _located(url: str) -> tuple[ObjectFolder, str]:
-    """Return the bucket of a URL, and the key in it."""
+    """Return the bucket in the URL of an object, and the key of the object."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     return _bucket(f"{scheme}://{bucket}"), key

@@ -39,7 +39,7 @@ class PackedModel:
     Attributes:
         out: folder of the packed model.
         size: total size of the files in ``out``, in bytes.
-        packings: number of tensors, and total size of these tensors in bytes, by packing.
+        packings: (number of tensors, total size of these tensors in bytes) by name of the packing.
         fingerprint: fingerprint of the bundle that ``unpack_model`` makes.
     """
 
