@@ -25,7 +25,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; check the path and the permissions") from error
     except ValueError as error:  # not TOML, or not UTF-8
-        raise UsageError(f"{path} is not a TOML file: {error}") from error
+        raise UsageError(f"{path} is not a TOML file: {error}; correct the file") from error
 
 
 def _defaults(group: click.Group, tables: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -69,15 +69,17 @@ def _options(command: click.Command, values: Mapping[str, Any], place: str) -> d
 def _check(option: click.Option, value: Any, place: str, context: click.Context) -> None:
     """Raise UsageError if `option` does not take `value`. Unlike click, reject a boolean as the value of a number."""
     if option.is_flag and not isinstance(value, bool):
-        raise UsageError(f"{place}{value!r} is not true or false")
+        raise UsageError(f"{place}{value!r} is not true or false; write true or false")
     if option.multiple != isinstance(value, list):
-        problem = "is not a list" if option.multiple else "is a list, but the option takes one value"
+        problem = (
+            "is not a list; put the values in [ ]" if option.multiple else "is a list, but the option takes one value"
+        )
         raise UsageError(f"{place}{value!r} {problem}")
     for each in value if option.multiple else [value]:
         if isinstance(each, dict | list) or (isinstance(each, bool) and not option.is_flag):
-            raise UsageError(f"{place}{each!r} is not a text or number")
+            raise UsageError(f"{place}{each!r} is not a text or number; correct the value")
         if isinstance(each, float) and isinstance(option.type, click.types.IntParamType):  # click would cut it
-            raise UsageError(f"{place}{each!r} is not a whole number")
+            raise UsageError(f"{place}{each!r} is not a whole number; correct the value")
     try:
         option.type_cast_value(context, value)
     except click.BadParameter as error:

@@ -116,7 +116,7 @@ frames_option = click.option(
     "--frames",
     type=click.IntRange(1, MAX_FRAMES),
     metavar="N",
-    help="Index videos too, each by N frames that are spread evenly over it.  [default: ignore videos]",
+    help="Also index videos: encode N evenly spaced frames of each video.  [default: ignore videos]",
 )
 
 images_option = click.option(

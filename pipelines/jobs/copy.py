@@ -65,7 +65,7 @@ def run_copy(
 
     if replace and not is_url(out):
         raise UsageError(
-            f"only an index at a URL can be replaced, but {out} is a directory; remove it, or choose another directory",
+            f"only an index at a URL can be replaced, but {out} is a directory; leave out `replace`",
             parameter="replace",
         )
     started = time.monotonic()

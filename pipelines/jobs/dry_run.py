@@ -109,7 +109,9 @@ def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
     if stored is not None and stored.index is not None and digest.hexdigest() != stored.plan.inputs_digest:
         raise sources_changed(config, stored.index, listing.inputs)
     if not listing.inputs:
-        raise UsageError(f"there is nothing to index in {', '.join(config.sources)}", parameter="sources")
+        raise UsageError(
+            f"there is nothing to index in {', '.join(config.sources)}; check the sources", parameter="sources"
+        )
     spec = IndexSpec(listing.inputs, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
     check_index_size(config.out, spec)
     is_finished = stored is not None and stored.index is not None

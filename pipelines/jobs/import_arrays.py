@@ -151,7 +151,10 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
             f"{path} is damaged, because it has {extra} bytes more than its header says; save the array again"
         )
     if array.ndim != dimensions:
-        raise UsageError(f"the array in {path} must have {dimensions} dimensions, but its shape is {list(array.shape)}")
+        raise UsageError(
+            f"the array in {path} must have {dimensions} dimensions, but its shape is {list(array.shape)}; "
+            "reshape the array"
+        )
     if not array.flags.c_contiguous:
         raise UsageError(f"the array in {path} is in Fortran order; save numpy.ascontiguousarray(array) instead")
     if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):

@@ -204,7 +204,7 @@ def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
 def find_sidecars(names: Sequence[bytes], clips: bool) -> frozenset[bytes]:
     """Return the names of the metadata files in a directory: NAME.json and NAME.txt, if there is an input NAME.jpg.
 
-    With `clips`, an input can be a clip such as NAME.mp4, too.
+    With `clips`, NAME can also be the name of a clip such as NAME.mp4.
     """
     stems = {os.path.splitext(name)[0] for name in names if has_input_suffix(name, clips) and not name.startswith(b".")}
     suffixes = tuple(suffix.encode() for suffix in SIDECAR_SUFFIXES)

@@ -188,7 +188,7 @@ def _is_part_of_folder(source: Source) -> bool:
 
 
 def _holds_others(archive: Source) -> bool:
-    """Return True if the directory of an archive has inputs besides the archive. It is then not read with it."""
+    """Return True if the directory of `archive` also contains images or clips, so it does not read `archive`."""
     return holds_inputs(os.listdir(os.path.dirname(_real_path(archive))), archive.clips)
 
 

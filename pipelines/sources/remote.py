@@ -72,7 +72,9 @@ def matching_urls(pattern: str) -> list[str]:
     if scheme_of(pattern) in WEB_SCHEMES or not glob.has_magic(pattern):
         return [pattern]
     if glob.has_magic(parent):
-        raise UsageError(f"{pattern} has a wildcard in a directory; use it in the last part only", parameter="sources")
+        raise UsageError(
+            f"{pattern} has a wildcard in a directory; use wildcards only after the last slash", parameter="sources"
+        )
     require_libraries(pattern)
     try:
         folder = list_remote_folder(parent)

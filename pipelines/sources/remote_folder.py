@@ -49,7 +49,7 @@ class RemoteFolderSource(FileSource):
                 yield InputRef(url, os.fsencode(url), problem=problem_of(error))
                 continue
             if folder is None:
-                raise ValueError(f"the server of {url} lists no directories")
+                raise ValueError(f"the server of {url} does not list directories; give the URLs of files")
             yield from self._files(url, sorted(folder.files, key=lambda file: os.fsencode(file.name)))
             hidden = [name for name in folder.directories if name.startswith(".")]
             self.ignored.add({"(hidden)": len(hidden)} if hidden else {})
