@@ -198,7 +198,7 @@ def _check(request: _Request) -> None:
 
 
 def _check_unused(request: _Request, why: str) -> None:
-    """Raise UsageError if an option is given that only re-ranking reads."""
+    """Raise UsageError if an option is given that needs re-ranking. `why` says why there is no re-ranking."""
     for option, is_given in (("--score", request.score != BUNDLE_SCORE), ("--joint-pool", request.joint_pool)):
         if is_given:
             raise UsageError(f"{option} has no effect {why}: leave out {option}")

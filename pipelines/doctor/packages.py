@@ -65,7 +65,7 @@ def shadow_findings() -> Iterator[Finding]:
 
 
 def _belongs_to(requirement: Requirement, extra: str) -> bool:
-    """Return True if `extra` adds the package `requirement`. Another extra of this project is not a package."""
+    """Return True if `requirement` is a package that `extra` adds to the packages that are always required."""
     marker = requirement.marker
     if marker is None or requirement.name == _DISTRIBUTION:
         return False

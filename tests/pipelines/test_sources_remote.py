@@ -97,7 +97,7 @@ def test_patterns_of_urls(server: WebServer) -> None:
         f"{server.url}/{number}.jpg" for number in range(3)
     ]
     assert [ref.uri for ref in scan(server.url + "/photo?id=3")] == [f"{server.url}/photo?id=3"]
-    with pytest.raises(UsageError, match="web servers list no directories"):
+    with pytest.raises(UsageError, match="web servers do not list directories"):
         open_source(f"{server.url}/photos")
 
 
