@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -144,10 +145,11 @@ def quantize_index(
         (('bf16', 'fp8', 'nvfp4'), 36)
     """
     from pipelines.engines import open_engine
-    from pipelines.jobs.quantize import QuantizeConfig, run_quantize
+    from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 
     engine = open_engine("inline" if workers is None else "ray", workers)
-    return run_quantize(QuantizeConfig(Path(index), tuple(to), tuple(drop), source), engine, on_event)
+    make_config = functools.partial(QuantizeConfig, to=tuple(to), drop=tuple(drop), source=source)
+    return quantize_at(index, make_config, engine, on_event)
 
 
 @name_missing_extra("build")
@@ -187,11 +189,13 @@ def append_index(
     """
     from pipelines.jobs.append import run_append
     from pipelines.planning.config import AppendConfig
+    from storage_formats.writing.working_copy import working_copy
 
     names = [sources] if isinstance(sources, str | Path) else sources
     bundle = None if model is None else Path(model)
-    config = AppendConfig(Path(index), tuple(map(str, names)), bundle, engine=engine, workers=workers)
-    return run_append(config, on_event)
+    with working_copy(index) as copy:
+        config = AppendConfig(copy.root, tuple(map(str, names)), bundle, engine=engine, workers=workers)
+        return run_append(config, on_event)
 
 
 @name_missing_extra("build")
@@ -232,12 +236,14 @@ def update_index(
     """
     from pipelines.jobs.update import run_update
     from pipelines.planning.config import UpdateConfig
+    from storage_formats.writing.working_copy import working_copy
 
     names = [sources] if isinstance(sources, str | Path) else sources
     bundle = options.get("model")
     settings = {**options, "model": None if bundle is None else Path(bundle)}
-    config = UpdateConfig(Path(index), tuple(map(str, names)), dry_run=dry_run, **settings)  # type: ignore[arg-type]
-    return run_update(config, on_event, should_stop)
+    with working_copy(index, read_only=dry_run) as copy:
+        config = UpdateConfig(copy.root, tuple(map(str, names)), dry_run=dry_run, **settings)  # type: ignore[arg-type]
+        return run_update(config, on_event, should_stop)
 
 
 def delete_rows(
@@ -277,7 +283,7 @@ def delete_rows(
     from pipelines.jobs.erase import run_erase
     from pipelines.jobs.snapshots import run_delete
 
-    return (run_erase if erase else run_delete)(Path(index), rows, uri, where=where, dry_run=dry_run)
+    return (run_erase if erase else run_delete)(index, rows, uri, where=where, dry_run=dry_run)
 
 
 @name_missing_extra("search")
@@ -309,7 +315,7 @@ def compact_index(index: str | Path, *, on_event: OnEvent = _ignore, should_stop
     """
     from pipelines.jobs.compact import run_compact
 
-    return run_compact(Path(index), on_event, should_stop)
+    return run_compact(index, on_event, should_stop)
 
 
 @name_missing_extra("search")

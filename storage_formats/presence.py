@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.shard_table import read_shard_tables
+from storage_formats.format.object_store import ObjectFolder
+from storage_formats.format.shard_table import FileEntry, read_shard_tables
 
 _PROBLEMS_SHOWN = 3
 
@@ -24,9 +25,9 @@ def check_files(index: CommittedIndex) -> None:
         shown = "; ".join(problems[:_PROBLEMS_SHOWN])
         rest = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
         raise CorruptIndexError(
-            f"the index at {index.root} is finished but damaged: {shown}{rest}. "
-            f"Run 'edje-index verify {index.root}' to list all damage. Then restore the damaged files. If there is no "
-            f"backup, delete {index.root} and build the index again"
+            f"the index at {index.location} is finished but damaged: {shown}{rest}. "
+            f"Run 'edje-index verify {index.location}' to list all damage. Then restore the damaged files. If there is no "
+            f"backup, delete {index.location} and build the index again"
         )
 
 
@@ -36,7 +37,11 @@ def _problems(index: CommittedIndex) -> Iterator[str]:
         if not path.is_file():
             yield f"{layout.relative(path)} is missing"
     lines = read_shard_tables(index.root, index.manifest.shard_tables)
-    for file in (*(file for _, file in lines), *index.manifest.ann_files):
+    files = [*(file for _, file in lines), *index.manifest.ann_files]
+    if index.remote is not None:
+        yield from _remote_problems(index.remote, files)
+        return
+    for file in files:
         try:
             status = os.stat(layout.root / file.path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -46,3 +51,12 @@ def _problems(index: CommittedIndex) -> Iterator[str]:
             yield f"{file.path} is not a regular file"
         elif status.st_size != file.bytes:
             yield f"{file.path} has {status.st_size} bytes instead of the {file.bytes} that were committed"
+
+
+def _remote_problems(folder: ObjectFolder, files: Iterable[FileEntry]) -> Iterator[str]:
+    sizes = folder.list_sizes()
+    for file in files:
+        if file.path not in sizes:
+            yield f"{file.path} is missing"
+        elif sizes[file.path] != file.bytes:
+            yield f"{file.path} has {sizes[file.path]} bytes instead of the {file.bytes} that were committed"

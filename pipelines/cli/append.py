@@ -11,20 +11,21 @@ import click
 
 from pipelines.cli.dry_run import show_dry_run
 from pipelines.cli.new_rows import new_rows_options, note_failures, run_job
-from pipelines.cli.options import PATH, column_option, dry_run_option, max_failed_option
+from pipelines.cli.options import column_option, dry_run_option, location, max_failed_option
 from pipelines.cli.output import print_json, print_line
 from pipelines.planning.config import AppendConfig
 from pipelines.progress.wording import counted
+from storage_formats.format.object_store import IndexLocation
 
 
 @click.command()
-@click.argument("root", type=PATH, metavar="INDEX")
+@click.argument("root", type=location, metavar="INDEX")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @column_option
 @max_failed_option
 @dry_run_option
 @new_rows_options
-def append(as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **options: Any) -> None:
+def append(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **options: Any) -> None:
     """Add the images of every SOURCE to INDEX.
 
     'edje-index build --help' describes SOURCE. New rows are encoded with the settings of INDEX. Images that INDEX
@@ -40,19 +41,24 @@ def append(as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **option
     """
     from pipelines.jobs.append import run_append
 
-    config = AppendConfig(**{**options, "sources": tuple(options["sources"])})
+    def make_config(directory: Path) -> AppendConfig:
+        return AppendConfig(directory, **{**options, "sources": tuple(options["sources"])})
+
     if dry_run:
         from pipelines.jobs.dry_run import try_append
+        from storage_formats.writing.working_copy import working_copy
 
-        show_dry_run(functools.partial(try_append, config), config.root, quiet=quiet, as_json=as_json)
+        with working_copy(root, read_only=True) as copy:
+            trial = functools.partial(try_append, make_config(copy.root))
+            show_dry_run(trial, root, quiet=quiet, as_json=as_json)
         return
-    result = run_job(run_append, config, quiet=quiet, log=log)
+    result = run_job(run_append, make_config, root, quiet=quiet, log=log)
     if as_json:
         print_json(asdict(result))
     else:
         at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
         print_line(
-            f"{config.root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} + "
+            f"{root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} + "
             f"{result.duplicates:,} duplicates + {result.failed:,} failed, in {counted(result.shards, 'new shard')}; "
             f"{result.seconds:.1f} s"
         )

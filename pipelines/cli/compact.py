@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.options import json_option, location, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
+from storage_formats.format.object_store import IndexLocation
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@click.argument("index", type=location)
 @quiet_option
 @json_option
-def compact(index: Path, quiet: bool, as_json: bool) -> None:
+def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
     """Rewrite INDEX without its deleted rows.
 
     The remaining rows get new ids. A Parquet file maps old row ids to new row ids; TokenStore.translate reads this

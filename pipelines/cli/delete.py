@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 
-from pipelines.cli.options import PATH, json_option, where_option
+from pipelines.cli.options import json_option, location, where_option
 from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted
+from storage_formats.format.object_store import IndexLocation
 
 _SHOWN = 10
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@click.argument("index", type=location)
 @click.option("--rows", "rows", type=int, multiple=True, metavar="N", help="Row id to delete; repeatable.")
 @click.option("--uri", metavar="GLOB", help="Delete the rows whose URI matches this pattern. * also matches slashes.")
 @where_option
 @click.option("--erase", is_flag=True, help="Overwrite the data of the rows, and remove all earlier snapshots.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted and change nothing.")
 @json_option
-def delete(index: Path, erase: bool, as_json: bool, **options: Any) -> None:
+def delete(index: IndexLocation, erase: bool, as_json: bool, **options: Any) -> None:
     """Delete rows of INDEX.
 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The data of deleted rows

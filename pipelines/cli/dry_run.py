@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
 from pipelines.progress.wording import counted, duration, human_bytes
+from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
     from pipelines.jobs.dry_run import DryRun
 
 
-def show_dry_run(job: Callable[[OnEvent, ShouldStop], DryRun], root: Path, *, quiet: bool, as_json: bool) -> None:
+def show_dry_run(
+    job: Callable[[OnEvent, ShouldStop], DryRun], root: IndexLocation, *, quiet: bool, as_json: bool
+) -> None:
     """Run `job`, and print its result."""
     with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
         estimate = job(on_event, should_stop)

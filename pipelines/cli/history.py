@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, POSITIVE, json_option
+from pipelines.cli.options import POSITIVE, json_option, location
 from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.format.object_store import IndexLocation
 
-_INDEX = click.argument("index", type=PATH)
+_INDEX = click.argument("index", type=location)
 
 
 @click.command()
 @_INDEX
 @json_option
-def history(index: Path, as_json: bool) -> None:
+def history(index: IndexLocation, as_json: bool) -> None:
     """List the snapshots of INDEX, oldest first. The last snapshot is the current one.
 
     Every change of a finished index makes a new snapshot. Old snapshots remain until 'edje-index gc' removes them.
@@ -45,7 +45,7 @@ def history(index: Path, as_json: bool) -> None:
 @_INDEX
 @click.argument("snapshot", type=click.IntRange(min=0))
 @json_option
-def rollback(index: Path, snapshot: int, as_json: bool) -> None:
+def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
     """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index history' lists.
 
     A rollback makes a new snapshot. To undo a rollback, roll back to the snapshot before it.
@@ -70,7 +70,7 @@ def rollback(index: Path, snapshot: int, as_json: bool) -> None:
     "--keep", type=POSITIVE, help="Number of snapshots to keep, including the current one.  [default: all snapshots]"
 )
 @json_option
-def gc(index: Path, keep: int | None, as_json: bool) -> None:
+def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
     """Remove the files of INDEX that no snapshot needs. With --keep, also remove old snapshots.
 
     The command also discards an interrupted change, such as an append or a conversion. That change cannot be resumed

@@ -23,6 +23,7 @@ from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.format.layout import Layout
+from storage_formats.format.object_store import IndexLocation
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Config = TypeVar("_Config", bound=AppendConfig)
@@ -59,12 +60,30 @@ def new_rows_options(command: _Command) -> _Command:
 
 
 def run_job(
-    job: Callable[[_Config, OnEvent, ShouldStop], _Result], config: _Config, *, quiet: bool, log: Path | None
+    job: Callable[[_Config, OnEvent, ShouldStop], _Result],
+    make_config: Callable[[Path], _Config],
+    index: IndexLocation,
+    *,
+    quiet: bool,
+    log: Path | None,
+    read_only: bool = False,
 ) -> _Result:
-    """Run `job` with a progress display and a log. If a resumable job stops, its error message says how to resume."""
-    can_resume = Layout(config.root).append_plan.exists
-    with running_job(quiet=quiet, can_resume=can_resume, log=log, root=config.root) as (on_event, should_stop):
-        return job(config, on_event, should_stop)
+    """Run `job` with a progress display and a log. If a resumable job stops, its error message says how to resume.
+
+    Args:
+        job: function that changes the index.
+        make_config: function that makes the request from the directory of the index.
+        index: path or URL of the index.
+        quiet: True to show no progress.
+        log: see `running_job`.
+        read_only: True if `job` does not change the index.
+    """
+    from storage_formats.writing.working_copy import working_copy
+
+    with working_copy(index, read_only=read_only) as copy:
+        config, can_resume = make_config(copy.root), Layout(copy.root).append_plan.exists
+        with running_job(quiet=quiet, can_resume=can_resume, log=log, root=copy.root) as (on_event, should_stop):
+            return job(config, on_event, should_stop)
 
 
 def note_failures(result: WithFailures, again: str = "") -> None:

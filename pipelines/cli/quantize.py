@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import PATH, POSITIVE, engine_option, json_option, log_option, quiet_option
+from pipelines.cli.options import POSITIVE, engine_option, json_option, location, log_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.cli.quantization_report import ReportRequest, measure, report_options
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
+from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
     from pipelines.engines.base import Engine
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@click.argument("index", type=location)
 @click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable.")
 @click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove; repeatable.")
 @click.option(
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 @quiet_option
 @json_option
 def quantize(
-    index: Path,
+    index: IndexLocation,
     to: tuple[str, ...],
     drop: tuple[str, ...],
     source: str | None,
@@ -66,16 +68,19 @@ def quantize(
         raise UsageError("nothing to do: give --to, --drop or --report")
     output: dict[str, Any] = {}
     if request is not None:
+        if not isinstance(index, Path):
+            raise UsageError(f"--report needs an index on a file system; copy {index} to a directory first")
         report = measure(request, index, to, source, quiet=quiet)
         if not as_json:
             _print_report(report, request)
         output = {"report": asdict(report)} if to or drop else asdict(report)
     if to or drop:
-        from pipelines.jobs.quantize import QuantizeConfig, run_quantize
+        from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 
         chosen_engine = _engine(engine, workers, address)
         with running_job(quiet=quiet, log=log) as (on_event, should_stop):
-            result = run_quantize(QuantizeConfig(index, to, drop, source), chosen_engine, on_event, should_stop)
+            make_config = functools.partial(QuantizeConfig, to=to, drop=drop, source=source)
+            result = quantize_at(index, make_config, chosen_engine, on_event, should_stop)
         if not as_json:
             _print(index, result)
         output |= asdict(result)
@@ -92,7 +97,7 @@ def _print_report(report: QuantizeReport, request: ReportRequest) -> None:
         print_line(f"report written to {request.folder}")
 
 
-def _print(index: Path, result: QuantizeResult) -> None:
+def _print(index: IndexLocation, result: QuantizeResult) -> None:
     for name, size in result.bytes_per_image.items():
         print_line(f"{name:6} {size:7,} bytes per image{'  (new)' if name in result.added else ''}")
     print_line(f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s")

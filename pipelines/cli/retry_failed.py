@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 import click
 
 from pipelines.cli.new_rows import new_rows_options, note_failures, run_job
-from pipelines.cli.options import PATH
+from pipelines.cli.options import location
 from pipelines.cli.output import print_json, print_line
 from pipelines.planning.config import AppendConfig
 from pipelines.progress.wording import counted
+from storage_formats.format.object_store import IndexLocation
 
 
 @click.command("retry-failed")
-@click.argument("root", type=PATH, metavar="INDEX")
+@click.argument("root", type=location, metavar="INDEX")
 @new_rows_options
-def retry_failed(as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
+def retry_failed(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
     """Try to index the failed inputs of INDEX again.
 
     'edje-index failures' lists these inputs. The old failed rows are deleted, and each input gets a new row. Inputs
@@ -33,13 +35,13 @@ def retry_failed(as_json: bool, quiet: bool, log: Path | None, **options: Any) -
     """
     from pipelines.jobs.retry_failed import run_retry_failed
 
-    config = AppendConfig(sources=(), **options)
-    result = run_job(run_retry_failed, config, quiet=quiet, log=log)
+    make_config = functools.partial(AppendConfig, sources=(), **options)
+    result = run_job(run_retry_failed, make_config, root, quiet=quiet, log=log)
     if as_json:
         print_json(asdict(result))
     else:
         print_line(
-            f"{config.root}: {counted(result.retried, 'failed row')} tried again: {counted(result.inputs, 'input')} = "
+            f"{root}: {counted(result.retried, 'failed row')} tried again: {counted(result.inputs, 'input')} = "
             f"{result.indexed:,} indexed + {result.duplicates:,} duplicates + {result.failed:,} failed; "
             f"{result.seconds:.1f} s"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipelines.cli.new_rows import new_rows_options, note_failures, run_job
-from pipelines.cli.options import PATH, column_option, max_failed_option
+from pipelines.cli.options import column_option, location, max_failed_option
 from pipelines.cli.output import print_json, print_line
 from pipelines.planning.config import UpdateConfig
 from pipelines.progress.wording import counted, duration
+from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
     from pipelines.jobs.update import UpdateResult
 
 
 @click.command()
-@click.argument("root", type=PATH, metavar="INDEX")
+@click.argument("root", type=location, metavar="INDEX")
 @click.argument("sources", nargs=-1, metavar="[SOURCE...]")
 @click.option("--dry-run", is_flag=True, help="Show the changes without applying them.")
 @click.option(
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 @column_option
 @max_failed_option
 @new_rows_options
-def update(as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
+def update(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
 
     Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE, name all sources of INDEX,
@@ -51,13 +53,13 @@ def update(as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None
     """
     from pipelines.jobs.update import run_update
 
-    config = UpdateConfig(**{**options, "sources": tuple(options["sources"])})
-    result = run_job(run_update, config, quiet=quiet, log=log)
+    make_config = functools.partial(UpdateConfig, **{**options, "sources": tuple(options["sources"])})
+    result = run_job(run_update, make_config, root, quiet=quiet, log=log, read_only=options["dry_run"])
     if as_json:
         print_json(asdict(result))
     else:
-        print_line(f"{config.root}: {_summary(result)}")
-    if not config.dry_run:
+        print_line(f"{root}: {_summary(result)}")
+    if not result.dry_run:
         note_failures(result)
 
 

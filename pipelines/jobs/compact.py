@@ -21,6 +21,7 @@ from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.format.object_store import IndexLocation
     from storage_formats.format.receipts import ShardReceipt
     from storage_formats.writing.row_copy import RowCopy
 
@@ -55,16 +56,24 @@ class CompactResult:
     seconds: float
 
 
-def run_compact(root: Path, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> CompactResult:
-    """Copy the rows of the index at `root` that are not deleted into new shards, and commit a snapshot.
+def run_compact(location: IndexLocation, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> CompactResult:
+    """Copy the rows of the index at `location` that are not deleted into new shards, and commit a snapshot.
 
     If no row is deleted, the index does not change. A stopped compaction is resumed.
 
     Raises:
-        UsageError: there is no index at `root`, all rows are deleted, or the disk is too small.
+        UsageError: there is no index at `location`, all rows are deleted, or the disk is too small.
         JobStopped: the compaction stopped early, or a row is damaged. Finished shards are kept.
         EdjeError: another process is changing the index, or an append to the index has not finished.
     """
+    from storage_formats.writing.working_copy import working_copy
+
+    with working_copy(location) as copy:
+        result = _compact(copy.root, on_event, should_stop)
+    return result if result.row_map is None else replace(result, row_map=f"{location}/{result.row_map}")
+
+
+def _compact(root: Path, on_event: OnEvent, should_stop: ShouldStop) -> CompactResult:
     from storage_formats.format.manifest import CommittedIndex
 
     started = time.monotonic()
@@ -75,11 +84,11 @@ def run_compact(root: Path, on_event: OnEvent, should_stop: ShouldStop = lambda:
         refuse_unfinished_append(Layout(index.root))
         if not len(index.deleted):
             discard_unfinished_compaction(index)
-            return _result(index.root, index.manifest, 0, time.monotonic() - started)
+            return _result(index.manifest, 0, time.monotonic() - started)
         copy = _plan(index)
         receipts = copy_rows(copy, "copying", _begin(index, copy), on_event, should_stop)
         manifest = _publish(index, copy, receipts, on_event)
-    return _result(index.root, manifest, len(index.deleted), time.monotonic() - started)
+    return _result(manifest, len(index.deleted), time.monotonic() - started)
 
 
 def _plan(index: CommittedIndex) -> RowCopy:
@@ -139,14 +148,14 @@ def _ann(index: CommittedIndex, copy: RowCopy, on_event: OnEvent) -> dict[str, A
     return build_ann(index.root, copy.spec, replace_file=False)
 
 
-def _result(root: Path, manifest: Manifest, removed: int, seconds: float) -> CompactResult:
+def _result(manifest: Manifest, removed: int, seconds: float) -> CompactResult:
     spec = manifest.spec
     return CompactResult(
         rows=spec.used_rows,
         removed=removed,
         first_row=spec.used_segments[0].first_row,
         shards=sum(1 for _ in spec.shard_numbers()),
-        row_map=str(root / manifest.row_maps[-1].file.path) if removed else None,
+        row_map=manifest.row_maps[-1].file.path if removed else None,
         snapshot=manifest.snapshot.number,
         seconds=seconds,
     )

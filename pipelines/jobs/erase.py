@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from pipelines.jobs.lock import locked_index
 from pipelines.jobs.snapshots import DeleteResult
+from storage_formats.errors import UsageError
+from storage_formats.format.object_store import IndexLocation, is_url
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_erase(
-    root: Path, rows: Sequence[int], uri: str | None, *, where: str | None = None, dry_run: bool = False
+    location: IndexLocation, rows: Sequence[int], uri: str | None, *, where: str | None = None, dry_run: bool = False
 ) -> DeleteResult:
     """Delete and erase the rows that `run_delete` would delete, and the duplicates of these rows.
 
@@ -28,7 +30,7 @@ def run_erase(
     first, even if no rows are selected. All earlier snapshots are removed, because they still contain the rows.
 
     Raises:
-        UsageError: there is no index at `root`, or `where` is invalid.
+        UsageError: there is no index at `location`, `location` is a URL, or `where` is invalid.
         RowIdError: a row id does not exist.
         CorruptIndexError: a file with the rows is missing or damaged.
         MissingExtraError: the index has a nearest-neighbour index and FAISS is not installed.
@@ -40,6 +42,13 @@ def run_erase(
     from storage_formats.writing.erase import plan_erasure, read_erasure, store_erasure
     from storage_formats.writing.snapshots import plan_deletion
 
+    if is_url(location):
+        raise UsageError(
+            f"rows of {location} cannot be erased on the object store; copy the index to a directory, erase the rows "
+            "there, and copy the directory back in place of the index",
+            parameter="erase",
+        )
+    root = Path(location)
     if CommittedIndex.open(root).manifest.ann.get("files"):
         check_faiss()
     with locked_index(root, erasing=True):

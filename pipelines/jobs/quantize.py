@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import Manifest
+    from storage_formats.format.object_store import IndexLocation
     from storage_formats.format.receipts import ShardReceipt
     from storage_formats.writing.conversion import ConversionTask
 
@@ -100,6 +101,27 @@ class _Conversion:
         """Return the fingerprint of the conversion. The receipts of the conversion contain this fingerprint."""
         text = f"convert {self.spec} {self.source} {self.targets} {self.source_digest}"
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def quantize_at(
+    location: IndexLocation,
+    make_config: Callable[[Path], QuantizeConfig],
+    engine: Engine,
+    on_event: OnEvent,
+    should_stop: ShouldStop = lambda: False,
+) -> QuantizeResult:
+    """Convert the index at `location`. `make_config` makes the request from the directory of the index.
+
+    For the errors, see `run_quantize` and `working_copy`.
+    """
+    from storage_formats.writing.working_copy import working_copy
+
+    with working_copy(location) as copy:
+        config = make_config(copy.root)
+        result = run_quantize(config, engine, on_event, should_stop)
+        if config.drop:
+            copy.remove_unnamed_objects()
+    return result
 
 
 def run_quantize(
@@ -232,6 +254,7 @@ def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
 
 def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_stop: ShouldStop) -> Manifest:
     """Convert the shards that earlier runs did not finish, and commit the new precisions. Return the new manifest."""
+    from storage_formats.format.index_files import download_missing
     from storage_formats.format.receipts import read_receipts
     from storage_formats.writing.begin import clear_staging
     from storage_formats.writing.conversion import add_precisions
@@ -241,6 +264,7 @@ def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_
     receipts = read_receipts(Layout(conversion.root), shards, conversion.plan)
     _check_disk(conversion, len(shards) - len(receipts))
     clear_staging(conversion.root)
+    download_missing(conversion.root, _source_files(conversion, [shard for shard in shards if shard not in receipts]))
     on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
     job = ShardJob(
         activity="converting",
@@ -257,6 +281,17 @@ def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_
     except OSError as error:
         root, reason = conversion.root, describe_error(error)
         raise JobStopped(f"cannot write {root}: {reason}; finished shards are kept") from error
+
+
+def _source_files(conversion: _Conversion, shards: Sequence[int]) -> Iterator[Path]:
+    """Yield the paths of the token and checksum files to read. Workers cannot download them."""
+    from storage_formats.codecs import codec
+
+    layout, name = Layout(conversion.root), conversion.source
+    ndim = len(codec(name, conversion.spec.block_shape).record_shape)
+    for shard in shards:
+        yield layout.token_shard(name, shard, ndim)
+        yield layout.checksums(name, shard)
 
 
 def _check_disk(conversion: _Conversion, shards: int) -> None:

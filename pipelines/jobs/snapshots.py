@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.format.object_store import IndexLocation
     from storage_formats.writing.snapshots import Removal
 
 
@@ -48,26 +49,33 @@ class DeleteResult:
 
 
 def run_delete(
-    root: Path, rows: Sequence[int], uri: str | None, *, where: str | None = None, dry_run: bool = False
+    location: IndexLocation, rows: Sequence[int], uri: str | None, *, where: str | None = None, dry_run: bool = False
 ) -> DeleteResult:
-    """Delete rows of the index at `root`, and commit a snapshot.
+    """Delete rows of the index at `location`, and commit a snapshot.
 
     Delete the rows with the ids `rows`, the rows whose uri matches the shell pattern `uri`, and the rows that pass the
     filter `where`.
 
     Raises:
-        UsageError: there is no index at `root`, `where` is invalid, or no rows are selected because `rows`, `uri` and
-            `where` are all missing.
+        UsageError: there is no index at `location`, `where` is invalid, or no rows are selected because `rows`, `uri`
+            and `where` are all missing.
         RowIdError: a row id does not exist.
         EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
+    from storage_formats.writing.working_copy import working_copy
+
+    if not len(rows) and uri is None and where is None:
+        raise UsageError("no rows are selected; give row ids, a uri pattern or a filter", parameter="rows")
+    with working_copy(location, read_only=dry_run) as copy:
+        return _delete(copy.root, rows, uri, where, dry_run=dry_run)
+
+
+def _delete(root: Path, rows: Sequence[int], uri: str | None, where: str | None, *, dry_run: bool) -> DeleteResult:
     from edje_index.search.row_filters import RowFilters
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 
-    if not len(rows) and uri is None and where is None:
-        raise UsageError("no rows are selected; give row ids, a uri pattern or a filter", parameter="rows")
     CommittedIndex.open(root)  # fails before the lock makes a directory
     with locked_index(root):
         index = CommittedIndex.open(root)
@@ -113,18 +121,20 @@ class SnapshotEntry:
     change: dict[str, Any]
 
 
-def history(root: Path) -> list[SnapshotEntry]:
-    """Return the snapshots of the index at `root`, oldest first.
+def history(location: IndexLocation) -> list[SnapshotEntry]:
+    """Return the snapshots of the index at `location`, oldest first.
 
     Raises:
-        UsageError: there is no index at `root`.
+        UsageError: there is no index at `location`.
         IncompleteIndexError: the index is not finished.
         CorruptIndexError: the index is damaged.
     """
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.snapshots import kept_snapshots
+    from storage_formats.writing.working_copy import working_copy
 
-    return [_entry(manifest) for manifest in kept_snapshots(CommittedIndex.open(root))]
+    with working_copy(location, read_only=True) as copy:
+        return [_entry(manifest) for manifest in kept_snapshots(CommittedIndex.open(copy.root))]
 
 
 def _entry(manifest: Manifest) -> SnapshotEntry:
@@ -140,36 +150,44 @@ def _entry(manifest: Manifest) -> SnapshotEntry:
     )
 
 
-def run_rollback(root: Path, snapshot: int) -> SnapshotEntry:
+def run_rollback(location: IndexLocation, snapshot: int) -> SnapshotEntry:
     """Commit a new snapshot with the contents of the earlier snapshot `snapshot`.
 
     Raises:
-        UsageError: there is no index at `root`, or `snapshot` does not exist or is the current snapshot.
+        UsageError: there is no index at `location`, or `snapshot` does not exist or is the current snapshot.
         CorruptIndexError: a file of the snapshot is missing.
         EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.snapshots import roll_back
+    from storage_formats.writing.working_copy import working_copy
 
-    CommittedIndex.open(root)
-    with locked_index(root):
-        return _entry(roll_back(CommittedIndex.open(root), snapshot))
+    with working_copy(location) as copy:
+        CommittedIndex.open(copy.root)  # fails before the lock makes a directory
+        with locked_index(copy.root):
+            return _entry(roll_back(CommittedIndex.open(copy.root), snapshot))
 
 
-def run_gc(root: Path, keep: int | None) -> Removal:
+def run_gc(location: IndexLocation, keep: int | None) -> Removal:
     """Remove old snapshots, unfinished changes, and files that no snapshot needs.
 
     The newest `keep` snapshots are kept. If `keep` is None, all snapshots are kept.
 
     Raises:
-        UsageError: there is no index at `root`, or `keep` is less than 1.
+        UsageError: there is no index at `location`, or `keep` is less than 1.
         EdjeError: another process is changing the index.
         OSError: a file cannot be removed.
     """
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.snapshots import remove_snapshots
+    from storage_formats.writing.working_copy import working_copy
 
-    CommittedIndex.open(root)
-    with locked_index(root):
-        return remove_snapshots(CommittedIndex.open(root), keep)
+    with working_copy(location) as copy:
+        CommittedIndex.open(copy.root)  # fails before the lock makes a directory
+        with locked_index(copy.root):
+            removal = remove_snapshots(CommittedIndex.open(copy.root), keep)
+            if copy.remote is None:
+                return removal
+            sizes = copy.remove_unnamed_objects(tables=True)
+            return replace(removal, files=len(sizes), bytes=sum(sizes))

@@ -5,11 +5,33 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-_downloads: dict[str, Callable[[list[Path]], None]] = {}  # by the directory of the local copy
+if TYPE_CHECKING:
+    from storage_formats.format.object_store import ObjectFolder
+
+
+@dataclass(frozen=True)
+class RemoteFiles:
+    """The index on an object store to which a local directory belongs.
+
+    Attributes:
+        folder: the objects of the index.
+        download: function that downloads the given files to the directory.
+        publish: function that commits the contents of a new `index.json` on the object store, before the file is
+            replaced in the directory. None if the directory is only a cache for readers.
+    """
+
+    folder: ObjectFolder
+    download: Callable[[list[Path]], None]
+    publish: Callable[[bytes], None] | None = None
+
+
+_remotes: dict[str, list[RemoteFiles]] = {}  # by the directory; several readers may have opened the same snapshot
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
@@ -54,18 +76,35 @@ def open_index_file(root: str | Path, path: Path) -> BinaryIO:
     try:
         return os.fdopen(open_regular(check_inside(root, path)), "rb")
     except FileNotFoundError:
-        if str(root) not in _downloads:
+        if remote_files(root) is None:
             raise
     download_missing(root, [path])
     return os.fdopen(open_regular(check_inside(root, path)), "rb")
 
 
-def set_download(root: Path, download: Callable[[list[Path]], None]) -> None:
-    """Let `open_index_file` call `download(paths)` for files that are missing in `root`.
+def add_remote_files(root: Path, remote: RemoteFiles, user: object = None) -> None:
+    """Let `open_index_file` download files that are missing in `root`, until `forget_remote_files` is called.
 
-    `root` is a local copy of some files of an index on an object store.
+    `root` is a local copy of some files of an index on an object store. If `user` is given, that call is made once
+    `user` is garbage, to which `remote` must not refer.
     """
-    _downloads[str(root)] = download
+    _remotes.setdefault(str(root), []).append(remote)
+    if user is not None:
+        weakref.finalize(user, forget_remote_files, root, remote)
+
+
+def forget_remote_files(root: Path, remote: RemoteFiles) -> None:
+    """Undo `add_remote_files`. May be called repeatedly."""
+    remotes = _remotes.get(str(root), [])
+    remotes[:] = [each for each in remotes if each is not remote]
+    if not remotes:
+        _remotes.pop(str(root), None)
+
+
+def remote_files(root: str | Path) -> RemoteFiles | None:
+    """Return the index on an object store to which the directory `root` belongs; None if there is none."""
+    remotes = _remotes.get(str(root))
+    return remotes[-1] if remotes else None
 
 
 def download_missing(root: str | Path, paths: Iterable[Path]) -> None:
@@ -75,8 +114,8 @@ def download_missing(root: str | Path, paths: Iterable[Path]) -> None:
         OSError: a path lies outside the index, or the object store holds no such object.
         EdjeError: the download failed, or an object is not the file that was committed.
     """
-    if download := _downloads.get(str(root)):
-        download([path for path in paths if not path.exists()])
+    if remote := remote_files(root):
+        remote.download([path for path in paths if not path.exists()])
 
 
 def read_index_file(root: str | Path, path: Path, *, max_bytes: int | None = None) -> bytes:

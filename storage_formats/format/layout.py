@@ -179,6 +179,10 @@ class Layout:
         return self.build / "compact.json"
 
     @property
+    def claim(self) -> Path:
+        return self.build / "claim.json"
+
+    @property
     def copying(self) -> Path:
         return self.build / "copy.json"
 

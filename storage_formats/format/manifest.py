@@ -9,11 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from storage_formats.atomic import write_json_atomic
+from storage_formats.atomic import json_bytes, write_bytes_atomic
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError, remedy
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.index_files import read_index_file
+from storage_formats.format.index_files import read_index_file, remote_files
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout, Segment
 from storage_formats.format.object_store import IndexLocation, ObjectFolder
 from storage_formats.format.shard_table import FileEntry
@@ -222,7 +222,13 @@ class Manifest:
         return (self.shard_table, *self.further_tables)
 
     def write(self, layout: Layout) -> None:
-        """Write `index.json`. This commits the index."""
+        """Write `index.json`. This commits the index.
+
+        In the working copy of an index on an object store, the index is first committed there.
+
+        Raises:
+            EdjeError: another writer has changed the index on the object store.
+        """
         spec = self.spec
         value = {
             "format": FORMAT,
@@ -249,7 +255,11 @@ class Manifest:
             value["segments"] = [{**asdict(segment), "shard_table": table.to_json()} for segment, table in pairs]
         if self.columns:
             value["columns"] = [column.to_json() for column in self.columns]
-        write_json_atomic(layout.manifest, {**value, "crc32c": json_checksum(value)})
+        data = json_bytes({**value, "crc32c": json_checksum(value)})
+        remote = remote_files(layout.root)
+        if remote is not None and remote.publish is not None:
+            remote.publish(data)
+        write_bytes_atomic(layout.manifest, data)
 
     def _precision_to_json(self, name: str) -> dict[str, Any]:
         value: dict[str, Any] = {"name": name, "record_bytes": codec(name, self.spec.block_shape).record_bytes}
@@ -294,7 +304,9 @@ class CommittedIndex:
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
         """Open the index at `root`. For the arguments and errors, see `Manifest.load`."""
-        return cls(Path(root).absolute(), Manifest.load(root, snapshot))
+        directory = Path(root).absolute()
+        remote = remote_files(directory)
+        return cls(directory, Manifest.load(root, snapshot), None if remote is None else remote.folder)
 
 
 def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:

@@ -19,14 +19,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from storage_formats.atomic import fsync_path, write_bytes_atomic
+from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import check_inside, set_download
+from storage_formats.format.index_files import RemoteFiles, add_remote_files, check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Manifest
 from storage_formats.format.object_store import IndexLocation, ObjectFolder, ObjectVersion, is_url
 from storage_formats.format.shard_table import FileEntry
+
+CLAIM = Layout(Path()).claim.as_posix()
+"""Key of the object that keeps other writers away from an index on an object store (SPEC.md section 12.4)."""
 
 _PARALLEL_DOWNLOADS = 16
 _MAX_UNLISTED_BYTES = 1 << 20  # files without an entry: the zarr.json files
@@ -34,6 +38,7 @@ _KEPT_SECONDS = 7 * 86400.0
 _SHARD_NUMBER = {
     "rows": re.compile(r"rows/(\d+)\.parquet"),
     "embeddings": re.compile(r"embeddings/c\.(\d+)\.0"),
+    "tokens": re.compile(r"tokens/\w+/c\.(\d+)(\.0)+"),
     "checksums": re.compile(r"checksums/\w+/(\d+)\.crc32c"),
 }
 
@@ -62,13 +67,31 @@ def open_remote(url: str, snapshot: int | None = None) -> CommittedIndex:
     folder = ObjectFolder.open(url)
     version, manifest = read_root(folder)
     if version is None or manifest is None:
-        raise _absent(folder)
+        raise absent(folder)
     if snapshot is not None and snapshot != manifest.snapshot.number:
         version, manifest = _earlier(folder, manifest, snapshot)
     root = _mirror_directory(folder.url, version.data)
     index = CommittedIndex(root, manifest, folder)
-    set_download(root, _Mirror(index).download)
+    shared = ObjectFolder(folder.url, folder.store)  # `folder` must become garbage together with `index`
+    download = Mirror(CommittedIndex(root, manifest, shared)).download
+    add_remote_files(root, RemoteFiles(shared, download), user=folder)
     return index
+
+
+def download_snapshots(folder: ObjectFolder, layout: Layout) -> None:
+    """Make the local directory `snapshots/` equal to that of the object store."""
+    below = layout.relative(layout.snapshot(0).parent)
+    keys = {key for key in folder.list_sizes(below) if re.fullmatch(rf"{below}/\d+\.json", key)}
+    for path in layout.snapshot(0).parent.glob("*.json"):
+        if layout.relative(path) not in keys:
+            path.unlink()
+
+    def download(key: str) -> None:
+        if not (layout.root / key).exists():
+            write_bytes_atomic(layout.root / key, folder.read(key, MAX_MANIFEST_BYTES).data)
+
+    with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
+        list(pool.map(download, sorted(keys)))
 
 
 def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:
@@ -96,8 +119,9 @@ def _earlier(folder: ObjectFolder, current: Manifest, snapshot: int) -> tuple[Ob
     return version, Manifest.parse(version.data, folder.url_of(key))
 
 
-def _absent(folder: ObjectFolder) -> Exception:
-    if folder.info("build/copy.json") is not None:
+def absent(folder: ObjectFolder) -> Exception:
+    """Return the exception for a URL without an index."""
+    if folder.info(CLAIM) is not None:
         return IncompleteIndexError(f"the copy of an index to {folder.url} has not finished; run the copy again")
     return UsageError(f"there is no index at {folder.url}")
 
@@ -117,17 +141,24 @@ def _mirror_directory(url: str, manifest: bytes) -> Path:
     return root
 
 
-class _Mirror:
-    """Downloads files of one snapshot to its cache directory. Thread-safe."""
+class Mirror:
+    """Downloads files of one snapshot to a local directory. Thread-safe.
 
-    def __init__(self, index: CommittedIndex) -> None:
+    Args:
+        index: the snapshot; `index.root` is the directory.
+        further: entries of files that this snapshot does not name.
+    """
+
+    def __init__(self, index: CommittedIndex, further: Iterable[FileEntry] = ()) -> None:
         assert index.remote is not None
         self._folder = index.remote
         self._layout = layout = Layout(index.root)
-        self._entries = {entry.path: entry for entry in named_by_manifest(index.manifest)}
+        self._entries = {entry.path: entry for entry in (*further, *named_by_manifest(index.manifest))}
         paths: dict[str, Callable[[int], Path]] = {"rows": layout.rows_file, "embeddings": layout.embedding_shard}
         for name in index.manifest.spec.precisions:
             paths[f"checksums/{name}"] = functools.partial(layout.checksums, name)
+            ndim = len(codec(name, index.manifest.spec.block_shape).record_shape)
+            paths[f"tokens/{name}"] = functools.partial(layout.token_shard, name, record_ndim=ndim)
         self._committed = {prefix: CommittedFiles(index, path) for prefix, path in paths.items()}
 
     def download(self, paths: list[Path]) -> None:

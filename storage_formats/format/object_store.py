@@ -168,11 +168,18 @@ class ObjectFolder:
         except FileNotFoundError:
             return None
 
-    def list_keys(self) -> list[str]:
-        """Return the keys of all objects below the URL."""
+    def list_sizes(self, below: str | None = None) -> dict[str, int]:
+        """Return the length in bytes of each object by its key. Only keys in the folder `below`, unless it is None."""
         import obstore
 
-        return self._repeated("", lambda: [each["path"] for page in obstore.list(self.store) for each in page])
+        return self._repeated(
+            below or "",
+            lambda: {each["path"]: each["size"] for page in obstore.list(self.store, below) for each in page},
+        )
+
+    def list_keys(self) -> list[str]:
+        """Return the keys of all objects below the URL."""
+        return list(self.list_sizes())
 
     def put(
         self,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.mirror import open_index
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import REPO, same_bits
 
@@ -237,23 +238,34 @@ class Trial:
     cli: ForkingCli
     folder: Path
     bundle: Path
-    root: Path
+    root: Path | str
     model: Model
     reference: Reference
     rng: random.Random
     kills: float
     merges: int = 0
+    kill_factor: ClassVar[float] = 1.0  # the kills of slower commands come later
+    kinds: ClassVar[dict[str, int]] = {
+        "append": 28, "update": 14, "delete": 20, "erase": 8, "retry_failed": 4, "rollback": 12, "gc": 7, "quantize": 9,
+        "compact": 10, "merge": 6,
+    }  # fmt: skip
+
+    def directory(self) -> Path:
+        """A directory with the index."""
+        return Path(self.root)
+
+    def placed(self, index: Path) -> Path | str:
+        """Where the changes of `index`, a new index, are made."""
+        return index
 
     def change(self, step: int) -> None:
-        kinds = {"append": 28, "update": 14, "delete": 20, "erase": 8, "retry_failed": 4, "rollback": 12}
-        kinds |= {"gc": 7, "quantize": 9, "compact": 10, "merge": 6}
-        kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
+        kind = self.rng.choices(list(self.kinds), list(self.kinds.values()))[0]
         before, store = self.model.now, TokenStore.open(self.root)
         getattr(self, kind)(step)
         if kind not in ("gc", "erase"):
             self.reference.check_blocks(store, before)
         store.close()
-        self.reference.check(self.root, self.model)
+        self.reference.check(self.directory(), self.model)
 
     def append(self, step: int) -> None:
         photos = sorted(self.rng.sample(range(PHOTOS), self.rng.randint(1, 9)))
@@ -303,7 +315,7 @@ class Trial:
         code = self.cli.run(*arguments, kill_after=self._kill_after(0.15))
         if code == -signal.SIGKILL:
             self.model.killed["erase"] = self.model.killed.get("erase", 0) + 1
-            assert [problem.code for problem in verify_index(self.root)][:1] in ([], ["erasure"])
+            assert [problem.code for problem in verify_index(self.directory())][:1] in ([], ["erasure"])
             code = self.cli.run(*arguments)
         assert code == 0, self.cli.output()
         self.model.commit(after)
@@ -333,7 +345,7 @@ class Trial:
         keep = self.rng.randint(1, 4)
         code = self.cli.run("gc", self.root, "--keep", keep, kill_after=self._kill_after(0.05))
         if code == -signal.SIGKILL:  # some snapshots may be gone
-            assert verify_index(self.root) == []
+            assert verify_index(self.directory()) == []
             assert self.cli.run("gc", self.root, "--keep", keep) == 0, self.cli.output()
         self.model.keep(keep)
 
@@ -343,7 +355,7 @@ class Trial:
         after = replace(self.model.now, precisions=self.model.now.precisions ^ {"fp8"})
         code = self.cli.run("quantize", self.root, *options, kill_after=self._kill_after(0.3))
         if code == -signal.SIGKILL:
-            assert verify_index(self.root) == []
+            assert verify_index(self.directory()) == []
             assert self.cli.run("quantize", self.root, *options) == 0, self.cli.output()
         else:
             assert code == 0, self.cli.output()
@@ -355,27 +367,27 @@ class Trial:
         other, out = self.folder / f"other-{step}.edje", self.folder / f"merged-{step}.edje"
         sources = write_photos(self.folder / f"sources-{step}", photos)
         build(self.cli, sources, other, self.bundle, self.model.now.precisions)
-        arguments = ("merge", self.root, other, "--out", out, "--quiet")
+        arguments = ("merge", self.directory(), other, "--out", out, "--quiet")
         code = self.cli.run(*arguments, kill_after=self._kill_after(0.3))
         if code == -signal.SIGKILL:
             self.model.killed["merge"] = self.model.killed.get("merge", 0) + 1
-            assert verify_index(self.root) == verify_index(other) == []
+            assert verify_index(self.directory()) == verify_index(other) == []
             code = 0 if out.exists() else self.cli.run(*arguments)
         assert code == 0, self.cli.output()
         after = self.model.merged(photos)
-        self.root, self.model.snapshots, self.model.next_shard = out, {0: after}, -(-after.rows // SHARD)
+        self.root, self.model.snapshots, self.model.next_shard = self.placed(out), {0: after}, -(-after.rows // SHARD)
         self.merges += 1
 
     def _kill_after(self, longest: float) -> float | None:
-        return self.rng.uniform(0, longest) if self.rng.random() < self.kills else None
+        return self.rng.uniform(0, longest * self.kill_factor) if self.rng.random() < self.kills else None
 
     def _run(self, kind: str, after: State | None, arguments: tuple[Any, ...]) -> None:
         """Run a command, perhaps kill it, and bring the model to the state that the index must have."""
         code = self.cli.run(*arguments, kill_after=self._kill_after(_LONGEST_KILL.get(kind, 0.05)))
         if code == -signal.SIGKILL:
             self.model.killed[kind] = self.model.killed.get(kind, 0) + 1
-            assert verify_index(self.root) == []
-            number = Manifest.load(self.root).snapshot.number
+            assert verify_index(self.directory()) == []
+            number = open_index(self.root).manifest.snapshot.number
             assert number in (self.model.number, self.model.number + 1)
             if number == self.model.number + 1:
                 assert after is not None
@@ -385,13 +397,16 @@ class Trial:
             self.model.commit(after)
 
 
-def run_trial(cli: ForkingCli, folder: Path, bundle: Path, *, seed: int, changes: int, kills: float) -> Trial:
+def run_trial(
+    cli: ForkingCli, folder: Path, bundle: Path, *, seed: int, changes: int, kills: float, kind: type[Trial] = Trial
+) -> Trial:
     reference = reference_of(cli, folder, bundle)
     first = list(range(0, PHOTOS, 4))
     build(cli, write_photos(folder / "first", first), folder / "index.edje", bundle)
     model = Model({0: State(dict(enumerate(first)), len(first))}, next_shard=-(-len(first) // SHARD))
-    trial = Trial(cli, folder, bundle, folder / "index.edje", model, reference, random.Random(seed), kills)
-    reference.check(trial.root, model)
+    trial = kind(cli, folder, bundle, folder / "index.edje", model, reference, random.Random(seed), kills)
+    trial.root = trial.placed(folder / "index.edje")
+    reference.check(trial.directory(), model)
     for step in range(changes):
         trial.change(step)
     return trial

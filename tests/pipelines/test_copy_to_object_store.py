@@ -146,7 +146,7 @@ def test_another_index_is_refused_or_replaced_on_request(index, other, url, tmp_
     copy_index(other, url)
     with pytest.raises(UsageError, match=r"contains another index: its file .* differs.*choose another destination"):
         copy_index(index, url)
-    assert "build/copy.json" not in ObjectFolder.open(url).list_keys()
+    assert "build/claim.json" not in ObjectFolder.open(url).list_keys()
     check_equal(url, other, tmp_path)
     delete_rows(other, rows=[1])
     copy_index(other, url)
@@ -159,7 +159,7 @@ def test_a_stopped_copy_is_resumed_and_keeps_others_away(index, other, url, tmp_
     calls = iter(range(100))
     with pytest.raises(JobStopped):
         copy_index(index, url, should_stop=lambda: next(calls) > 0)
-    with pytest.raises(EdjeError, match=rf"running or was stopped \(process {os.getpid()} on .*build/copy.json"):
+    with pytest.raises(EdjeError, match=rf"running or was stopped \(process {os.getpid()} on .*build/claim.json"):
         copy_index(other, url)
     result = copy_index(index, url)
     assert 0 < result.copied_files < result.files
@@ -186,13 +186,13 @@ def test_a_copy_that_cannot_begin_keeps_no_others_away(index, url):
 
 
 def test_a_copy_leaves_the_claim_of_a_copy_that_still_runs(index, url, tmp_path):
-    """Two copies of the same snapshot share `build/copy.json`. Only the one that created it removes it."""
+    """Two copies of the same snapshot share `build/claim.json`. Only the one that created it removes it."""
     folder, opened = ObjectFolder.open(url), CommittedIndex.open(index)
     begin_remote_copy(opened, folder, files_to_copy(opened), replace=False)
     folder.put("index.json", lambda: (piece for piece in (b"noise",)), length=5, metadata={})
     with pytest.raises(CorruptIndexError, match=r"index\.json"):
         copy_index(index, url)
-    assert "build/copy.json" in folder.list_keys()
+    assert "build/claim.json" in folder.list_keys()
 
 
 def test_damage_is_not_copied(index, url):
@@ -212,12 +212,12 @@ def test_a_commit_never_takes_the_place_of_another(index, url, tmp_path):
     copy_index(index, url)
     stale, entries = CommittedIndex.open(index), files_to_copy(CommittedIndex.open(index))
     begun = begin_remote_copy(stale, ObjectFolder.open(url), entries, replace=False)
-    ObjectFolder.open(url).delete(["build/copy.json"])
+    ObjectFolder.open(url).delete(["build/claim.json"])
     delete_rows(index, rows=[2])
     copy_index(index, url)
     with pytest.raises(EdjeError, match=r"another writer changed .*index.json.*The destination contains the complete"):
         begun.commit(stale, entries)
-    assert "build/copy.json" not in ObjectFolder.open(url).list_keys()
+    assert "build/claim.json" not in ObjectFolder.open(url).list_keys()
     check_equal(url, index, tmp_path)
 
 

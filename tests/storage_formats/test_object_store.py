@@ -225,7 +225,7 @@ def test_what_is_no_index_is_refused(server, stored):
         TokenStore.open("s3:///photos.edje")
     with pytest.raises(UsageError, match="'buffered' cannot read an index on an object store"):
         TokenStore.open(URL, engine="buffered")
-    overwrite("s3://bucket/begun", "build/copy.json", b"{}")
+    overwrite("s3://bucket/begun", "build/claim.json", b"{}")
     with pytest.raises(IncompleteIndexError, match="has not finished"):
         TokenStore.open("s3://bucket/begun")
     overwrite("s3://bucket/noise", "index.json", b"\xff\xfe{")
