@@ -126,7 +126,8 @@ def quantize_index(
     Call the function again with the same arguments to resume a stopped conversion.
 
     Args:
-        index: directory of the index. The index can be read during the conversion.
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
+            The index can be read during the conversion.
         to: precisions to add. Precisions that the index already stores are skipped.
         drop: precisions to remove, after all precisions in `to` have been added.
         source: precision to convert from; None takes the highest-fidelity precision stored.
@@ -168,7 +169,8 @@ def append_index(
     stopped append.
 
     Args:
-        index: directory of the index. Its rows keep their ids.
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
+            Its rows keep their ids.
         sources: directories, tar archives, lists of paths or image files, as in `build_index`.
         model: directory of the model bundle; None takes the bundle that built the index.
         engine: "ray" or "inline".
@@ -214,7 +216,8 @@ def update_index(
     Unchanged files are not encoded again. Call the function again with the same arguments to resume a stopped update.
 
     Args:
-        index: directory of the index. Unchanged rows keep their ids.
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
+            Unchanged rows keep their ids.
         sources: all sources of the index, as in `build_index`. If empty, the sources recorded in the index are used.
         dry_run: return the changes without applying them.
         on_event: as in `build_index`.
@@ -258,7 +261,7 @@ def delete_rows(
     """Delete rows of an index, as `edje-index delete` does. The other rows keep their ids.
 
     Args:
-        index: directory of the index.
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
         rows: ids of the rows to delete.
         uri: shell pattern such as "*.jpg". Rows with a matching uri are deleted too.
         where: filter such as "licence is null", see `edje_index.search.where`. Rows that pass the filter are deleted
@@ -294,7 +297,8 @@ def compact_index(index: str | Path, *, on_event: OnEvent = _ignore, should_stop
     deleted, the index does not change. Call the function again to resume a stopped compaction.
 
     Args:
-        index: directory of the index. The index can be read during the compaction.
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
+            The index can be read during the compaction.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
 

@@ -32,6 +32,8 @@ def append(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, dr
     already contains are skipped and reported as duplicates. Existing rows keep their ids. INDEX can be searched during
     the append.
 
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
     Run the same command again to resume a stopped append.
 
     \b

@@ -23,6 +23,8 @@ def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
     file. Tokens are copied, so the model is not needed. INDEX can be searched during the compaction. The disk needs
     room for a second copy of the remaining rows. To remove the old files afterwards, run 'edje-index gc --keep 1'.
 
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
     Run the same command again to resume a stopped compaction.
 
     \b

@@ -29,9 +29,12 @@ def delete(index: IndexLocation, erase: bool, as_json: bool, **options: Any) -> 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The data of deleted rows
     remains on disk, so 'edje-index rollback' can restore the rows.
 
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
     --erase also overwrites the data of the selected rows and of their duplicates: tokens, checksums, embeddings, search
-    vectors, names and metadata. Selected rows that are already deleted are erased too. All earlier snapshots are
-    removed, so the erasure cannot be undone. Run the same command again to finish an interrupted erasure.
+    vectors, names and metadata. INDEX must then be a directory. Selected rows that are already deleted are erased too.
+    All earlier snapshots are removed, so the erasure cannot be undone. Run the same command again to finish an
+    interrupted erasure.
 
     \b
     Examples:

@@ -20,6 +20,8 @@ _INDEX = click.argument("index", type=location)
 def history(index: IndexLocation, as_json: bool) -> None:
     """List the snapshots of INDEX, oldest first. The last snapshot is the current one.
 
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
     Every change of a finished index makes a new snapshot. Old snapshots remain until 'edje-index gc' removes them.
 
     \b
@@ -48,6 +50,8 @@ def history(index: IndexLocation, as_json: bool) -> None:
 def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
     """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index history' lists.
 
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
     A rollback makes a new snapshot. To undo a rollback, roll back to the snapshot before it.
 
     \b
@@ -72,6 +76,8 @@ def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
 @json_option
 def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
     """Remove the files of INDEX that no snapshot needs. With --keep, also remove old snapshots.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
     The command also discards an interrupted change, such as an append or a conversion. That change cannot be resumed
     afterwards.

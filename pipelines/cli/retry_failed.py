@@ -27,6 +27,8 @@ def retry_failed(root: IndexLocation, as_json: bool, quiet: bool, log: Path | No
     that fail again are listed with the new reason. If every input fails for the same reason as before, INDEX does not
     change.
 
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
     Run the same command again to resume a stopped retry.
 
     \b

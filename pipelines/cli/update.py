@@ -44,6 +44,8 @@ def update(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, **
     New and changed files get new rows. The old rows of changed files and the rows of missing files are deleted.
     Unchanged files are read but not encoded again. A program that has INDEX open must reopen it to see the changes.
 
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
     If a source cannot be read, or too many files are missing, the command stops without changing INDEX.
 
     \b

@@ -163,7 +163,8 @@ def begin_remote_copy(
         EdjeError: another copy or change of the destination is running or was stopped.
     """
     refuse_read_only(folder, "out")
-    claim = take_claim(folder, {"index": to_hex(crc32c(manifest_bytes(index)))}, {"replace": replace})
+    writer = {"index": to_hex(crc32c(manifest_bytes(index)))}
+    claim = take_claim(folder, writer, {"replace": replace})
     if replace:
         folder.delete([ROOT])
         return RemoteTarget(folder, cleans=True, owns_claim=claim.is_new)
@@ -179,7 +180,7 @@ def begin_remote_copy(
             )
     except BaseException:
         if claim.is_new:
-            release_claim(folder)
+            release_claim(folder, writer)
         raise
     return RemoteTarget(folder, version, owns_claim=claim.is_new)
 

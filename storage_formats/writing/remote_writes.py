@@ -94,10 +94,11 @@ def holds_claim(folder: ObjectFolder, identity: Mapping[str, str]) -> bool:
     return claim is not None and identity.items() <= claim.items()
 
 
-def release_claim(folder: ObjectFolder) -> None:
-    """Remove the claim. If the object store does not respond, the claim stays."""
+def release_claim(folder: ObjectFolder, identity: Mapping[str, str]) -> None:
+    """Remove the claim of the writer with this identity. If the object store does not respond, the claim stays."""
     with contextlib.suppress(ObjectStoreError):
-        folder.delete([CLAIM])
+        if holds_claim(folder, identity):
+            folder.delete([CLAIM])
 
 
 def _read_claim(folder: ObjectFolder) -> dict[str, Any] | None:

@@ -127,7 +127,7 @@ def working_copy(location: IndexLocation, *, read_only: bool = False) -> Iterato
                 yield WorkingCopy(root, folder)
             _remove_token_files(root)
         finally:
-            release_claim(folder)
+            release_claim(folder, writer)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,281 @@
+"""Changes of an index on an S3-compatible server equal local changes, also with two writers and faults."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines import append_index, compact_index, copy_index, delete_rows, quantize_index, update_index
+from pipelines.jobs.build import run_build
+from pipelines.jobs.snapshots import history, run_delete, run_gc, run_rollback
+from storage_formats import EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
+from storage_formats.format.object_store import ObjectFolder
+from storage_formats.writing.working_copy import working_copy
+from tests.command_line import command, environment
+from tests.conftest import write_random_index
+from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
+from tests.pipelines.conftest import write_photo
+
+pytestmark = pytest.mark.slow  # they start a server
+SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4)
+CLAIM = "build/claim.json"
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(autouse=True)
+def environment_of_the_server(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    use_endpoint(monkeypatch, server)
+
+
+@pytest.fixture
+def proxy(server, monkeypatch):
+    with FaultyProxy(server).running() as running:
+        use_endpoint(monkeypatch, running.url)
+        yield running
+
+
+@pytest.fixture
+def url(tmp_path):
+    """An index of random blocks on the server; `tmp_path / "local"` is the same index on disk."""
+    write_random_index(tmp_path / "local", SPEC, failed=frozenset({5}))
+    url = f"s3://bucket/change-{next(numbers)}.edje"
+    copy_index(tmp_path / "local", url)
+    return url
+
+
+@pytest.fixture
+def photo_index(config, photos):
+    """An index of photos on disk, and the same index on the server."""
+    (photos / "03.jpg").unlink()
+    run_build(config(), lambda event: None)
+    url = f"s3://bucket/photos-{next(numbers)}.edje"
+    copy_index(config().out, url)
+    return Path(config().out), url
+
+
+def use_another_machine(monkeypatch, tmp_path):
+    """Another machine has other working copies."""
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / f"machine-{next(numbers)}"))
+
+
+def keys_of(url: str) -> set[str]:
+    return set(ObjectFolder.open(url).list_keys())
+
+
+def files_of(index: str | Path, folder: Path) -> dict[str, bytes]:
+    """All files of a verified copy, without the times in `rows/` and the checksums that depend on them."""
+    copy = folder / f"copy-{next(numbers)}"
+    copy_index(index, copy)
+    assert verify_index(copy) == []
+    kept = (path for path in copy.rglob("*") if path.is_file() and path.parts[-2] not in ("rows", "manifest"))
+    return {str(path.relative_to(copy)): path.read_bytes() for path in kept if path.name != "index.json"}
+
+
+def test_appends_and_updates_equal_local_ones(photo_index, photos, tmp_path):
+    root, url = photo_index
+    write_photo(photos / "20.jpg", 20)
+    local, remote = (append_index(index, photos, engine="inline") for index in (root, url))
+    assert (remote.indexed, remote.duplicates, remote.first_row, remote.snapshot) == (1, local.duplicates, 12, 1)
+    assert files_of(url, tmp_path) == files_of(root, tmp_path)
+    (photos / "00.jpg").unlink()
+    local, remote = (update_index(index, engine="inline") for index in (root, url))
+    assert (remote.vanished, remote.new, remote.snapshot) == (local.vanished, local.new, 2) == (1, 0, 2)
+    assert files_of(url, tmp_path) == files_of(root, tmp_path)
+    assert read_rows(url, columns=["row_id", "uri"]) == read_rows(root, columns=["row_id", "uri"])
+    assert CLAIM not in keys_of(url)
+
+
+def test_an_append_uploads_its_own_files_only_and_keeps_no_tokens(photo_index, photos, proxy, tmp_path):
+    _, url = photo_index
+    write_photo(photos / "20.jpg", 20)
+    append_index(url, photos / "20.jpg", engine="inline")
+    puts = {path.partition(".edje/")[2] for method, path, _ in proxy.requests if method == "PUT"}
+    assert {name for name in puts if "/c." in name} == {"tokens/bf16/c.3.0.0", "embeddings/c.3.0"}
+    assert proxy.count("GET", "tokens/") == 0
+    assert not list((tmp_path / "cache/changes").rglob("tokens/*/c.*"))
+
+
+def test_a_deletion_reads_neither_tokens_nor_rows(url, proxy, tmp_path):
+    with TokenStore.open(url) as store:
+        blocks = store.fetch([3])
+        assert delete_rows(url, rows=[3, 4]).deleted == (3, 4)
+        assert (store.fetch([3]) == blocks).all()
+    delete_rows(tmp_path / "local", rows=[3, 4])
+    assert [proxy.count("GET", f"{name}/") for name in ("rows", "embeddings")] == [0, 0]
+    assert files_of(url, tmp_path).keys() == files_of(tmp_path / "local", tmp_path).keys()
+    assert [row["row_id"] for row in read_rows(url).to_pylist()] == [n for n in range(21) if n not in (3, 4)]
+
+
+def test_conversions_compactions_rollbacks_and_gc(url, tmp_path):
+    local = tmp_path / "local"
+    for index in (local, url):
+        quantize_index(index, ["fp8"])
+        delete_rows(index, rows=range(4))
+    compacted = [compact_index(index) for index in (local, url)]
+    assert compacted[0].first_row == compacted[1].first_row == 24
+    assert compacted[1].row_map == f"{url}/{Path(compacted[0].row_map).relative_to(local).as_posix()}"
+    assert files_of(url, tmp_path) == files_of(local, tmp_path)
+    for index in (local, url):
+        assert run_rollback(index, 0).rows == 21
+    assert files_of(url, tmp_path) == files_of(local, tmp_path)
+    assert [entry.kind for entry in history(url)] == ["build", "delete", "compact", "rollback"]
+    removals = [run_gc(index, 1) for index in (local, url)]
+    assert removals[1].snapshots == removals[0].snapshots == (0, 1, 2)
+    assert (removals[1].files, removals[1].bytes) == (removals[0].files, removals[0].bytes)
+    assert keys_of(url) == {path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()}
+
+
+def test_a_dropped_precision_is_removed_from_the_store(url):
+    quantize_index(url, ["fp8"])
+    assert quantize_index(url, drop=["bf16"]).precisions == ("fp8",)
+    assert not [key for key in keys_of(url) if "bf16" in key]
+    with TokenStore.open(url, "fp8") as store:
+        assert len(store.fetch([1, 2])) == 2
+
+
+def test_a_second_writer_is_refused_with_the_name_of_the_first(url, monkeypatch, tmp_path):
+    with working_copy(url):
+        with pytest.raises(EdjeError, match=rf"process {os.getpid()} on .* is changing {url}"):
+            delete_rows(url, rows=[1])
+        use_another_machine(monkeypatch, tmp_path)
+        for write in (lambda: delete_rows(url, rows=[1]), lambda: copy_index(tmp_path / "local", url)):
+            with pytest.raises(EdjeError, match=rf"another copy .* or change .*\(process {os.getpid()} on .*{CLAIM}"):
+                write()
+        assert delete_rows(url, rows=[1], dry_run=True).deleted == (1,)
+    assert delete_rows(url, rows=[1]).snapshot == 1
+
+
+@pytest.mark.parametrize(("claim", "message"), [("gone", "gone or was replaced"), ("own", "another writer changed")])
+def test_a_writer_never_takes_the_place_of_another_snapshot(url, monkeypatch, tmp_path, claim, message):
+    """Somebody removed the claim of a writer that was only slow, and another writer committed."""
+    folder = ObjectFolder.open(url)
+
+    def change_slowly() -> None:
+        with working_copy(url) as copy:
+            data = folder.read(CLAIM, 1000).data
+            folder.delete([CLAIM])
+            with monkeypatch.context() as patch:
+                use_another_machine(patch, tmp_path)
+                delete_rows(url, rows=[2])
+            if claim == "own":
+                folder.put(CLAIM, lambda: (piece for piece in (data,)), length=len(data), metadata={})
+            run_delete(copy.root, [7], None)
+
+    with pytest.raises(EdjeError, match=message) as raised:
+        change_slowly()
+    assert str(tmp_path) not in str(raised.value)
+    assert [row["row_id"] for row in read_rows(url).to_pylist()] == [n for n in range(21) if n != 2]
+    assert delete_rows(url, rows=[7]).snapshot == 2
+    assert len(read_rows(url)) == 19
+
+
+def test_a_writer_leaves_the_claim_of_another(url, monkeypatch, tmp_path):
+    folder = ObjectFolder.open(url)
+    with working_copy(url):
+        folder.delete([CLAIM])
+        folder.put(CLAIM, lambda: (piece for piece in (b"{}",)), length=2, metadata={})
+    assert CLAIM in keys_of(url)
+
+
+def test_of_two_writers_one_wins_and_nothing_is_lost(url, tmp_path):
+    wins = 0
+    for row in (0, 10):
+        processes = []
+        for number in range(2):
+            cache = {"EDJE_CACHE": str(tmp_path / f"machine-{number}")}
+            arguments = command("delete", url, "--rows", str(row + number))
+            surroundings = {**environment(), **cache}
+            processes.append(subprocess.Popen(arguments, env=surroundings, stderr=subprocess.PIPE, text=True))
+        errors = [process.communicate()[1] for process in processes]
+        done = [process.returncode == 0 for process in processes]
+        assert any(done), errors
+        assert all(not error or "running or was stopped" in error for error in errors)
+        left = {each["row_id"] for each in read_rows(url).to_pylist()}
+        assert [row + number not in left for number in range(2)] == done
+        wins += sum(done)
+    assert len(read_rows(url)) == 21 - wins
+    assert files_of(url, tmp_path)
+
+
+def test_a_change_of_another_machine_is_seen(url, monkeypatch, tmp_path):
+    delete_rows(url, rows=[1])
+    with monkeypatch.context() as patch:
+        use_another_machine(patch, tmp_path)
+        delete_rows(url, rows=[2])
+    assert delete_rows(url, rows=[3]).left == 18
+    assert files_of(url, tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["reset", "503", "slow", "truncate", "lost"])
+def test_changes_survive_disturbed_requests(url, tmp_path, proxy, fault):
+    proxy.fault = every(4, fault)
+    delete_rows(url, rows=[3])
+    compact_index(url)
+    proxy.fault = lambda method, path: None
+    local = tmp_path / "local"
+    delete_rows(local, rows=[3])
+    compact_index(local)
+    assert files_of(url, tmp_path) == files_of(local, tmp_path)
+
+
+def test_a_killed_change_resumes_on_the_same_machine(url, tmp_path, proxy, monkeypatch):
+    delete_rows(url, rows=[3])
+    expected = files_of(url, tmp_path)
+    proxy.fault = every(1, "slow", "c.3.")
+    process = subprocess.Popen(command("compact", url), env=environment(), stderr=subprocess.DEVNULL)
+    while not proxy.count("PUT", "c.3."):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    proxy.fault = lambda method, path: None
+    assert files_of(url, tmp_path) == expected
+    with monkeypatch.context() as patch:
+        use_another_machine(patch, tmp_path)
+        with pytest.raises(EdjeError, match=rf"running or was stopped \(process {process.pid} on "):
+            delete_rows(url, rows=[4])
+    assert compact_index(url).rows == 20
+    assert CLAIM not in keys_of(url)
+    assert files_of(url, tmp_path)
+
+
+def test_a_process_that_dies_after_its_commit_has_changed_the_index(url, tmp_path, monkeypatch):
+    """The working copy does not know yet that its commit succeeded."""
+    delete_rows(url, rows=[3])
+    root = next(path for path in (tmp_path / "cache/changes").iterdir() if path.is_dir())
+    before = tmp_path / "before"
+    shutil.copytree(root, before)
+    delete_rows(url, rows=[4])
+    shutil.copy(before / "index.json", root / "index.json")
+    (root / "marker").touch()
+    assert delete_rows(url, rows=[5]).left == 18
+    assert (root / "marker").exists()  # it was not taken for the change of another writer
+    assert files_of(url, tmp_path)
+
+
+def test_what_cannot_be_changed_is_refused(url, run, tmp_path):
+    with pytest.raises(UsageError, match="cannot be erased on the object store"):
+        delete_rows(url, rows=[1], erase=True)
+    with pytest.raises(UsageError, match="there is no index at s3://bucket/nothing"):
+        delete_rows("s3://bucket/nothing", rows=[1])
+    assert "nothing/build/claim.json" not in keys_of("s3://bucket")
+    code, _, error = run("delete", "https://example.invalid/photos.edje", "--rows", 1)
+    assert code == 2
+    assert "can only be read" in error
+    code, out, error = run("history", url, "--json")
+    assert (code, json.loads(out)["index"]) == (0, url), error
