@@ -26,8 +26,8 @@ def check_files(index: CommittedIndex) -> None:
         rest = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
         raise CorruptIndexError(
             f"the index at {index.location} is finished but damaged: {shown}{rest}. "
-            f"Run 'edje-index verify {index.location}' to list all damage. Then restore the damaged files. If there is no "
-            f"backup, delete {index.location} and build the index again"
+            f"Run 'edje-index verify {index.location}' to list all damage. Then restore the damaged files. If there is "
+            f"no backup, delete {index.location} and build the index again"
         )
 
 

@@ -83,8 +83,8 @@ def take_claim(folder: ObjectFolder, identity: Mapping[str, str], further: Mappi
         return Claim(is_new=False, contents=other)
     holder = f"{other.get('owner')}, since {other.get('created')}" if other else "unknown owner"
     raise EdjeError(
-        f"another copy to {folder.url} or change of it is running or was stopped ({holder}); wait until it ends. If its "
-        f"process does not run any more, delete the object {folder.url_of(CLAIM)}"
+        f"another copy to {folder.url} or change of it is running or was stopped ({holder}); wait until it ends. If "
+        f"its process does not run any more, delete the object {folder.url_of(CLAIM)}"
     )
 
 
