@@ -110,7 +110,7 @@ def _text_tokenizer_dir(vision: str, given: str | Path | None) -> Path | None:
 
 
 def _with_patch_count(adapter: Adapter, patches: int) -> Adapter:
-    """Return `adapter`; for a local adapter, a copy for `patches` patches. Checkpoints do not contain this number."""
+    """Set the number of patches of a local adapter, which checkpoints lack. Return any other adapter unchanged."""
     if adapter.config.kind != LOCAL:
         return adapter
     sized = build_adapter(replace(adapter.config, num_tokens=patches))

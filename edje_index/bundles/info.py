@@ -54,7 +54,7 @@ class BundleDescription:
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim`` and ``image_size`` of the vision
             tower.
         adapter: fields of the adapter's configuration.
-        joint: settings of the joint encoder. ``text_embed_dim``: width of the text-embedding head.
+        joint: settings of the joint encoder, by name. ``text_embed_dim``: width of the text-embedding head.
             ``canonical_captions``: True if captions are converted to lower case without punctuation.
             ``pooled_similarity``, ``hubness_bank``: sizes of these parts, if the bundle has them.
         score: weights of the final score.

@@ -78,7 +78,7 @@ class DeviceFetcher:
 
     @contextlib.contextmanager
     def _side_stream(self, out: torch.Tensor) -> Iterator[None]:
-        """Run the `with` block on a side stream of the GPU. On a CPU, do nothing."""
+        """Run the `with` block on a side stream of the GPU. For the CPU, run the block without a stream."""
         if self._stream is None:
             yield
             return

@@ -132,7 +132,7 @@ def decode_partial(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[I
         The image, and a description of the truncation; None for a complete file.
 
     Raises:
-        ImageError, MemoryError: as in `decode_rgb`. A file without any pixels is "truncated".
+        ImageError, MemoryError: as in `decode_rgb`. A file that ends before its first pixel has the reason "truncated".
     """
     try:
         return decode_rgb(data, max_pixels), None

@@ -82,8 +82,8 @@ def read_bytes(ref: InputRef) -> bytes:
 
     Raises:
         TransientInputError: a temporary storage error persists.
-        ImageError: the input cannot be read. The reason is "missing", "unreadable", "empty", "too-many-bytes",
-            "changed-since-plan" (the size differs from the planned size), or `ref.problem`.
+        ImageError: the input cannot be read. The reason is `ref.problem`, if planning found a problem. Otherwise it is
+            for example "missing", "empty" or "changed-since-plan".
     """
     if ref.problem is not None:
         raise ImageError(reason=ref.problem, detail="found while planning")

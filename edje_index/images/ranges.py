@@ -29,10 +29,10 @@ class OversizedReadError(ValueError):
 
 
 class RangedFile(io.RawIOBase):
-    """A seekable file over a function that reads byte ranges.
+    """A read-only, seekable file whose bytes come from a function.
 
     Args:
-        read_at: reads a byte range.
+        read_at: function that reads a byte range.
         length: number of bytes of the file.
         close: called once, when the file is closed.
     """

@@ -22,7 +22,7 @@ class AnnKind:
     Attributes:
         lists: number of inverted lists; 0 for a flat index, which compares each query with every vector.
         sub_vectors: number of sub-vectors into which product quantization splits a vector. Each sub-vector is stored as
-            a 4-bit code. 0 stores exact vectors.
+            a 4-bit code. If the number is 0, exact vectors are stored.
 
     Example:
         >>> from edje_index.indexing.ann_kind import AnnKind

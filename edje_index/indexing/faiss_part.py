@@ -60,7 +60,7 @@ def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> Faiss
 
 
 def without_vectors(index: FaissIndex) -> FaissIndex:
-    """Remove all vectors from `index`, but keep the trained centroids.
+    """Remove all vectors from `index`, and return `index` with its trained centroids.
 
     Return None for a flat index, which has no centroids.
     """

@@ -26,7 +26,7 @@ class TrialTimes:
     Attributes:
         images: number of images that were measured.
         decode_seconds: seconds to read, decode and preprocess one image in one thread.
-        encode_seconds: seconds of the model per image.
+        encode_seconds: seconds that the model takes per image.
     """
 
     images: int

@@ -1,1 +1,1 @@
-"""Neural networks: vision and text towers, adapters and the joint encoder. Also weights files and devices."""
+"""Vision and text towers, adapters and the joint encoder, with helpers for weights files and devices."""

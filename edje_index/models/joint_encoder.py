@@ -150,8 +150,12 @@ def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
             f"cannot read the configuration {source} of the language model: {error}; copy this file again"
         ) from error
     if values.get("model_type", "bert") != "bert":
-        raise ModelError(f"the joint encoder must be a BERT model, got a model of type {values['model_type']!r}")
+        raise ModelError(
+            f"the joint encoder must be a BERT model, got a model of type {values['model_type']!r}: give a BERT model"
+        )
     try:
         return BertConfig.from_dict({**values, **overrides})
     except Exception as error:
-        raise ModelError(f"the configuration {source} of the language model is not valid: {error}") from error
+        raise ModelError(
+            f"the configuration {source} of the language model is not valid: {error}; restore this file"
+        ) from error

@@ -73,7 +73,7 @@ class _Budget(TorchFunctionMode):
             if min(self._tensors, self._elements) < 0:
                 raise ModelTooLargeError(
                     f"the configuration describes a larger model than the {self._length} bytes of {self._weights} "
-                    "can contain: restore this file if it is truncated, else do not use this model"
+                    "can contain: restore the weights if they are truncated, otherwise do not use this model"
                 )
         return func(*args, **options)
 

@@ -76,7 +76,7 @@ class HubnessBank(nn.Module):
 
         Args:
             captions: (embeddings [b, e], pooled vectors [b, k]) of captions.
-            images: (embeddings [b, e], pooled vectors [b, k]) of images. The number b may differ from the captions.
+            images: (embeddings [b, e], pooled vectors [b, k]) of images. b may differ between captions and images.
         """
         bank = cls(len(captions[0]), len(images[0]), captions[0].shape[1], captions[1].shape[1])
         rows = (bank.caption_embeddings, bank.caption_vectors, bank.image_embeddings, bank.image_vectors)

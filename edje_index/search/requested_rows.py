@@ -20,8 +20,7 @@ _SHOWN = 3
 def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[np.int64]:
     """Return the row id of each entry of `rows`, int64 [k].
 
-    An entry is a row id, which is returned unchanged, or a uri. If several rows share a uri, the first wins. A
-    duplicate is replaced by its original.
+    A row id is returned unchanged. A uri gives the first row with this uri; if this row is a duplicate, its original.
 
     Raises:
         RowIdError: a row id is out of range, unused or deleted.
@@ -64,7 +63,10 @@ def _check_indexed(index: CommittedIndex, row_ids: NDArray[np.int64]) -> None:
     first = holes[0]
     why = f"it is a duplicate of row {first['duplicate_of']}" if first["status"] == DUPLICATE else first["reason"]
     others = f" (and {len(holes) - 1} more)" if len(holes) > 1 else ""
-    raise UsageError(f"row {first['row_id']}{others} of {index.root} has no tokens: {why}", parameter="rows")
+    raise UsageError(
+        f"row {first['row_id']}{others} of {index.root} has no tokens: {why}; choose rows with the status 'indexed'",
+        parameter="rows",
+    )
 
 
 def _listed(uris: list[str]) -> str:

@@ -130,7 +130,9 @@ class _Checks(Transformer_NonRecursive):  # type: ignore[type-arg]
 
     def integer(self, digits: Token) -> Constant:
         if len(digits) > 20 or int(digits) not in _INT64:
-            raise filter_error(f"the number {digits[:_SHOWN]} does not fit in 64 bits")
+            raise filter_error(
+                f"the number {digits[:_SHOWN]} does not fit in 64 bits; write a number of at most 18 digits"
+            )
         return Constant(int(digits))
 
     def fraction(self, digits: Token) -> Constant:

@@ -36,7 +36,7 @@ class DecompressedFile:
     Reading backwards by more than `KEPT_BYTES` starts again at the beginning of the file.
 
     Args:
-        file: the compressed file. It is closed with this object.
+        file: the compressed file. `close` closes this file.
         kind: "gzip", "bzip2", "xz" or "zstd".
     """
 

@@ -26,7 +26,7 @@ class ParquetImages:
     of the row group.
 
     Args:
-        file: the Parquet file. It is closed with this object.
+        file: the Parquet file. `close` closes this file.
         column: name of a binary column, or of a struct column with a binary field `bytes`.
 
     Raises:

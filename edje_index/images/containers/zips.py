@@ -44,7 +44,7 @@ class ZipArchive:
     """An open zip. Thread-safe.
 
     Args:
-        file: the archive. It is closed with this object.
+        file: the archive. `close` closes this file.
 
     Raises:
         ArchiveDamage: the list of members is damaged.

@@ -1,4 +1,4 @@
-"""Tells URLs from paths."""
+"""Distinguishes URLs from paths, and removes passwords from URLs."""
 
 from __future__ import annotations
 

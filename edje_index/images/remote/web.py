@@ -165,7 +165,7 @@ def _accepted(answer: Answer, url: str) -> Answer:
 
 @functools.cache
 def _pool() -> urllib3.PoolManager:
-    """Return the connections of this process."""
+    """Return the connection pool of this process."""
     import urllib3
 
     return urllib3.PoolManager(
