@@ -20,8 +20,8 @@ from edje_index.models.joint_inputs import JointInputs, JointTokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SCORE_BATCH = 128  # pairs per forward pass: bounds memory for pools of any size
-_CPU_BATCH = 32  # pairs per forward pass on a CPU: hidden states stay in its cache
+_BATCH = 128
+_CPU_BATCH = 32  # hidden states and tokens stay in the cache of the CPU
 _BERT = "language_model.bert."
 
 
@@ -80,6 +80,11 @@ class JointScorer:
         return self._bert.width
 
     @property
+    def batch(self) -> int:
+        """Number of pairs to score at a time. It bounds the memory for pools of any size."""
+        return _CPU_BATCH if self.device.type == "cpu" else _BATCH
+
+    @property
     def word_vectors(self) -> torch.Tensor:
         """Word embeddings of the language model, float32 [v, d]."""
         return self._bert.words
@@ -133,8 +138,7 @@ class JointScorer:
         """Return the logits of pairs. Batches contain captions of similar length."""
         lengths = torch.tensor([len(ids) for ids in captions])
         logits = torch.zeros(len(captions))
-        size = _CPU_BATCH if self.device.type == "cpu" else SCORE_BATCH
-        for batch in torch.split(lengths.argsort(stable=True), size):
+        for batch in torch.split(lengths.argsort(stable=True), self.batch):
             inputs = self.tokenizer.inputs_of_ids([captions[pair] for pair in batch.tolist()], tokens.shape[1])
             logits[batch] = self.logits(inputs, tokens[batch.to(tokens.device)]).cpu()
         return logits

@@ -1,7 +1,8 @@
-"""Linear layers for inference, with the fastest float32 kernel in torch for CPUs.
+"""Linear layers for inference, with the fastest kernels in torch for CPUs.
 
-This kernel is in oneDNN. For float32, torch reaches oneDNN only through private operators. These operators are
-tested with torch 2.8 to 2.13. If torch lacks these operators, this module uses the default matrix product.
+These kernels are in oneDNN. Only private operators of torch reach them with float32, or with weights that are
+rearranged once instead of at each call. The operators are tested with torch 2.8 to 2.13. If torch or the processor
+lacks them, this module uses the default matrix product.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         self._bias = bias
         operators: Any = torch.ops.mkldnn
-        packs = weight.device.type == "cpu" and weight.dtype == torch.float32
-        packs = packs and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        packs = weight.device.type == "cpu" and _has_kernel(weight.dtype)
         self._product = getattr(operators, "_linear_pointwise", None) if packs else None
         self._weight = weight if self._product is None else operators._reorder_linear_weight(weight)
 
@@ -34,3 +34,10 @@ class Linear:
             return functional.linear(x, self._weight, self._bias)
         result: torch.Tensor = self._product(x, self._weight, self._bias, "none", [], "")
         return result
+
+
+def _has_kernel(dtype: torch.dtype) -> bool:
+    operators: Any = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(operators._is_mkldnn_bf16_supported()))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
 from edje_index.models.bf16 import as_tensor
-from edje_index.models.joint_scorer import SCORE_BATCH, JointScorer
+from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.late_interaction import late_interaction
 from edje_index.scoring.pooled_similarity import PooledSimilarity, PooledVectors
@@ -98,7 +98,7 @@ class LateInteraction:
         def score(captions: Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
             return late_interaction(tokenizer.caption_ids(captions), tokens.to(words.device), words, content, mean=mean)
 
-        return _in_batches(pairs, score)
+        return _in_batches(pairs, self.joint.batch, score)
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,11 @@ def reads_tokens(parts: Sequence[str], direction: str) -> bool:
     return bool({LOGIT, LATE, POOLED} & set(parts)) or (HUBNESS in parts and direction == TEXT_TO_IMAGE)
 
 
-def _in_batches(pairs: Pairs, score: Callable[[Sequence[str], torch.Tensor], torch.Tensor]) -> Floats:
-    """Apply `score` to batches of at most `SCORE_BATCH` pairs, to bound memory."""
+def _in_batches(pairs: Pairs, size: int, score: Callable[[Sequence[str], torch.Tensor], torch.Tensor]) -> Floats:
+    """Apply `score` to batches of at most `size` pairs."""
     values = np.zeros(len(pairs.captions), dtype=np.float32)
-    for start in range(0, len(values), SCORE_BATCH):
-        batch = slice(start, start + SCORE_BATCH)
+    for start in range(0, len(values), size):
+        batch = slice(start, start + size)
         values[batch] = _numpy(score(pairs.captions[batch], pairs.token_tensor[batch]))
     return values
 

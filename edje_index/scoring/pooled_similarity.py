@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from edje_index.models.joint_scorer import SCORE_BATCH, JointScorer
+from edje_index.models.joint_scorer import JointScorer
 
 STATISTICS = 3  # mean, standard deviation, maximum
 
@@ -103,8 +103,8 @@ class PooledVectors:
             return torch.zeros(len(captions), 0, device=self.joint.device)
         distinct = {caption: position for position, caption in enumerate(dict.fromkeys(captions))}
         texts, vectors = list(distinct), []
-        for start in range(0, len(texts), SCORE_BATCH) or [0]:
-            batch = texts[start : start + SCORE_BATCH]
+        for start in range(0, len(texts), self.joint.batch) or [0]:
+            batch = texts[start : start + self.joint.batch]
             sentences = self.joint.sentence_vectors(self.joint.tokenizer.inputs(batch, 0))
             vectors.append(self.pooled.captions(self.joint.tokenizer.caption_ids(batch), sentences))
         return torch.cat(vectors)[torch.tensor([distinct[caption] for caption in captions])]
@@ -115,8 +115,7 @@ class PooledVectors:
         device = self.joint.device
         if self.pooled is None:
             return torch.zeros(len(tokens), 0, device=device)
-        starts = range(0, len(tokens), SCORE_BATCH) or [0]
-        return torch.cat([self.pooled.images(tokens[start : start + SCORE_BATCH].to(device)) for start in starts])
+        return torch.cat([self.pooled.images(batch.to(device)) for batch in torch.split(tokens, self.joint.batch)])
 
 
 def token_statistics(tokens: torch.Tensor) -> torch.Tensor:

@@ -55,9 +55,25 @@ def test_hidden_states_equal_those_of_transformers(activation: str, eps: float) 
         torch.testing.assert_close(own.hidden_states(embedded[:1], None), whole, atol=1e-5, rtol=0)
 
 
-def bert(stock: BertModel) -> Bert:
+def test_bfloat16_hidden_states_are_near_those_of_transformers_and_ignore_padding() -> None:
+    stock = stock_bert()
+    ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 6:] = False
+    own, types = bert(stock, torch.bfloat16), torch.zeros_like(ids)
+    with torch.inference_mode():
+        expected = stock(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+        states = own.hidden_states(own.embed(own.words[ids], types), mask)
+        torch.testing.assert_close(states[mask], expected[mask], atol=0.05, rtol=0)
+        torch.testing.assert_close(own.first_states(own.embed(own.words[ids], types), mask), states[:, 0])
+        other = own.hidden_states(own.embed(own.words[ids.where(mask, (ids + 7) % 50)], types), mask)
+        assert torch.equal(other[mask], states[mask])
+        assert not torch.equal(own.hidden_states(own.embed(own.words[ids], types), None)[mask], states[mask])
+
+
+def bert(stock: BertModel, dtype: torch.dtype = torch.float32) -> Bert:
     weights = BertWeights(stock.state_dict(), "", source="the test", device=torch.device("cpu"))
-    return Bert(BertShape.parse(stock.config.to_dict(), "the test"), weights)
+    return Bert(BertShape.parse(stock.config.to_dict(), "the test"), weights, dtype)
 
 
 @pytest.mark.parametrize(

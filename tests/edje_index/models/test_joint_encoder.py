@@ -11,7 +11,6 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.bf16 import to_bf16_array
 from edje_index.models.joint_encoder import bert_config
-from edje_index.models.joint_scorer import SCORE_BATCH
 
 
 def blocks(count: int, seed: int = 0) -> torch.Tensor:
@@ -19,7 +18,7 @@ def blocks(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_one_caption_for_a_whole_pool(tiny_model: ModelBundle) -> None:
-    pool = blocks(SCORE_BATCH + 7)
+    pool = blocks(tiny_model.joint.scorer().batch + 7)
     scores = tiny_model.joint.score("a red dog", pool)
     assert scores.shape == (len(pool),)
     assert torch.equal(scores, tiny_model.joint.score(["a red dog"] * len(pool), pool))
