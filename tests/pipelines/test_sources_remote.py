@@ -222,7 +222,7 @@ def test_files_without_suffix_in_a_remote_folder(server: WebServer, monkeypatch:
 
 def test_a_large_remote_folder_is_searched_once_for_images(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
-    monkeypatch.setattr(remote_folder, "holds_images", lambda names: searches.append(names) or True)
+    monkeypatch.setattr(remote_folder, "holds_inputs", lambda names, clips: searches.append(names) or True)
     _list_on_hub(server, monkeypatch, {f"{number}.tar": 9 for number in range(20)})
     sources = open_sources(["hf://datasets-owner/set"])
     assert list(iter_all(sources)) == []
