@@ -77,7 +77,9 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
                 raise ModelError(f"{path} is too large to describe a {kind}; restore this file")
             content = json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ModelError(f"{path.parent} is not a {kind}: there is no file {path.name} in it") from error
+        raise ModelError(
+            f"{path.parent} is not a {kind}: there is no file {path.name} in it; give another path"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}; restore this file") from error
     if not isinstance(content, dict) or content.get("format") != form:

@@ -29,7 +29,7 @@ class ScoreCache:
     """Stores scores of pairs in a directory.
 
     Attributes:
-        folder: directory with one subdirectory per key. None stores nothing.
+        folder: directory with one subdirectory per key. If it is None, nothing is stored.
         key: everything that determines the score of a pair: bundle, index, precision, captions, data type and part.
     """
 

@@ -55,7 +55,7 @@ class InputRef:
 
     @property
     def uri_raw(self) -> bytes | None:
-        """The bytes of `path` if they are not UTF-8, because `uri` then contains escapes; otherwise None."""
+        """The field `path`, if `path` is not UTF-8; otherwise None."""
         try:
             self.path.decode()
         except UnicodeDecodeError:

@@ -38,7 +38,7 @@ class TarMember:
         name: name in the archive.
         kind: kind of the member.
         offset: position of the member's data in the archive, in bytes.
-        size: size of the member's data in bytes. The data of a sparse member are not the content of the file.
+        size: size of the member's data in bytes. The data of a sparse member differ from the content of the file.
     """
 
     name: bytes

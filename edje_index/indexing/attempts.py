@@ -32,7 +32,7 @@ class Attempt:
 
     Attributes:
         path: file of the attempt.
-        careful: True if the process of an earlier attempt died.
+        careful: True to prepare one input at a time, because the process of an earlier attempt died.
         deaths: number of careful attempts that died at an input, by position of the input.
     """
 
@@ -64,7 +64,7 @@ class Attempt:
 
 @contextmanager
 def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
-    """Create the file of an attempt for the `with` block, and remove the file after the block."""
+    """Create the file of an attempt, yield the attempt to the `with` block, and remove the file after the block."""
     # The file stays if the process dies, or if an exception ends the attempt and earlier deaths are recorded.
     path = layout.attempt(shard)
     attempt = _attempt_after(path)

@@ -32,7 +32,7 @@ def late_interaction(
         tokens: image tokens of each pair [b, m, d].
         words: word vectors of the vocabulary [v, d].
         content: which token ids are content words, bool [v]. See `stop_words.content_token_mask`.
-        mean: mean of `words` [d]; None computes it.
+        mean: mean of `words` [d]. If it is None, the mean is computed.
     """
     content_ids = [[token_id for token_id in caption if content[token_id]] for caption in captions]
     lengths = torch.tensor([len(ids) for ids in content_ids])

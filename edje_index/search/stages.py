@@ -29,7 +29,7 @@ class Stages:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the duration of the `with` block to `stage`."""
+        """Add the duration of the `with` block to the duration of `stage`."""
         started = time.perf_counter()
         try:
             yield

@@ -18,8 +18,8 @@ class TokenErrors:
     Attributes:
         tokens: number of tokens.
         zero_tokens: number of reference tokens that are zero vectors. They are left out of both distributions.
-        relative_error: distribution of |token - reference| / |reference|. The worst value is `highest`.
-        cosine: distribution of the cosine similarity between token and reference. The worst value is `lowest`. The
+        relative_error: distribution of |token - reference| / |reference|. Its maximum is the worst value.
+        cosine: distribution of the cosine similarity between token and reference. Its minimum is the worst value. The
             similarity to a zero vector is 0.
     """
 

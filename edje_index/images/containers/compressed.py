@@ -155,7 +155,7 @@ def _xz_decompressor() -> lzma.LZMADecompressor:
 
 @contextmanager
 def _named_damage(position: int) -> Iterator[None]:
-    """Turn the errors of all decompressors into ArchiveDamage. Errors of the operating system pass."""
+    """Turn the errors of all decompressors into ArchiveDamage. Errors of the operating system stay unchanged."""
     try:
         yield
     except EOFError as error:

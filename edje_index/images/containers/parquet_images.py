@@ -134,7 +134,7 @@ def _is_binary(arrow_type: Any) -> bool:
 
 @contextmanager
 def _named_damage() -> Iterator[None]:
-    """Turn the errors of pyarrow at damaged files into ArchiveDamage. Errors of the operating system pass."""
+    """Turn the errors of pyarrow at damaged files into ArchiveDamage. Errors of the operating system stay unchanged."""
     import pyarrow as pa
 
     try:

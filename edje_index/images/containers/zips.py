@@ -99,7 +99,7 @@ def _problem(info: zipfile.ZipInfo) -> str | None:
 
 @contextmanager
 def _named_damage(part: str) -> Iterator[None]:
-    """Turn the errors of `zipfile` at damaged archives into ArchiveDamage. Errors of the operating system pass."""
+    """Turn errors of `zipfile` at damaged archives into ArchiveDamage. Operating system errors stay unchanged."""
     try:
         yield
     except (
