@@ -72,7 +72,8 @@ def run_job(
 
     Args:
         job: function that changes the index.
-        make_config: function that makes the request from the directory of the index.
+        make_config: function that takes the directory of the index and returns the request. If `index` is a URL, the
+            directory is a working copy.
         index: path or URL of the index.
         quiet: True to show no progress.
         log: see `running_job`.

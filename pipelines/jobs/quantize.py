@@ -110,9 +110,10 @@ def quantize_at(
     on_event: OnEvent,
     should_stop: ShouldStop = lambda: False,
 ) -> QuantizeResult:
-    """Convert the index at `location`. `make_config` makes the request from the directory of the index.
+    """Add or remove precisions of the index at `location`, a directory or a URL. See `run_quantize` for the errors.
 
-    For the errors, see `run_quantize` and `working_copy`.
+    `make_config` takes the directory of the index and returns the request. If `location` is a URL, the directory is a
+    working copy; see `storage_formats.writing.working_copy` for its errors.
     """
     from storage_formats.writing.working_copy import working_copy
 
@@ -284,7 +285,7 @@ def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_
 
 
 def _source_files(conversion: _Conversion, shards: Sequence[int]) -> Iterator[Path]:
-    """Yield the paths of the token and checksum files to read. Workers cannot download them."""
+    """Yield the paths of the token and checksum files that the conversion reads."""
     from storage_formats.codecs import codec
 
     layout, name = Layout(conversion.root), conversion.source

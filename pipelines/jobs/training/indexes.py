@@ -241,7 +241,7 @@ def _teacher_index(teacher: Path, index: CommittedIndex | None, start: StartMode
     if accepted[0] != start.accepted_features()[0]:
         raise UsageError(
             f"the adapter of the teacher {teacher} cannot read the online features, because another tower computes "
-            "these features or they have fewer patches; set inputs.teacher_features to an index that the teacher built"
+            "them or they have too few patches; set inputs.teacher_features to an index that the teacher built"
         )
     return None
 
