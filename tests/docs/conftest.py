@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import obstore
 import pytest
 
+from edje_index.images.remote import objects, web
+from storage_formats.format.object_store import ObjectFolder
 from tests.command_line import environment
 from tests.conftest import REPO
 from tests.docs.guide_files import write_guide_files
+from tests.object_store import s3_server, use_endpoint
+from tests.web_server import web_server
 
 sys.path.insert(0, str(REPO / "docs/hooks"))  # as MkDocs does when it loads hooks
 
@@ -39,7 +46,26 @@ def home(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """A copy of the files of `template` as the working directory. Rows of the index name the photos of `template`."""
     folder = tmp_path / "home"
     shutil.copytree(template, folder)
-    for name in ("2024", "2025", "m64", "m32"):
+    for name in ("2024", "2025", "m64", "m32", "art"):
         shutil.copytree(folder / "photos.edje", folder / f"{name}.edje")
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture
+def servers(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers for the URLs of the guides: `s3://` leads to an S3-compatible server, `hf://` to one with a data set."""
+    with s3_server() as endpoint, web_server() as hub:
+        use_endpoint(monkeypatch, endpoint)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("EDJE_CACHE", str(home / "cache"))
+        store = ObjectFolder.open("s3://bucket").store
+        for path in sorted((home / "photos").glob("0000*.png")):
+            obstore.put(store, f"photos/{path.name}", path.read_bytes())
+        data = (home / "data/train-00000.parquet").read_bytes()
+        entry = {"type": "file", "path": "data/train-00000.parquet", "size": len(data)}
+        hub.files["/datasets/owner/name/resolve/main/data/train-00000.parquet"] = data
+        hub.files["/api/datasets/owner/name/tree/main/data"] = json.dumps([entry]).encode()
+        yield
+        web._pool().clear()
+    objects._bucket.cache_clear()

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from pipelines import build_index, delete_rows, quantize_index
+from tests.conftest import REPO
 from tests.edje_index.clip_cases import clip, panned
 
 ROWS = 1100  # guides fetch row 1023
@@ -24,13 +25,15 @@ def write_guide_files(folder: Path, bundle: Path) -> None:
     for name in ("photos/2019", "photos/2026", "shards"):
         (folder / name).mkdir(parents=True)
     paths = [folder / "photos" / ("2019" if row < 3 else "") / f"{row:05}.png" for row in range(ROWS)]
-    for path in [*paths, folder / "photos/2026/new.png"]:
+    for path in [*paths, folder / "photos/2026/new.png", folder / "photos/2026/lake.jpg"]:
         Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(path)
     paths[9].write_bytes(b"no image")
-    shutil.copy(paths[5], folder / "canoe.jpg")
+    for name in ("canoe.jpg", "new.jpg"):
+        shutil.copy(paths[5], folder / name)
     write_texts(folder, paths[10:50])
     write_clips(folder / "clips")
     write_tables(folder, paths)
+    write_packed(folder)
     shutil.copytree(bundle, folder / "model")
     index = folder / "photos.edje"
     build_index(folder / "list.parquet", index, folder / "model", engine="inline", threads=1, column="image_path")
@@ -79,3 +82,14 @@ def write_tables(folder: Path, paths: list[Path]) -> None:
     np.save(folder / "tokens.npy", rng.standard_normal((8, 64, 384), np.float32))
     np.save(folder / "embeddings.npy", rng.standard_normal((8, 512), np.float32))
     pq.write_table(pa.table({"uri": [f"page-{row}" for row in range(8)]}), folder / "rows.parquet")
+
+
+def write_packed(folder: Path) -> None:
+    """What other tools write: COCO captions, Hugging Face Datasets, and img2dataset."""
+    golden = REPO / "tests/golden/sources"
+    for name in ("coco", "data", "laion"):
+        (folder / name).mkdir()
+    shutil.copy(folder / "dataset_coco.json", folder / "coco")
+    shutil.copy(golden / "hugging_face.parquet", folder / "data/train-00000.parquet")
+    shutil.copytree(golden / "img2dataset_webdataset", folder / "out")
+    shutil.copy(folder / "shards/0000.tar", folder / "laion")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from pipelines.cli.main import cli
+from tests.command_line import environment
 from tests.conftest import REPO
 
 pytestmark = pytest.mark.slow
@@ -32,12 +35,15 @@ PAGES = [REPO / "README.md"] + [
         "evaluate",
         "own-encoder",
         "train",
+        "serve",
+        "sources",
+        "object-store",
     )
 ]
 # The beginning of a command that the tests leave out here -> where it runs, or why it cannot.
 NOT_RUN = {
     "model get": "tests/test_packaging.py runs it; it downloads 174 MB",
-    "serve": "tests/pipelines/service run it; it does not end",
+    "serve": "test_services.py runs it; it does not end",
     "bench": "tests/benchmarks run the benchmarks; the commands of the guides take minutes",
     "model import checkpoint.pth": "tests/edje_index import checkpoints; the tower comes from a model hub",
     "model from-open-clip": "needs a model hub",
@@ -62,9 +68,9 @@ def blocks(page: Path) -> Iterator[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Lines `edje-index ...` of the code blocks of a page."""
+    """Lines `edje-index ...` of the code blocks of a page, and lines that pass the output of another program to it."""
     text = "\n".join(blocks(page)).replace("\\\n", " ")
-    return [line for line in text.splitlines() if line.startswith("edje-index ")]
+    return [line for line in text.splitlines() if line.startswith("edje-index ") or " | edje-index " in line]
 
 
 def python_code(page: Path) -> list[str]:
@@ -80,13 +86,23 @@ def left_out(line: str) -> bool:
 
 def words_of(line: str, home: Path) -> list[str]:
     """Arguments of a command, as the shell gives them, without Ray and without a browser."""
-    words = [re.sub(r"^~/", f"{home}/", word) for word in shlex.split(line, comments=True)[1:] if word != "--open"]
+    words = [
+        re.sub(r"^(~|/mnt)/", f"{home}/", word) for word in shlex.split(line, comments=True)[1:] if word != "--open"
+    ]
     command = cli.get_command(click.Context(cli), words[0])
     options = [name for parameter in command.params for name in parameter.opts] if command else []
     return [*words, "--engine", "inline"] if "--engine" in options and "--engine" not in words else words
 
 
+def run_pipe(line: str, home: Path) -> None:
+    """Run a line with a pipe as a shell does, without Ray."""
+    own = f'edje-index() {{ {shlex.quote(sys.executable)} -m pipelines.cli "$@" --engine inline; }}\n'
+    subprocess.run(["bash", "-c", f"set -o pipefail\n{own}{line}"], cwd=home, env=environment(), check=True)
+
+
 def run_line(line: str, home: Path, run) -> None:
+    if " | edje-index " in line:
+        return run_pipe(line, home)
     words = words_of(line, home)
     if words[0] in ("build", "merge", "import-arrays"):
         shutil.rmtree(home / words[words.index("--out") + 1], ignore_errors=True)
@@ -94,11 +110,14 @@ def run_line(line: str, home: Path, run) -> None:
     assert code == 0, f"{line}\n{out}\n{err}"
 
 
+NEED_SERVERS = {"sources", "object-store"}
 WITH_COMMANDS = [page for page in PAGES if not all(map(left_out, commands(page)))]
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
-def test_the_commands_of_a_page_run(page, home, run):
+def test_the_commands_of_a_page_run(page, home, run, request):
+    if page.stem in NEED_SERVERS:
+        request.getfixturevalue("servers")
     for line in commands(page):
         if not left_out(line):
             run_line(line, home, run)
@@ -112,11 +131,16 @@ NAMES = {
         "query_embedding": np.ones(512, np.float32),
     },
 }
-WITH_PYTHON = [page for page in PAGES if python_code(page) and page.stem != "train"]  # its code trains for an hour
+WITH_PYTHON = [
+    page for page in PAGES if python_code(page) and page.stem not in ("train", "serve")
+]  # that of train trains for an hour, and test_services.py runs that of serve
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
-def test_the_python_code_of_a_page_runs(page, template, home):
+def test_the_python_code_of_a_page_runs(page, template, home, run, request):
+    if page.stem in NEED_SERVERS:
+        request.getfixturevalue("servers")
+        run_line("edje-index copy photos.edje s3://my-bucket/photos.edje", home, run)
     names = dict(NAMES.get(page.stem, {}))
     for code in python_code(page):
         shutil.rmtree(home / "photos.edje")
