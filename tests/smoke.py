@@ -72,6 +72,7 @@ def read_quantize_verify(installed: Installation) -> None:
     expect("(3, 4, 16)" in installed.run("python", "-c", FETCH, "photos.edje"), "the fetched blocks have another shape")
     installed.edje("quantize", "photos.edje", "--to", "sign1")
     expect("sound" in installed.edje("verify", "photos.edje"), "the index is not sound")
+    expect("relative error" in installed.edje("help", "quantize"), "the guides are not installed")
     refused = installed.run("edje-index", "search", "photos.edje", "a dog", expect=1)
     expect("pip install 'edje-index[search]'" in refused, refused)
 

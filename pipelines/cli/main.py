@@ -70,6 +70,9 @@ SECTIONS = {
     "Benchmarks": {
         "bench": "benchmarks.cli:bench",
     },
+    "Help": {
+        "help": "pipelines.cli.help:show_help",
+    },
 }
 """Commands by heading, in the order of the help text, with the module and attribute that define each command."""
 
