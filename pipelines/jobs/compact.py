@@ -35,7 +35,7 @@ class CompactResult:
         removed: number of deleted rows that were removed; 0 if there was nothing to do.
         first_row: first row id of the compacted index.
         shards: number of shards of the compacted index.
-        row_map: path of the Parquet file that maps old row ids to new row ids; None if there was nothing to do.
+        row_map: path or URL of the Parquet file that maps old row ids to new row ids; None if there was nothing to do.
         snapshot: number of the current snapshot.
         seconds: wall time of this run.
 
@@ -70,7 +70,9 @@ def run_compact(location: IndexLocation, on_event: OnEvent, should_stop: ShouldS
 
     with working_copy(location) as copy:
         result = _compact(copy.root, on_event, should_stop)
-    return result if result.row_map is None else replace(result, row_map=f"{location}/{result.row_map}")
+    if result.row_map is None:
+        return result
+    return replace(result, row_map=f"{str(location).rstrip('/')}/{result.row_map}")
 
 
 def _compact(root: Path, on_event: OnEvent, should_stop: ShouldStop) -> CompactResult:

@@ -111,7 +111,8 @@ def working_copy(location: IndexLocation, *, read_only: bool = False) -> Iterato
         index = open_remote(str(location))
         assert index.remote is not None
         download_snapshots(index.remote, Layout(index.root))
-        yield WorkingCopy(index.root, index.remote)
+        with _naming_url(index.root, index.remote.url):
+            yield WorkingCopy(index.root, index.remote)
         return
     folder = ObjectFolder.open(str(location))
     refuse_read_only(folder, "index")
@@ -158,11 +159,13 @@ def _name_of(root: Path) -> str:
 
 @contextlib.contextmanager
 def _naming_url(root: Path, url: str) -> Iterator[None]:
-    """Context manager that lets messages name the URL in place of the working copy, which the user did not choose."""
+    """Context manager that lets messages name the URL, because users do not know the working copy."""
     try:
         yield
     except EdjeError as error:
-        error.args = tuple(each.replace(str(root), url) if isinstance(each, str) else each for each in error.args)
+        message = str(error)
+        if str(root) in message:  # the message may be about a full disk, so it also names the working copy
+            error.args = (f"{message.replace(str(root), url)} (files on this machine: {root})", *error.args[1:])
         raise
 
 

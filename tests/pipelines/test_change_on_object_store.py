@@ -279,3 +279,8 @@ def test_what_cannot_be_changed_is_refused(url, run, tmp_path):
     assert "can only be read" in error
     code, out, error = run("history", url, "--json")
     assert (code, json.loads(out)["index"]) == (0, url), error
+    code, out, error = run("failures", url, "--json")
+    assert (code, [row["row_id"] for row in json.loads(out)["failures"]]) == (0, [5]), error
+    delete_rows(url, rows=range(21))
+    with pytest.raises(EdjeError, match=rf"compact {url}: all its rows are .*files on this machine: {tmp_path}"):
+        compact_index(url)
