@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import append_index, compact_index, copy_index, delete_rows, quantize_index, update_index
+from pipelines import JobStopped, append_index, compact_index, copy_index, delete_rows, quantize_index, update_index
 from pipelines.jobs.build import run_build
 from pipelines.jobs.snapshots import history, run_delete, run_gc, run_rollback
 from storage_formats import EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
@@ -218,6 +218,23 @@ def test_a_change_of_another_machine_is_seen(url, monkeypatch, tmp_path):
         use_another_machine(patch, tmp_path)
         delete_rows(url, rows=[2])
     assert delete_rows(url, rows=[3]).left == 18
+    assert files_of(url, tmp_path)
+
+
+def test_a_stopped_update_begins_again_after_a_change_of_another_machine(photo_index, photos, monkeypatch, tmp_path):
+    """Both change the index from the same snapshot, so they write different files under the same names."""
+    _, url = photo_index
+    for number in range(20, 28):
+        write_photo(photos / f"{number}.jpg", number)
+    changes = tmp_path / "cache/changes"
+    with pytest.raises(JobStopped):
+        update_index(url, engine="inline", should_stop=lambda: any(changes.rglob("receipts/*.json")))
+    assert CLAIM not in keys_of(url)
+    with monkeypatch.context() as patch:
+        use_another_machine(patch, tmp_path)
+        assert append_index(url, photos / "27.jpg", engine="inline").first_row == 12
+    result = update_index(url, photos, engine="inline")
+    assert (result.new, result.first_row, result.snapshot) == (7, 16, 2)
     assert files_of(url, tmp_path)
 
 
