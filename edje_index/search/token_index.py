@@ -228,6 +228,8 @@ class TokenIndex:
         for query in texts:
             _check_text(query)
         _check_counts(k, pool)
+        if not rerank:
+            _check_unused(score=score, joint_pool=joint_pool)
         stages = Stages()
         reranker = self._reranker(score, stages, joint_pool) if rerank else None
         if not texts:
@@ -432,6 +434,14 @@ def _check_text(text: str) -> None:
         raise UsageError(f"a query must be a string, got a value of type {type(text).__name__}", parameter="text")
     if not text.strip():
         raise UsageError("the query is empty: give a text")
+
+
+def _check_unused(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(
+                f"{name} has no effect without re-ranking: leave out {name}, or set rerank to True", parameter=name
+            )
 
 
 def _check_counts(k: int, pool: int) -> None:

@@ -77,3 +77,9 @@ def test_a_joint_pool_without_use_is_refused(index):
             index.search("a dog", score=score, joint_pool=joint_pool)
     with pytest.raises(TypeError, match="joint_pools"):
         index.search("a dog", joint_pools=3)
+
+
+@pytest.mark.parametrize("option", [{"joint_pool": 3}, {"score": "logit"}])
+def test_an_option_of_re_ranking_without_re_ranking_is_refused(index, option):
+    with pytest.raises(UsageError, match="no effect without re-ranking"):
+        index.search("a dog", 3, POOL, rerank=False, **option)
