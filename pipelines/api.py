@@ -404,14 +404,18 @@ def copy_index(
 
 
 @name_missing_extra("search")
-def repair_index(index: str | Path, *, dry_run: bool = False, on_event: OnEvent = _ignore) -> RepairResult:
-    """Rebuild damaged files of an index from its other files, as `edje-index repair` does. The model is not needed.
+def repair_index(
+    index: str | Path, *, dry_run: bool = False, model: str | Path | None = None, on_event: OnEvent = _ignore
+) -> RepairResult:
+    """Rebuild damaged files of an index from its other files, as `edje-index repair` does.
 
-    Repaired tokens are stored only if they have the original checksums.
+    Tokens that no other precision determines are encoded again from the images, with the model. Repaired tokens are
+    stored only if they have the original checksums.
 
     Args:
         index: directory of the index.
         dry_run: return what would be repaired without changing the index.
+        model: directory of the model bundle; None takes the bundle that built the index.
         on_event: as in `build_index`.
 
     Raises:
@@ -429,7 +433,8 @@ def repair_index(index: str | Path, *, dry_run: bool = False, on_event: OnEvent 
     """
     from pipelines.jobs.repair import run_repair
 
-    return run_repair(Path(index), on_event, dry_run=dry_run)
+    bundle = None if model is None else Path(model)
+    return run_repair(Path(index), on_event, dry_run=dry_run, model=bundle)
 
 
 @name_missing_extra("build")

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,6 +295,24 @@ def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.
             image.entry.fail("non-finite-output", "the model returned NaN or infinity for this image")
             images.remove(image)
     return tokens[finite], embeddings[finite]
+
+
+def encode_inputs(
+    refs: Sequence[InputRef], encoder: Encoder, settings: DecodeSettings
+) -> tuple[dict[int, Blocks], dict[int, str]]:
+    """Encode one batch of inputs as `encode_shard` does, and write nothing.
+
+    Returns:
+        The blocks [m, d], and for inputs that cannot be encoded the reasons. The keys are positions in `refs`.
+
+    Raises:
+        TransientInputError: an input cannot be read or decoded now, because of the machine and not of the input.
+    """
+    images = [_prepare(encoder, settings, _Image(ref, _row_entry(position, ref))) for position, ref in enumerate(refs)]
+    ready = [image for image in images if image.pixels is not None]
+    tokens = _encode(encoder, ready)[0] if ready else ()
+    blocks = {image.entry.row_id: block for image, block in zip(ready, tokens, strict=True)}
+    return blocks, {image.entry.row_id: str(image.entry.reason) for image in images if image.entry.status == FAILED}
 
 
 def _has_non_finite(tokens: Blocks) -> NDArray[np.bool_]:

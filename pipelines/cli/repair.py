@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.options import PATH, json_option, model_option, quiet_option
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
@@ -15,14 +15,18 @@ from pipelines.progress.wording import counted
 @click.command()
 @click.argument("index", type=PATH)
 @click.option("--dry-run", is_flag=True, help="Show what would be repaired and change nothing.")
+@model_option
 @quiet_option
 @json_option
-def repair(index: Path, dry_run: bool, quiet: bool, as_json: bool) -> int:
-    """Rebuild damaged or missing files of INDEX from its other files.
+def repair(index: Path, dry_run: bool, model: Path | None, quiet: bool, as_json: bool) -> int:
+    """Rebuild damaged or missing files of INDEX from its other files, or from the images.
 
     Damaged tokens are converted again from another precision, and stored only if they have the original checksums.
     Damaged checksums are computed again from the tokens. A damaged nearest-neighbour index is built again from the
-    embeddings. The model and the images are not needed. The exit code is 1 if problems remain.
+    embeddings.
+
+    Tokens that no other precision determines are encoded again from the images, with the model. An image whose content
+    has changed is refused and named. The exit code is 1 if problems remain.
 
     \b
     Examples:
@@ -31,8 +35,8 @@ def repair(index: Path, dry_run: bool, quiet: bool, as_json: bool) -> int:
     """
     from pipelines.jobs.repair import run_repair
 
-    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, _):
-        result = run_repair(index, on_event, dry_run=dry_run)
+    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
+        result = run_repair(index, on_event, should_stop, dry_run=dry_run, model=model)
     if as_json:
         print_json(asdict(result))
     for problem in result.left:

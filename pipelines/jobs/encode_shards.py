@@ -12,7 +12,7 @@ from pipelines.engines.base import TaskInterrupted, Worker
 from pipelines.jobs.failed_inputs import FailureLimit
 from pipelines.jobs.shard_run import ShardJob, ShardRun, run_shards
 from pipelines.planning.config import BuildConfig
-from pipelines.planning.plan import BuildSettings
+from pipelines.planning.plan import BuildPlan, BuildSettings
 from pipelines.planning.prepare import PreparedBuild
 from pipelines.progress.events import OnEvent, PlanReady
 from pipelines.progress.meter import ShardState
@@ -64,9 +64,13 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
 
 
 def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
+    return encoding_task(prepared.plan, shard, decode_threads(prepared.plan.settings, prepared.workers))
+
+
+def encoding_task(plan: BuildPlan, shard: int, threads: int = 1) -> ShardTask:
+    """Return the task that encodes `shard`, with `threads` threads that decode images."""
     from edje_index.indexing.shard_encoding import ShardTask
 
-    plan = prepared.plan
     return ShardTask(
         root=str(plan.root.absolute()),
         shard=shard,
@@ -74,7 +78,7 @@ def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
         plan=plan.fingerprint,
         batch_size=plan.settings.batch_size,
         max_pixels=plan.settings.max_pixels,
-        decode_threads=decode_threads(plan.settings, prepared.workers),
+        decode_threads=threads,
         columns=plan.columns,
         truncated=plan.settings.truncated,
         frames=plan.settings.frames,

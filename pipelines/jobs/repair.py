@@ -1,23 +1,26 @@
-"""The repair job: rebuilds damaged files of an index from its other files."""
+"""The repair job: rebuilds damaged files of an index from its other files and from the sources."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelines.jobs.encode_again import SourceEncoder
 from pipelines.jobs.leftovers import refuse_unfinished_append
 from pipelines.jobs.lock import locked_index
 from pipelines.progress.events import OnEvent, Progress, StatusMessage
+from pipelines.progress.stopping import ShouldStop
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.shard_table import FileEntry
     from storage_formats.shard_check import Problem
-    from storage_formats.writing.repair import RepairedFile, ShardRepair
+    from storage_formats.writing.repair import RepairedFile
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,31 @@ class RepairResult:
     dry_run: bool
 
 
-def run_repair(root: Path, on_event: OnEvent, *, dry_run: bool = False) -> RepairResult:
+def run_repair(
+    root: Path,
+    on_event: OnEvent,
+    should_stop: ShouldStop = lambda: False,
+    *,
+    dry_run: bool = False,
+    model: Path | None = None,
+) -> RepairResult:
     """Verify the index at `root`, and rebuild damaged files from the other files of the index.
+
+    Tokens that no other file determines are encoded again from the sources.
+
+    Args:
+        root: directory of the index.
+        on_event: function that receives progress events.
+        should_stop: function that is called between batches of images.
+        dry_run: True to find out what can be repaired, without a change to the index.
+        model: directory of the model bundle; None selects the bundle that built the index.
 
     Raises:
         UsageError: there is no index at `root`.
         CorruptIndexError: `index.json` is damaged.
         EdjeError: another process is changing the index, or an append, update or retry has not finished.
+        JobStopped: `should_stop()` returned True. Files that were repaired stay repaired.
+        TransientInputError: a source cannot be read for a temporary reason.
         OSError: the index cannot be written.
     """
     from storage_formats.format.manifest import CommittedIndex
@@ -61,30 +82,42 @@ def run_repair(root: Path, on_event: OnEvent, *, dry_run: bool = False) -> Repai
         if not dry_run:
             refuse_unfinished_append(Layout(root))
         problems = verify_index(root, lambda done, total: on_event(Progress("verifying", done, total)))
-        repaired, settled = _repair(index, problems, on_event, dry_run=dry_run)
+        sources = SourceEncoder(index, model, on_event, should_stop)
+        repaired, settled, refusals = _repair(index, problems, sources, on_event, dry_run=dry_run)
     if not dry_run and repaired:
         on_event(StatusMessage("verifying the repaired index"))
         problems, settled = verify_index(root), set()
-    return RepairResult(tuple(repaired), tuple(each for each in problems if each.path not in settled), dry_run)
+    left = [each for each in problems if each.path not in settled]
+    return RepairResult(tuple(repaired), (*left, *refusals), dry_run)
 
 
 def _repair(
-    index: CommittedIndex, problems: list[Problem], on_event: OnEvent, *, dry_run: bool
-) -> tuple[list[RepairedFile], set[str]]:
+    index: CommittedIndex, problems: list[Problem], sources: SourceEncoder, on_event: OnEvent, *, dry_run: bool
+) -> tuple[list[RepairedFile], set[str], list[Problem]]:
     """Repair Zarr metadata, tokens, checksums and the nearest-neighbour index.
 
     Returns:
-        The repaired files, and the paths of all files that have no problem after the repair.
+        The repaired files, the paths of all files that have no problem after the repair, and the reasons why token
+        files could not be rebuilt from the sources.
     """
+    from storage_formats.writing.repair import ShardRepair
+
     damaged = {problem.path for problem in problems}
     repaired, settled = list(_repair_metadata(index, damaged, dry_run=dry_run)), set[str]()
-    for repair in _shard_repairs(index, damaged, on_event, dry_run=dry_run):
+    refusals: list[Problem] = []
+    shards = _damaged_shards(index, damaged)
+    for done, (shard, files) in enumerate(shards.items()):
+        on_event(Progress("repairing", done, len(shards)))
+        encode_again = functools.partial(sources.encode, shard)
+        repair = ShardRepair(index, shard, files, dry_run=dry_run, encode_again=encode_again)
         repaired += repair.run()
         settled |= repair.settled
+        tokens = {path for path in damaged.intersection(files) if path.startswith("tokens/")}
+        refusals += sources.problems(shard, tokens - settled)
     with contextlib.suppress(OSError):
         Layout(index.root).staging.rmdir()
     repaired += _repair_ann(index, damaged, on_event, dry_run=dry_run)
-    return repaired, settled | {file.path for file in repaired}
+    return repaired, settled | {file.path for file in repaired}, refusals
 
 
 def _repair_metadata(index: CommittedIndex, damaged: set[str], *, dry_run: bool) -> Iterator[RepairedFile]:
@@ -98,19 +131,14 @@ def _repair_metadata(index: CommittedIndex, damaged: set[str], *, dry_run: bool)
         write_array_shapes(layout, spec)
 
 
-def _shard_repairs(
-    index: CommittedIndex, damaged: set[str], on_event: OnEvent, *, dry_run: bool
-) -> Iterator[ShardRepair]:
+def _damaged_shards(index: CommittedIndex, damaged: set[str]) -> dict[int, dict[str, FileEntry]]:
+    """Return the file entries of each shard with a damaged file, keyed by shard number and by path."""
     from storage_formats.format.shard_table import read_shard_tables
-    from storage_formats.writing.repair import ShardRepair
 
     files: dict[int, dict[str, FileEntry]] = {}
     for shard, file in read_shard_tables(index.root, index.manifest.shard_tables):
         files.setdefault(shard, {})[file.path] = file
-    shards = [shard for shard, entries in files.items() if damaged.intersection(entries)]
-    for done, shard in enumerate(shards, 1):
-        yield ShardRepair(index, shard, files[shard], dry_run=dry_run)
-        on_event(Progress("repairing", done, len(shards)))
+    return {shard: entries for shard, entries in files.items() if damaged.intersection(entries)}
 
 
 def _repair_ann(

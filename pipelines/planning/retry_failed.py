@@ -54,7 +54,7 @@ def find_failed(index: CommittedIndex) -> FailedInputs:
     names = [column.name for column in index.manifest.columns]
     tables = iter_rows(index, ["row_id", "uri", "uri_raw", "status", "reason", *names])
     failed = [row for table in tables for row in table.to_pylist() if row["status"] == FAILED]
-    refs = list(hashed(_refs_of(failed, names, clips=holds_clips(index.manifest))))
+    refs = list(hashed(refs_of_rows(failed, names, clips=holds_clips(index.manifest))))
     held = _hashes_held(index, {ref.content_hash for ref in refs if ref.content_hash is not None})
     # Equal inputs stay separate, so that each of them is listed if they fail again.
     remaining = [ref for ref in refs if ref.content_hash not in held]
@@ -66,14 +66,14 @@ def find_failed(index: CommittedIndex) -> FailedInputs:
     )
 
 
-def _refs_of(failed: list[dict[str, Any]], names: list[str], *, clips: bool) -> Iterator[InputRef]:
-    """Yield the inputs of failed rows, with the stored values of the source columns `names`."""
+def refs_of_rows(rows: list[dict[str, Any]], names: list[str], *, clips: bool) -> Iterator[InputRef]:
+    """Yield the inputs under the names of `rows`, with the stored values of the source columns `names`."""
     from pipelines.sources.archives import ArchiveFile
     from pipelines.sources.files import file_input
     from pipelines.sources.folder import FolderSource
 
     rows_of_archive: dict[tuple[bytes, str | None], list[dict[str, Any]]] = {}
-    for row in failed:
+    for row in rows:
         path = row["uri_raw"] or os.fsencode(row["uri"])
         archive = _archive_of(path, row["uri"])
         if archive is not None:
@@ -84,8 +84,8 @@ def _refs_of(failed: list[dict[str, Any]], names: list[str], *, clips: bool) -> 
             yield InputRef(row["uri"], path, problem=row["reason"], metadata=_metadata(row, names))
         else:
             yield replace(file_input(path, row["uri"]), metadata=_metadata(row, names))
-    for (archive_path, column), rows in rows_of_archive.items():
-        yield from _members(ArchiveFile(os.fsdecode(archive_path), column, clips=clips), rows, names)
+    for (archive_path, column), members in rows_of_archive.items():
+        yield from _members(ArchiveFile(os.fsdecode(archive_path), column, clips=clips), members, names)
 
 
 def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:

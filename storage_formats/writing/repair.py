@@ -1,6 +1,6 @@
-"""Repair of damaged token files and checksum files from other files of the index (SPEC.md section 12.3).
+"""Repair of damaged token files and checksum files (SPEC.md section 12.3).
 
-A repaired file has exactly the committed bytes.
+The bytes come from other files of the index or from the sources. A repaired file has exactly the committed bytes.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs import Codec, Records, codec, fill_record
+from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c, crc32c_rows, crc32c_stream, read_checksums
 from storage_formats.format.index_files import open_index_file
@@ -24,6 +24,12 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.writing.shard_writer import open_tokens
 from storage_formats.writing.staging import StagedFiles
+
+EncodeAgain = Callable[[NDArray[np.int64]], Mapping[int, Blocks]]
+"""Takes positions of rows in a shard. Returns blocks [m, d] that were encoded again, by position.
+
+Rows may be missing from the result, and further rows may be in it.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,19 +53,29 @@ class ShardRepair:
         shard: shard number.
         files: file entries of the shard in the shard table, keyed by path.
         dry_run: whether to only find out which files can be repaired, without a change to the index.
+        encode_again: function that encodes rows of the shard from their sources; None repairs without the sources.
 
     Attributes:
         settled: paths of the token file and the checksum file of each repaired precision, even if only one of the two
             was damaged.
     """
 
-    def __init__(self, index: CommittedIndex, shard: int, files: Mapping[str, FileEntry], *, dry_run: bool) -> None:
+    def __init__(
+        self,
+        index: CommittedIndex,
+        shard: int,
+        files: Mapping[str, FileEntry],
+        *,
+        dry_run: bool,
+        encode_again: EncodeAgain | None = None,
+    ) -> None:
         self._layout = Layout(index.root)
         self._spec = index.manifest.spec
         self._shard = shard
         self._rows = len(self._spec.shard_rows(shard))
         self._files = files
         self._dry_run = dry_run
+        self._encode_again = encode_again
         self.settled: set[str] = set()
         self._codecs = {name: codec(name, self._spec.block_shape) for name in self._spec.precisions}
 
@@ -92,27 +108,35 @@ class ShardRepair:
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
         """Yield candidates (description of the source, records) for the original records of the shard.
 
-        If the checksum file is undamaged, there is one candidate. It consists of the stored records, in which records
-        converted from other precisions replace damaged records. If the checksum file is damaged, there is one candidate
-        per precision.
+        If the checksum file is undamaged, there is one candidate: the undamaged stored records, and records from other
+        precisions and from the sources that match the checksums. If the checksum file is damaged, there is one
+        candidate per origin.
         """
         stored = self._stored(token_codec)
-        others = [
-            (name, self._converted(other, token_codec)) for name, other in self._codecs.items() if other != token_codec
-        ]
         expected = self._committed_checksums(token_codec)
         if expected is None:
             yield "the tokens", stored
-            yield from ((f"precision {name}", records) for name, records in others)
+            yield from self._alternatives(token_codec, np.ones(self._rows, dtype=np.bool_))
             return
-        is_damaged, sources = crc32c_rows(stored) != expected, []
-        for name, records in others:
+        is_damaged, origins = crc32c_rows(stored) != expected, []
+        for origin, records in self._alternatives(token_codec, is_damaged):
             replaced = is_damaged & (crc32c_rows(records) == expected)
             if replaced.any():
                 stored[replaced] = records[replaced]
-                is_damaged &= ~replaced
-                sources.append(name)
-        yield f"precision {', '.join(sources)}" if sources else "the tokens", stored
+                is_damaged &= ~replaced  # in place: the next alternative replaces the remaining records
+                origins.append(origin)
+        yield ", ".join(origins) if origins else "the tokens", stored
+
+    def _alternatives(self, token_codec: Codec, is_damaged: NDArray[np.bool_]) -> Iterator[tuple[str, Records]]:
+        """Yield (description of the origin, records) for the `is_damaged` records of the shard."""
+        for name, other in self._codecs.items():
+            if other != token_codec:
+                yield f"precision {name}", self._converted(other, token_codec)
+        if self._encode_again is not None and is_damaged.any():
+            records = np.repeat(fill_record(token_codec), self._rows, axis=0)
+            for position, block in self._encode_again(np.flatnonzero(is_damaged)).items():
+                records[position] = token_codec.encode(block[None])
+            yield "the sources", records
 
     def _stored(self, token_codec: Codec) -> Records:
         """Return the records in the token file, uint8 [rows, record_bytes]. Missing bytes at the end are 0."""

@@ -1,0 +1,155 @@
+"""Encodes rows of an index again from their sources, for a repair. Nothing is written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.collector import paused_collector
+from pipelines.jobs.encode_shards import encoding_task
+from pipelines.planning.plan import plan_of_manifest
+from pipelines.progress.events import OnEvent, StatusMessage
+from pipelines.progress.stopping import JobStopped, ShouldStop
+from storage_formats.errors import EdjeError
+from storage_formats.extras import name_missing_extra
+
+if TYPE_CHECKING:
+    from edje_index.images.inputs import InputRef
+    from edje_index.indexing.image_encoder import ImageEncoder
+    from storage_formats.codecs import Blocks
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.shard_check import Problem
+
+_WORDING = {"changed-since-plan": "its content has changed"}
+_COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason")
+
+
+class SourceEncoder:
+    """Encodes rows again with the model and the settings of an index, in the batches of its build.
+
+    Args:
+        index: the index.
+        model: directory of the model bundle; None selects the bundle that built the index.
+        on_event: function that receives progress events.
+        should_stop: function that is called before each batch.
+
+    """
+
+    def __init__(
+        self, index: CommittedIndex, model: Path | None, on_event: OnEvent, should_stop: ShouldStop = lambda: False
+    ) -> None:
+        self._index, self._model = index, model
+        self._on_event, self._should_stop = on_event, should_stop
+        self._shard = -1
+        self._inputs: dict[int, InputRef] = {}
+        self._blocks: dict[int, Blocks] = {}
+        self._refused: dict[int, str] = {}  # reasons by row id
+        self._problem: str | None = None  # why no row of the shard can be encoded again
+
+    def encode(self, shard: int, needed: NDArray[np.int64]) -> Mapping[int, Blocks]:
+        """Encode rows of `shard` again, with the other rows of their batches.
+
+        Args:
+            shard: shard number.
+            needed: positions of rows in the shard.
+
+        Returns:
+            The blocks of rows of the shard, by position. Rows that cannot be encoded again are missing;
+            `problems` says why.
+
+        Raises:
+            JobStopped: `should_stop()` returned True.
+            TransientInputError: a source cannot be read for a temporary reason.
+        """
+        try:
+            if self._shard != shard:
+                self._shard, self._inputs, self._blocks, self._refused, self._problem = shard, {}, {}, {}, None
+                if "inputs_digest" not in self._index.manifest.settings:
+                    raise EdjeError(f"{self._index.root} was not built from images")
+                self._inputs = self._inputs_of(shard)
+            tried = {*self._blocks, *(row - self._first_row for row in self._refused)}
+            wanted = [position for position in needed.tolist() if position in self._inputs and position not in tried]
+            if self._problem is None and wanted:
+                self._on_event(StatusMessage(f"encoding rows of shard {shard} again from their sources"))
+                self._encode_batches(wanted)
+        except EdjeError as error:
+            if isinstance(error, JobStopped) or _is_temporary(error):
+                raise
+            self._problem = str(error)
+        return self._blocks
+
+    def problems(self, shard: int, paths: Iterable[str]) -> Iterator[Problem]:
+        """Say why the token files `paths` of `shard` could not be rebuilt from the sources."""
+        from storage_formats.shard_check import Problem
+
+        for path in sorted(paths) if shard == self._shard else ():
+            if self._problem is not None:
+                yield Problem(path, "not-encoded-again", f"its rows cannot be encoded again: {self._problem}")
+            for row, reason in sorted(self._refused.items()):
+                uri = self._inputs[row - self._first_row].uri
+                yield Problem(path, "source-refused", f"row {row} cannot be encoded again from {uri}: {reason}")
+            if self._problem is None and not self._refused:
+                yield Problem(
+                    path,
+                    "encoded-differently",
+                    "its rows were encoded again from their sources, but with another result; repair the index on a "
+                    "machine with the processor and the packages that built it, or delete and append these rows",
+                )
+
+    @property
+    def _first_row(self) -> int:
+        return self._index.manifest.spec.shard_rows(self._shard).start
+
+    def _inputs_of(self, shard: int) -> dict[int, InputRef]:
+        """Return the inputs of the rows of `shard` that have a block, by position."""
+        from edje_index.images.inputs import InputRef
+        from pipelines.planning.retry_failed import refs_of_rows
+        from storage_formats.format.rows import INDEXED, iter_stored_rows
+
+        (table,) = iter_stored_rows(self._index, _COLUMNS, [shard])
+        rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
+        clips = plan_of_manifest(self._index.root, self._index.manifest).settings.frames is not None
+        located = {(ref.uri, ref.uri_raw): ref for ref in refs_of_rows(rows, [], clips=clips)}
+        inputs = {}
+        for row in rows:
+            ref = located.get((row["uri"], row["uri_raw"])) or InputRef(row["uri"], b"", problem="missing")
+            inputs[row["row_id"] - self._first_row] = replace(ref, content_hash=row["content_hash"])
+        return inputs
+
+    def _encode_batches(self, wanted: list[int]) -> None:
+        from edje_index.indexing.shard_encoding import encode_inputs
+
+        task = encoding_task(plan_of_manifest(self._index.root, self._index.manifest), self._shard)
+        size = task.inputs_per_batch
+        for start in sorted({position // size * size for position in wanted}):
+            if self._should_stop():
+                raise JobStopped("stopped")
+            batch = [position for position in range(start, start + size) if position in self._inputs]
+            blocks, reasons = encode_inputs(
+                [self._inputs[position] for position in batch], self._encoder, task.decoding
+            )
+            self._blocks |= {batch[number]: block for number, block in blocks.items()}
+            refused = {batch[number]: _WORDING.get(reason, reason) for number, reason in reasons.items()}
+            self._refused |= {self._first_row + at: refused[at] for at in wanted if at in refused}
+
+    @functools.cached_property
+    def _encoder(self) -> ImageEncoder:
+        with name_missing_extra("build"), paused_collector():
+            from edje_index.bundles.index_bundle import matching_bundle
+            from edje_index.indexing.image_encoder import ImageEncoder
+
+            settings = plan_of_manifest(self._index.root, self._index.manifest).settings
+            path = matching_bundle(self._index, self._model).path
+            return ImageEncoder.open(path, device=settings.device, threads=settings.threads, dtype=settings.dtype)
+
+
+def _is_temporary(error: Exception) -> bool:
+    from edje_index.images.transient import TransientInputError
+
+    return isinstance(error, TransientInputError)

@@ -1,0 +1,153 @@
+"""Repairs of tokens from the photos: the result has the committed bytes, or the rows that prevent it are named."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines import append_index, delete_rows, quantize_index, repair_index
+from pipelines.jobs.build import run_build
+from pipelines.jobs.repair import run_repair
+from pipelines.progress.stopping import JobStopped
+from storage_formats import verify_index
+from tests.conftest import REPO
+from tests.pipelines.conftest import write_photo
+from tests.pipelines.test_repair import contents, harm
+
+FIRST, SECOND = "tokens/bf16/c.0.0.0", "tokens/bf16/c.1.0.0"
+CHECKSUMS = "checksums/bf16/00000000.crc32c"
+
+
+@pytest.fixture
+def index(config):
+    """An index of ten photos in shards of four rows: 03 is a duplicate, 07 failed."""
+    run_build(config(), lambda event: None)
+    return Path(config().out)
+
+
+@pytest.mark.parametrize("how", ["missing", "short", "noise", "flipped"])
+def test_damaged_tokens_are_encoded_again(index, how):
+    before = contents(index)
+    harm(index / FIRST, how)
+    damaged = contents(index)
+    trial = repair_index(index, dry_run=True)
+    assert contents(index) == damaged
+    result = repair_index(index)
+    assert [(file.path, file.source) for file in result.repaired] == [(FIRST, "the sources")]
+    assert (trial.repaired, trial.left, result.left) == (result.repaired, (), ())
+    assert contents(index) == before
+
+
+def test_tokens_and_checksums_in_every_precision(index):
+    quantize_index(index, ["fp8", "int8"])
+    before = contents(index)
+    for path in [*(index / "tokens").rglob("c.*"), *(index / "checksums").rglob("*.crc32c")]:
+        path.unlink()
+    assert repair_index(index).left == ()
+    assert contents(index) == before
+
+
+def test_appended_and_deleted_rows(index, photos):
+    write_photo(photos / "new/20.jpg", 20)
+    append_index(index, photos / "new", engine="inline")
+    delete_rows(index, rows=[0, 12])
+    before = contents(index)
+    harm(index / FIRST, "missing")
+    harm(index / "tokens/bf16/c.3.0.0", "missing")
+    assert {file.source for file in repair_index(index).repaired} == {"the sources"}
+    assert contents(index) == before
+
+
+def test_photos_in_an_archive(config, tmp_path, photos):
+    archive = tmp_path / "photos.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.add(photos, "photos")
+    request = config()
+    run_build(type(request)(**{**vars(request), "sources": (str(archive),)}), lambda event: None)
+    before = contents(request.out)
+    harm(request.out / SECOND, "missing")
+    assert [file.source for file in repair_index(request.out).repaired] == ["the sources"]
+    assert contents(request.out) == before
+
+
+def test_changed_and_missing_photos_are_refused_and_named(index, photos, run):
+    for path in (FIRST, SECOND):
+        harm(index / path, "missing")
+    write_photo(photos / "01.jpg", 99)
+    (photos / "02.jpg").unlink()
+    code, out, err = run("repair", index, "--quiet")
+    assert code == 1
+    assert f"{FIRST}: row 1 cannot be encoded again from {photos / '01.jpg'}: its content has changed" in err
+    assert f"{FIRST}: row 2 cannot be encoded again from {photos / '02.jpg'}: missing" in err
+    assert "row 0 " not in err
+    assert f"{SECOND}: repaired from the sources" in out
+    assert {problem.path for problem in verify_index(index)} == {FIRST}
+
+
+def test_a_changed_photo_whose_tokens_are_sound_is_not_needed(index, photos):
+    before = contents(index)
+    path = index / FIRST
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])  # row 0
+    write_photo(photos / "02.jpg", 99)
+    assert repair_index(index).left == ()
+    assert contents(index) == before
+
+
+def test_only_needed_rows_are_named(index, photos):
+    path = index / FIRST
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])  # row 0
+    write_photo(photos / "00.jpg", 98)
+    write_photo(photos / "01.jpg", 99)  # the same batch
+    refused = [problem.message for problem in repair_index(index).left if problem.code == "source-refused"]
+    assert [message.split(" cannot")[0] for message in refused] == ["row 0"]
+
+
+def test_photos_are_not_read_if_another_precision_is_left(index):
+    quantize_index(index, ["fp8"])
+    harm(index / "tokens/fp8/c.0.0", "noise")
+    assert [file.source for file in repair_index(index).repaired] == ["precision bf16"]
+
+
+def test_without_the_model_the_damage_stays_and_the_model_is_named(index, tiny_bundle, tmp_path):
+    before = contents(index)
+    harm(index / FIRST, "missing")
+    damaged = contents(index)
+    wrong = Path(shutil.copytree(tiny_bundle, tmp_path / "wrong"))
+    (wrong / "bundle.json").unlink()
+    messages = [problem.message for problem in repair_index(index, model=wrong).left]
+    assert any(message.startswith("its rows cannot be encoded again: ") and "wrong" in message for message in messages)
+    assert contents(index) == damaged
+    assert repair_index(index, model=tiny_bundle).left == ()
+    assert contents(index) == before
+
+
+def test_a_stopped_repair_changes_nothing(index):
+    harm(index / FIRST, "missing")
+    damaged = contents(index)
+    with pytest.raises(JobStopped):
+        run_repair(index, lambda event: None, lambda: True)
+    assert contents(index) == damaged
+
+
+@pytest.mark.slow  # starts processes
+def test_a_killed_repair_can_be_repeated(index):
+    before = contents(index)
+    command = [sys.executable, "-m", "pipelines.cli", "repair", str(index), "--quiet"]
+    for delay in (0.5, 1.0, 2.0, 3.0):
+        for path in (FIRST, SECOND):
+            (index / path).unlink(missing_ok=True)
+        process = subprocess.Popen(command, cwd=REPO)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert subprocess.run(command, cwd=REPO, check=False).returncode == 0
+    assert verify_index(index) == []
+    after = contents(index)
+    assert {path: after[path] for path in before} == before
