@@ -28,7 +28,7 @@ from edje_index.bundles.joint_parts import load_joint_encoder, save_joint_encode
 from edje_index.bundles.scorer_parts import check_scorer_fit, load_hubness_bank
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
-from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig
+from edje_index.models.adapter import FRAME_EMBEDDINGS, LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig
 from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder
@@ -271,6 +271,10 @@ def _check_adapter(bundle: ModelBundle) -> None:
     """Raise ModelError if the adapter does not fit the vision tower."""
     adapter, vision = bundle.adapter.config, bundle.vision
     name = bundle.clip_config.name
+    if adapter.kind == FRAME_EMBEDDINGS:
+        _check_frame_embeddings(adapter, vision.embed_dim, name)
+        return
+    adapter = adapter.frame_adapter or adapter
     if adapter.vision_dim != vision.patch_dim:
         raise ModelError(
             f"the adapter takes patch features of width {adapter.vision_dim}, but the vision tower {name} "
@@ -286,4 +290,12 @@ def _check_adapter(bundle: ModelBundle) -> None:
         raise ModelError(
             f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches, because the vision tower "
             f"{name} has only {vision.num_patches}: use a smaller num_tokens"
+        )
+
+
+def _check_frame_embeddings(adapter: AdapterConfig, embed_dim: int, name: str) -> None:
+    if adapter.vision_dim != embed_dim:
+        raise ModelError(
+            f"the adapter takes embeddings of width {adapter.vision_dim}, but those of the vision tower {name} have "
+            f"width {embed_dim}: use the vision tower that the adapter was trained with"
         )

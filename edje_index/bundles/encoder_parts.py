@@ -25,8 +25,8 @@ def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
 def load_adapter(info: BundleInfo) -> Adapter:
     """Load the adapter of a bundle, with frozen weights."""
     try:
-        config = AdapterConfig(**info.adapter)
-    except TypeError as error:
+        config = AdapterConfig.from_json(info.adapter)
+    except (TypeError, ValueError) as error:
         raise ModelError(
             f"{info.path / INFO_FILE} describes an adapter that this version does not support: {error}; "
             "upgrade edje-index"

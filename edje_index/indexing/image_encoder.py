@@ -133,6 +133,9 @@ class ImageEncoder:
 
 def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens [b, m, d] and the embeddings, unit vectors [b, e], of images or clips."""
+    frames = adapter.config.frames
+    if frames is not None and pixels.ndim < _CLIP_AXES:  # an image is a clip in which one frame repeats
+        pixels = pixels.unsqueeze(1).expand(-1, frames, -1, -1, -1)
     if pixels.ndim == _CLIP_AXES:
         return _clip_tokens(vision, adapter, pixels)
     if adapter.needs_attention:

@@ -6,7 +6,8 @@ d width of the language model. Parameters have the same names as in published ch
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
 PATCHES = "patches"
 PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # these need only the patch features, not the attention
 REDUCTIONS = (*PATCH_REDUCTIONS, PRUNED)
-KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
+FRAME_EMBEDDINGS, FRAME_TOKENS = "frame-embeddings", "frame-tokens"
+FRAME_KINDS = (COMPRESSED, LOCAL, STRIDED, CLUSTERED)  # adapters of single frames, which need no attention
+TEMPORAL = (FRAME_EMBEDDINGS, FRAME_TOKENS)
+KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES, *TEMPORAL)
 PUBLISHED_HIDDEN_DIM = 8192  # hidden width of the MLP of the adapters in the EDJE paper
 
 
@@ -31,14 +35,17 @@ class AdapterConfig:
     Attributes:
         kind: kind of adapter. ``compressed``: learned queries attend to the patches. ``local``: an MLP on every patch.
             ``strided``, ``clustered``, ``pruned``: reduction to m patches, then an MLP. ``patches``: patch features
-            without change, for training.
+            without change, for training. ``frame-embeddings``, ``frame-tokens``: learned queries attend to the
+            embeddings of all frames of a clip, or to the tokens of all frames.
         num_tokens: number of tokens per image, m. For ``local`` and ``patches``, m is n.
-        vision_dim: width of the vision tower, d_v.
+        vision_dim: width of the input of the adapter: d_v, or the width of the tokens per frame of a temporal adapter.
         language_dim: width of the language model, d.
         hidden_dim: hidden width of the MLP. If it is 0, there is no MLP, and d must be d_v.
         num_heads: number of attention heads of a ``compressed`` adapter, the same as in the vision tower.
         activation: name of the activation of the MLP in transformers.
         layer_norm_eps: epsilon of the layer norm of a ``compressed`` adapter, the same as in the vision tower.
+        frames: number of frames per clip of a temporal adapter; None for images.
+        frame_adapter: configuration of the adapter of each frame; None unless the kind is ``frame-tokens``.
     """
 
     kind: str
@@ -49,6 +56,19 @@ class AdapterConfig:
     num_heads: int = 1
     activation: str = "gelu"
     layer_norm_eps: float = 1e-6
+    frames: int | None = None
+    frame_adapter: AdapterConfig | None = None
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> AdapterConfig:
+        """Return the configuration with the fields `value`. Raises TypeError for other fields."""
+        frame_adapter = value.get("frame_adapter")
+        return cls(**{**value, "frame_adapter": None if frame_adapter is None else cls(**frame_adapter)})
+
+    @property
+    def tokens_per_frame(self) -> int:
+        """Number of tokens per frame that a temporal adapter reads."""
+        return 1 if self.frame_adapter is None else self.frame_adapter.num_tokens
 
     @property
     def is_feature(self) -> bool:
@@ -60,13 +80,17 @@ class AdapterConfig:
 
         `patches` is the number of patches per image.
         """
+        if self.frames is not None:
+            width, tokens = self.vision_dim, self.frames * self.tokens_per_frame
+            return replace(self, num_tokens=tokens, language_dim=width, hidden_dim=0)
         # This is the output of the training-free reduction if there is one, else the features of all patches.
         kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
         return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
-        return asdict(self)
+        # Adapters of images leave out the fields of clips, so that they keep their fingerprints.
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Adapter(nn.Module):
@@ -92,6 +116,17 @@ class Adapter(nn.Module):
         raise ModelError(
             f"a {self.config.kind} adapter cannot combine the frames of clips: use a bundle with a {COMPRESSED} adapter"
         )
+
+    def features(self, patches: int) -> Adapter:
+        """Return the adapter that computes the features to train this adapter on. Only its frozen parts are shared.
+
+        `patches` is the number of patches per image.
+        """
+        return build_adapter(self.config.features(patches))
+
+    def train_weights(self) -> None:
+        """Make all weights trainable, except those that compute the features."""
+        self.requires_grad_(True)
 
 
 class CompressionAdapter(Adapter):
@@ -119,6 +154,57 @@ class CompressionAdapter(Adapter):
         """Map all patches of all frames to tokens, as if they were the patches of one image."""
         result: torch.Tensor = self(patches.flatten(1, 2))
         return result
+
+
+class TemporalAdapter(Adapter):
+    """A ``frame-embeddings`` or ``frame-tokens`` adapter: m learned queries attend to the tokens of all frames.
+
+    These are the two strategies for video of the EDJE paper (its appendix on video retrieval). A learned vector per
+    position in time is added to the tokens of each frame. If ``hidden_dim`` is 0, the adapter only computes the tokens
+    of the frames.
+
+    Attributes:
+        frame_adapter: pretrained adapter that compresses each frame; None if the token of a frame is its embedding.
+    """
+
+    def __init__(self, config: AdapterConfig) -> None:
+        super().__init__(config)
+        assert config.frames is not None
+        self.frame_adapter = None if config.frame_adapter is None else build_adapter(config.frame_adapter)
+        self.compression: CompressionAdapter | None = None
+        if not config.is_feature:
+            self.position = nn.Parameter(0.02 * torch.randn(config.frames, 1, config.vision_dim))
+            self.compression = CompressionAdapter(config)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Map the tokens of all frames [b, f k, d_v] to the tokens of clips [b, m, d]."""
+        if self.compression is None:
+            return features
+        frames = features.unflatten(1, (self.position.shape[0], -1)) + self.position  # type: ignore[no-untyped-call]
+        result: torch.Tensor = self.compression(frames.flatten(1, 2))
+        return result
+
+    def of_frames(self, patches: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        """See `Adapter.of_frames`."""
+        if self.frame_adapter is None:
+            features = embeddings
+        else:
+            tokens = self.frame_adapter(patches.flatten(0, 1))
+            features = tokens.reshape(len(patches), -1, tokens.shape[-1])
+        result: torch.Tensor = self(features)
+        return result
+
+    def features(self, patches: int) -> Adapter:
+        """See `Adapter.features`."""
+        adapter = TemporalAdapter(self.config.features(patches)).eval()
+        adapter.frame_adapter = self.frame_adapter
+        return adapter
+
+    def train_weights(self) -> None:
+        """See `Adapter.train_weights`."""
+        self.requires_grad_(True)
+        if self.frame_adapter is not None:
+            self.frame_adapter.requires_grad_(False)
 
 
 class LocalAdapter(Adapter):
@@ -197,7 +283,21 @@ def build_adapter(config: AdapterConfig) -> Adapter:
     """
     _check(config)
     classes = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter, PATCHES: PatchesAdapter}
+    classes |= dict.fromkeys(TEMPORAL, TemporalAdapter)
     return classes.get(config.kind, ReducedAdapter)(config).eval()
+
+
+def _check_temporal(config: AdapterConfig) -> None:
+    frame = config.frame_adapter
+    if not isinstance(config.frames, int) or config.frames < 1:
+        raise ModelError(f"frames of a {config.kind} adapter must be positive, got {config.frames}")
+    if (frame is None) != (config.kind == FRAME_EMBEDDINGS):
+        raise ModelError(f"only a {FRAME_TOKENS} adapter has a frame_adapter; got {config}")
+    if frame is not None and (frame.kind not in FRAME_KINDS or frame.language_dim != config.vision_dim):
+        raise ModelError(
+            f"the frame_adapter must be of the kind {' or '.join(FRAME_KINDS)} and make tokens of width "
+            f"{config.vision_dim}; got a {frame.kind} adapter of width {frame.language_dim}"
+        )
 
 
 def activation(name: str) -> nn.Module:
@@ -225,7 +325,11 @@ def _check(config: AdapterConfig) -> None:
     sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
     if min(sizes) < 1 or config.hidden_dim < 0:
         raise ModelError(f"the sizes of an adapter must be positive (hidden_dim may be 0); got {config}")
-    if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
+    if config.kind in TEMPORAL:
+        _check_temporal(config)
+    elif config.frames is not None or config.frame_adapter is not None:
+        raise ModelError(f"a {config.kind} adapter has neither frames nor a frame_adapter; got {config}")
+    if config.kind in (COMPRESSED, *TEMPORAL) and config.vision_dim % config.num_heads:
         raise ModelError(
             f"the width {config.vision_dim} of the tower is not divisible by {config.num_heads} heads: "
             "set num_heads to the number of attention heads of the tower"

@@ -115,7 +115,7 @@ class SearchModel:
     def adapter_config(self) -> AdapterConfig:
         """Configuration of the adapter: everything that defines the adapter except the weights."""
         try:
-            return AdapterConfig(**self.info.adapter)
+            return AdapterConfig.from_json(self.info.adapter)
         except TypeError as error:
             raise ModelError(
                 f"{self.info.path / INFO_FILE} describes an adapter that this version does not support: "

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from storage_formats.errors import UsageError
 
 MAX_TEXT_LENGTH = 64  # maximum tokens per caption that the joint encoder reads
+AdapterKind: TypeAlias = Literal[
+    "compressed", "local", "strided", "clustered", "pruned", "frame-embeddings", "frame-tokens"
+]
 Model = TypeVar("Model", bound="Settings")
 
 
@@ -29,10 +32,14 @@ class Settings(BaseModel):
 class ArchitectureConfig(Settings):
     """Architecture of the model to train."""
 
-    adapter: Literal["compressed", "local", "strided", "clustered", "pruned"] = Field(
+    adapter: AdapterKind = Field(
         default="compressed",
         description="Kind of adapter. compressed: learned queries attend to the patches. local: one token per patch. "
-        "strided, clustered, pruned: the patches are reduced without training.",
+        "strided, clustered, pruned: the patches are reduced without training. frame-embeddings, frame-tokens: for "
+        "clips; learned queries attend to the embeddings of all frames, or to the tokens of all frames.",
+    )
+    frames: int | None = Field(
+        default=None, ge=1, le=256, description="Frames per clip, only for a frame-embeddings or frame-tokens adapter."
     )
     tokens: int = Field(
         default=64,
@@ -327,4 +334,13 @@ def _contradictions(config: TrainConfig) -> list[str]:
             "augmentation.patch_dropout needs a compressed adapter, but architecture.adapter is "
             f"{config.architecture.adapter!r}; set augmentation.patch_dropout to 0"
         )
+    architecture = config.architecture
+    is_temporal = architecture.adapter.startswith("frame-")
+    if is_temporal != (architecture.frames is not None):
+        lines.append(
+            f"architecture.adapter is {architecture.adapter!r} and architecture.frames is {architecture.frames}; set "
+            "architecture.frames for a frame-embeddings or frame-tokens adapter only"
+        )
+    if is_temporal and config.augmentation.views:
+        lines.append("augmentation.views makes views of photos, not of clips; set augmentation.views to 0")
     return lines

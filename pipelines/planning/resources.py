@@ -61,7 +61,7 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
         MissingExtraError: the model is to encode clips, but PyAV is not installed.
     """
     if settings.frames is not None:
-        _check_clips(info)
+        _check_clips(info, settings.frames)
     workers = choose_workers(config, settings)
     if config.address is None:
         _check_device(settings.device)
@@ -118,7 +118,7 @@ def _token_bytes(spec: IndexSpec, record_bytes: int) -> int:
     return (spec.shards - 1) * full_shard + last_shard + spec.rows * CRC_BYTES
 
 
-def _check_clips(info: BundleInfo) -> None:
+def _check_clips(info: BundleInfo, frames: int) -> None:
     """Check that clips can be decoded, and that the adapter can combine their frames."""
     from storage_formats.extras import name_missing_extra
 
@@ -129,6 +129,12 @@ def _check_clips(info: BundleInfo) -> None:
             f"the bundle {info.path} has a {info.adapter['kind']} adapter, which cannot combine the frames of clips; "
             "use a bundle with a compressed adapter",
             parameter="model",
+        )
+    if info.frames not in (None, frames):
+        raise UsageError(
+            f"the bundle {info.path} was trained on {info.frames} frames per clip, not on {frames}; use "
+            f"{info.frames} frames",
+            parameter="frames",
         )
 
 

@@ -52,6 +52,7 @@ NOT_RUN = {
     "train captions.jsonl": "tests/pipelines train tiny models; the commands of the guides take hours",
     "train more.jsonl": "tests/pipelines train tiny models; the commands of the guides take hours",
     "build photos --out siglip2.edje": "its model comes from a model hub",
+    "build clips --out trained.edje": "its model comes from a training of hours",
     "eval siglip2.edje": "its model comes from a model hub",
     "search photos.edje\n": "without a query it reads from a terminal",
     'search photos.edje "a red canoe on a lake" --joint-pool': "the tiny model has one part of the score",

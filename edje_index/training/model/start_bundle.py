@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +12,24 @@ import torch
 from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.encoder_parts import load_adapter
 from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, encoder_fingerprint
 from edje_index.errors import ModelError
-from edje_index.models.adapter import LOCAL, PATCH_REDUCTIONS, PATCHES, Adapter, AdapterConfig, build_adapter
+from edje_index.models.adapter import (
+    FRAME_EMBEDDINGS,
+    LOCAL,
+    PATCH_REDUCTIONS,
+    PATCHES,
+    Adapter,
+    AdapterConfig,
+    TemporalAdapter,
+    build_adapter,
+)
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS
 from edje_index.models.pretrained_clip import LOCAL_DIR, load_clip
 from edje_index.models.text_tower import text_tokenizer
-from edje_index.models.vision_tower import VisionTower, vision_tower
+from edje_index.models.vision_tower import vision_tower
 from edje_index.models.weights import save_weights
 from edje_index.scoring.weights import DirectionWeights
 from edje_index.training.config import ArchitectureConfig
@@ -63,7 +74,7 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
             keep_layers(joint, config.language_layers)
         if joint.text_projection.out_features != bundle.embed_dim:
             joint.text_projection = nn.Linear(joint.width, bundle.embed_dim)
-        adapter = _adapter(config, bundle.vision, joint, init)
+        adapter = _adapter(config, bundle, joint, init)
         extend_positions(joint, MAX_TEXT_TOKENS + adapter.config.num_tokens)
     started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None)
     return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None)
@@ -71,7 +82,7 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
 
 def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device) -> None:
     """Set trainable parameters, dropout and the attention implementation of `bundle` for training on `device`."""
-    bundle.adapter.requires_grad_(True)
+    bundle.adapter.train_weights()
     bundle.joint.requires_grad_(True)
     bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
     set_dropout(bundle.joint, architecture.dropout, architecture.attention_dropout)
@@ -86,19 +97,28 @@ def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
     """
     patches = int(info.vision["num_patches"])
     features = trained.features(patches)
-    fingerprints = [_feature_fingerprint(info, features)]
+    fingerprints = [_feature_fingerprint(info, _feature_weights(info, trained, patches))]
     if trained.kind in PATCH_REDUCTIONS:
-        fingerprints.append(_feature_fingerprint(info, replace(features, kind=PATCHES, num_tokens=patches)))
+        fingerprints.append(
+            _feature_fingerprint(info, build_adapter(replace(features, kind=PATCHES, num_tokens=patches)))
+        )
     return fingerprints
 
 
-def _feature_fingerprint(info: BundleInfo, features: AdapterConfig) -> str:
+def _feature_weights(info: BundleInfo, trained: AdapterConfig, patches: int) -> Adapter:
+    """Return the adapter that computes the features of `trained`, the adapter of the bundle `info`."""
+    if trained.frame_adapter is None:
+        return build_adapter(trained.features(patches))
+    return load_adapter(info).features(patches)
+
+
+def _feature_fingerprint(info: BundleInfo, features: Adapter) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / ADAPTER_WEIGHTS
-        save_weights(build_adapter(features), path)
+        save_weights(features, path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     files = {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
-    return encoder_fingerprint(features.to_json(), files)
+    return encoder_fingerprint(features.config.to_json(), files)
 
 
 def keep_layers(joint: JointEncoder, count: int) -> None:
@@ -182,7 +202,8 @@ def _language(source: Path, embed_dim: int) -> JointEncoder:
     return load_language_model(source, embed_dim)
 
 
-def _adapter(config: ArchitectureConfig, vision: VisionTower, joint: JointEncoder, init: ModelBundle | None) -> Adapter:
+def _adapter(config: ArchitectureConfig, towers: ModelBundle, joint: JointEncoder, init: ModelBundle | None) -> Adapter:
+    vision = towers.vision
     adapter_config = AdapterConfig(
         kind=config.adapter,
         num_tokens=vision.num_patches if config.adapter == LOCAL else config.tokens,
@@ -193,6 +214,21 @@ def _adapter(config: ArchitectureConfig, vision: VisionTower, joint: JointEncode
         activation=str(joint.config.hidden_act),
         layer_norm_eps=vision.layer_norm_eps,
     )
+    if config.frames is not None:
+        adapter_config = _temporal(adapter_config, config.frames, towers)
     if init is not None and init.adapter.config == adapter_config:
         return init.adapter
-    return build_adapter(adapter_config)
+    adapter = build_adapter(adapter_config)
+    if isinstance(adapter, TemporalAdapter) and adapter.frame_adapter is not None:
+        adapter.frame_adapter.load_state_dict(towers.adapter.state_dict())
+    return adapter
+
+
+def _temporal(config: AdapterConfig, frames: int, towers: ModelBundle) -> AdapterConfig:
+    """Return `config` for clips of `frames` frames. The adapter of `towers` compresses the frames."""
+    if config.kind == FRAME_EMBEDDINGS:
+        width, frame_adapter = towers.embed_dim, None
+    else:
+        width, frame_adapter = towers.adapter.config.language_dim, towers.adapter.config
+    heads = math.gcd(config.num_heads, width)
+    return replace(config, vision_dim=width, num_heads=heads, frames=frames, frame_adapter=frame_adapter)

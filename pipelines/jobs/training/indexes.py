@@ -23,7 +23,7 @@ from storage_formats.errors import EdjeError, UsageError
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
     from edje_index.captions.reading import CaptionedImage
-    from edje_index.models.adapter import AdapterConfig
+    from edje_index.models.adapter import Adapter
     from edje_index.training.config import TrainConfig
     from pipelines.jobs.training.matching import MatchedCaptions
     from pipelines.jobs.training.read_inputs import ReadInputs
@@ -50,6 +50,7 @@ class IndexBuilder:
         on_event: called with each progress event.
         should_stop: the build stops once `should_stop()` returns True.
         truncated: "load" or "fail", see `BuildConfig`.
+        frames: number of frames per clip; None for images.
     """
 
     folder: Path
@@ -58,6 +59,7 @@ class IndexBuilder:
     on_event: OnEvent
     should_stop: ShouldStop
     truncated: str = "fail"
+    frames: int | None = None
 
     def build(self, name: str, model: Path, sources: tuple[str, ...], announcement: str) -> CommittedIndex:
         """Build the index `name` in the run folder, or resume the build.
@@ -89,6 +91,7 @@ class IndexBuilder:
             address=self.run.address,
             column=_path_column(sources),
             truncated=self.truncated,
+            frames=self.frames,
             max_failed=1.0,  # training has its own message about missing images
         )
         try:
@@ -114,7 +117,7 @@ def feature_index(
     if given is not None:
         return _checked(given, start.accepted_features(), start.feature_adapter.kind)
     sources = _image_sources(builder.folder / "features.edje.jsonl", items)
-    model = _model_of_tower(builder.folder / "features-model", start, start.feature_adapter)
+    model = _model_of_features(builder.folder / "features-model", start)
     return builder.build("features.edje", model, sources, "computing features of the frozen tower, once")
 
 
@@ -129,7 +132,7 @@ def online_index(start: StartModel, items: Sequence[CaptionedImage], builder: In
         JobStopped: the build stopped before its end. Finished shards are kept.
     """
     from edje_index.images.input_table import write_input_table
-    from edje_index.models.adapter import STRIDED
+    from edje_index.models.adapter import STRIDED, build_adapter
     from pipelines.sources import iter_all, open_sources
     from storage_formats.format.manifest import CommittedIndex
 
@@ -137,7 +140,7 @@ def online_index(start: StartModel, items: Sequence[CaptionedImage], builder: In
     if table.exists():
         return CommittedIndex.open(builder.folder / _EMBEDDINGS)
     sources = _image_sources(builder.folder / "images.edje.jsonl", items)
-    one_patch = replace(start.feature_adapter, kind=STRIDED, num_tokens=1)
+    one_patch = build_adapter(replace(start.feature_adapter, kind=STRIDED, num_tokens=1))
     model = _model_of_tower(builder.folder / "images-model", start, one_patch)
     index = builder.build(_EMBEDDINGS, model, sources, "computing embeddings of the frozen tower, once")
     unchecked = table.with_name(f".{table.name}.part")
@@ -233,7 +236,7 @@ def _teacher_index(teacher: Path, index: CommittedIndex | None, start: StartMode
     info = read_bundle_info(teacher)
     assert start.bundle.info is not None
     _check_tokenizers(teacher, start.bundle.info, info)
-    accepted = feature_fingerprints(info, AdapterConfig(**info.adapter))
+    accepted = feature_fingerprints(info, AdapterConfig.from_json(info.adapter))
     if index is not None:
         return _checked(
             index, [info.encoder_fingerprint, *accepted], "tokens of the teacher, or features for its adapter"
@@ -263,7 +266,7 @@ def _view_index(
         if (builder.folder / VIEW_ROWS).exists():  # the cropped files have been removed
             return ViewIndex(CommittedIndex.open(builder.folder / VIEW_INDEX), files, is_given=False)
         view_list = _crop(photos, files, config, start, builder)
-        model = _model_of_tower(builder.folder / "features-model", start, start.feature_adapter)
+        model = _model_of_features(builder.folder / "features-model", start)
         index = builder.build(VIEW_INDEX, model, (os.fspath(view_list),), "computing features of the views, once")
         return ViewIndex(index, files, is_given=False)
     _checked(given, start.accepted_features(), start.feature_adapter.kind)
@@ -285,12 +288,14 @@ def _crop(
     return write_views(refs, files, crops, DecodeSettings(truncated=builder.truncated), builder.should_stop)
 
 
-def _model_of_tower(model: Path, start: StartModel, config: AdapterConfig) -> Path:
-    """Make a bundle of the towers and an adapter without weights at `model`, if it is missing. Return `model`."""
-    from edje_index.models.adapter import build_adapter
+def _model_of_features(model: Path, start: StartModel) -> Path:
+    """Make a bundle that computes features to train on at `model`, if it is missing. Return `model`."""
+    return _model_of_tower(model, start, start.bundle.adapter.features(start.bundle.vision.num_patches))
 
+
+def _model_of_tower(model: Path, start: StartModel, adapter: Adapter) -> Path:
+    """Make a bundle of the towers and `adapter` at `model`, if it is missing. Return `model`."""
     if not model.exists():
-        adapter = build_adapter(config)
         notes = "computes features to train on; it cannot re-rank"
         replace(start.bundle, adapter=adapter, notes=notes, info=None).save(model)
     return model

@@ -52,8 +52,8 @@ def prepare_training(
     from edje_index.training.loop.schedule import total_steps
     from edje_index.training.loop.task import TrainTask
 
-    inputs, folder, captions = request.inputs, request.run.folder, given.captions
-    builder = IndexBuilder(folder, request.run, config.loop.dtype, on_event, should_stop, inputs.truncated)
+    inputs, folder, captions, frames = request.inputs, request.run.folder, given.captions, config.architecture.frames
+    builder = IndexBuilder(folder, request.run, config.loop.dtype, on_event, should_stop, inputs.truncated, frames)
     on_event(StatusMessage("loading the initial model"))
     start = start_model(folder, inputs, config.architecture, config.loop.seed)
     images = [*captions.trained, *captions.dev]

@@ -146,6 +146,9 @@ def check_request(request: TrainRequest, config: TrainConfig) -> None:
         "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev captions": (
             request.run.keep_best > 0 and inputs.dev is None
         ),
+        "inputs.features is online, but clips have stored features only; leave inputs.features out": (
+            inputs.features == ONLINE and config.architecture.frames is not None
+        ),
         "run.step needs run.export": request.run.step is not None and not request.run.export,
         "inputs.features is online, so inputs.view_features has no effect; leave it out": (
             inputs.features == ONLINE and inputs.view_features is not None

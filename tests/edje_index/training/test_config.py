@@ -19,6 +19,7 @@ OURS = "ours: neither the paper nor the published code says"
 LAST = "ours: what follows the training, no part of the paper"
 SOURCES = {  # every default with where it comes from
     "architecture.adapter": ("compressed", "paper, section Vision-language adapter layer"),
+    "architecture.frames": (None, OFF),
     "architecture.tokens": (64, "paper, tables of results"),
     "architecture.adapter_hidden": (8192, TABLE),
     "architecture.language_layers": (None, "paper, section Experimental Setup: all 12 of MiniLM-L12"),
@@ -154,3 +155,19 @@ def test_a_configuration_is_frozen_and_travels_to_workers():
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(ValueError, match="frozen"):
         config.loop.steps = 6
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"architecture": {"adapter": "frame-tokens"}}, "architecture.frames is None; set architecture.frames"),
+        ({"architecture": {"frames": 4}}, "architecture.adapter is 'compressed' and architecture.frames is 4"),
+        (
+            {"architecture": {"adapter": "frame-embeddings", "frames": 4}, "augmentation": {"views": 2}},
+            "views of photos, not of clips",
+        ),
+    ],
+)
+def test_settings_of_clips_that_contradict_each_other(values: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make_config(values)
