@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from pipelines.planning.config import SHARD_SIZE
+from storage_formats import codec
 from tests.conftest import REPO
 from tests.docs.links import broken_links, pages_of, read_links
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+PICTURES = ["data-flow.svg", "layout.svg", "commit.svg", "score.svg"]
 SCREENS = {"wide": (1280, 900), "phone": (390, 844)}
 
 
@@ -84,6 +88,7 @@ def test_pages_fit_the_screen_and_make_no_requests_to_other_sites(site, browser,
         "build",
         "performance",
         "comparison",
+        "concepts",
         "reference/cli/index",
         "reference/edje_index",
     ]:
@@ -93,6 +98,31 @@ def test_pages_fit_the_screen_and_make_no_requests_to_other_sites(site, browser,
         assert page.locator("h1").first.is_visible(), file
     assert problems == []
     page.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("picture", PICTURES)
+def test_the_texts_of_a_picture_lie_inside_it_and_do_not_overlap(browser, picture):
+    page = browser.new_page()
+    page.goto((REPO / "docs" / picture).as_uri())
+    width, height = page.evaluate("(({width, height}) => [width, height])(document.documentElement.viewBox.baseVal)")
+    get_boxes = "[...document.querySelectorAll('text')].map(text => text.getBBox())"
+    boxes = page.evaluate(f"{get_boxes}.map(box => [box.x, box.y, box.x + box.width, box.y + box.height])")
+    assert len(boxes) > 15
+    for left, top, right, bottom in boxes:
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+    for (left, top, right, bottom), (x0, y0, x1, y1) in itertools.combinations(boxes, 2):
+        assert right <= x0 or x1 <= left or bottom <= y0 + 2 or y1 <= top + 2
+    page.close()
+
+
+def test_the_layout_in_the_picture_is_that_of_the_format():
+    text = (REPO / "docs/layout.svg").read_text()
+    record_bytes = codec("fp8").record_bytes
+    assert f"{SHARD_SIZE:,} records of {record_bytes:,} bytes" in text
+    row = SHARD_SIZE + 3
+    assert f"row {row:,} = shard 1, position 3: 3 x {record_bytes:,} = byte {3 * record_bytes:,}" in text
 
 
 @pytest.mark.slow
