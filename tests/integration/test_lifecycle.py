@@ -61,7 +61,8 @@ class ForkingCli:
         process = int(self._process.stdout.readline())
         if kill_after is not None:
             time.sleep(kill_after)
-            os.kill(process, signal.SIGKILL)  # it is not reaped before its exit code is read
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                os.kill(process, signal.SIGKILL)
         return int(self._process.stdout.readline())
 
     def output(self) -> str:
