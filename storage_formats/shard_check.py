@@ -117,8 +117,8 @@ class ShardCheck:
         # The lengths are compared first, because a damaged table may have too many rows for a list.
         if len(table) != len(self._rows) or table["row_id"].to_pylist() != list(self._rows):
             raise CorruptIndexError(
-                f"the rows table does not contain the row ids {self._rows.start} to {self._rows.stop - 1} "
-                "in ascending order"
+                f"the rows table must contain every row id from {self._rows.start} to {self._rows.stop - 1} "
+                "once, in ascending order"
             )
         self.values = {column.name: len(table) - table[column.name].null_count for column in self._columns}
         statuses = table["status"].to_pylist()

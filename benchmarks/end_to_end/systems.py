@@ -38,7 +38,7 @@ class System(ABC):
 
     @abstractmethod
     def build(self) -> None:
-        """Write the files of the system."""
+        """Write the files that `search` of this retrieval system reads."""
 
     @abstractmethod
     def open(self) -> None:

@@ -208,7 +208,7 @@ def _tensorstore(index: CommittedIndex, precision: str) -> Fetch:
 
 
 def _zarrs(index: CommittedIndex, precision: str) -> Fetch:
-    """Return a function that fetches with zarr-python on obstore, and with the codec pipeline of zarrs."""
+    """Return a function that fetches blocks with zarr-python. It reads through obstore and decodes with zarrs."""
     zarr: Any = import_module("zarr")
     storage: Any = import_module("zarr.storage")
     stores: Any = import_module("obstore.store")

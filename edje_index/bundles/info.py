@@ -270,7 +270,7 @@ def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | No
         return None
     sizes = {name: int(value[name]) for name in least}
     if any(sizes[name] < limit for name, limit in least.items()):
-        raise ValueError(f"the sizes {sizes} are too small: the minimum is {least}")
+        raise ValueError(f"the sizes {sizes} must be at least {least}")
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""Converts the final score in version 1 of ``bundle.json`` to version 2."""
+"""Converts the score settings in ``bundle.json`` from format version 1 to version 2."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def captions(value: Any) -> tuple[tuple[str, ...], int]:
     """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
-        raise RecordError("the record has no captions: give 'captions', a list of strings, or 'caption', a string")
+        raise RecordError("this photo has no captions: give 'captions', a list of strings, or 'caption', a string")
     if not all(isinstance(text, str) for text in texts):
         raise RecordError("one of the captions is not a string; remove this caption")
     if not all(map(_is_encodable, texts)):

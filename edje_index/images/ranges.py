@@ -54,7 +54,9 @@ class RangedFile(io.RawIOBase):
         """
         size = max(0, min(size, self.length - offset))
         if size > MAX_READ:
-            raise OversizedReadError(f"a read of {size} bytes at byte {offset} is over the limit of {MAX_READ}")
+            raise OversizedReadError(
+                f"the file needs a read of {size} bytes at byte {offset}; the limit of one read is {MAX_READ} bytes"
+            )
         return self._read_at(size, offset) if size else b""
 
     def read(self, size: int = -1, /) -> bytes:

@@ -1,4 +1,4 @@
-"""Loads open_clip models. The weights are pretrained weights of open_clip, a file, a folder or a Hugging Face model."""
+"""Loads open_clip models with weights from a pretrained tag, a file, a folder or a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _split_name(vision: str, pretrained: str | None) -> tuple[str, str | None]:
         return vision, None
     name, _, tag = vision.partition(":")
     if tag and pretrained and tag != pretrained:
-        raise ModelError(f"two sources of weights are given for {name}, {tag!r} and {pretrained!r}: give only one")
+        raise ModelError(f"{name} has two sources of weights: {tag!r} and {pretrained!r}; give only one")
     return name.replace("/", "-"), tag or pretrained
 
 

@@ -1,4 +1,4 @@
-"""Checks of the processor, the memory, CUDA, and the kernel interfaces for reading."""
+"""Checks of the processor, the memory, CUDA, and the interfaces of Linux for reading files."""
 
 from __future__ import annotations
 

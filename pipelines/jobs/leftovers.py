@@ -45,6 +45,6 @@ def refuse_unfinished_append(layout: Layout) -> None:
     """Raise EdjeError if an append, update or retry of the index has not finished."""
     if layout.append_plan.exists():
         raise EdjeError(
-            f"an append, update or retry of {layout.root} has not finished; run the same command again, or "
+            f"an append, update or retry of {layout.root} has not finished; run that earlier command again, or "
             f"{discard_change(layout.root)}"
         )

@@ -221,8 +221,8 @@ def _refuse_hidden_rows(index: CommittedIndex, comparison: _Comparison, empty_so
                 below[container] = below.get(container, 0) + 1
     for container, rows in below.items():
         raise EdjeError(
-            f"{container} cannot be compared ({hidden[container]}), but the index has {counted(rows, 'row')} from this "
-            "path; check that the path is mounted and readable. The index is unchanged"
+            f"cannot compare {container} with the index ({hidden[container]}). The index has "
+            f"{counted(rows, 'row')} from {container}; check that it is mounted and readable. The index is unchanged"
         )
 
 

@@ -35,11 +35,11 @@ _LINES_WITH_COLUMNS = 1000  # lines of JSON Lines in which an object with column
 
 @dataclass
 class PathListSource(FileSource):
-    """The files in a list of paths, in the order of the list, with the values of the other columns as metadata.
+    """The files that a list names in its path column, in the order of the list. The other columns are metadata.
 
     Relative paths are relative to the directory of the list. A missing file becomes an input with the problem
     "missing". An entry without a valid path becomes an input with the problem "bad-list-line" and the uri
-    "<list>#<number>".
+    "<list>#<number of the entry>".
 
     Raises:
         UsageError: the list cannot be read or has no path column. `iter_inputs` also raises this error if a Parquet

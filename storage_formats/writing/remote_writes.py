@@ -38,7 +38,7 @@ _MAX_CLAIM_BYTES = 1 << 20
 
 
 def refuse_read_only(folder: ObjectFolder, parameter: str) -> None:
-    """Raise UsageError if nothing can be written to URLs of this kind. `parameter` names the wrong parameter."""
+    """Raise UsageError if the URL of `folder` can only be read. The error names `parameter` as the wrong parameter."""
     if folder.scheme not in WRITABLE_SCHEMES:
         raise UsageError(
             f"{folder.url} can only be read; write to a URL that begins with s3://, gs:// or az://",

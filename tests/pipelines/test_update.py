@@ -126,7 +126,7 @@ def test_an_empty_source_is_refused(built, photos, tmp_path):
     run_append(AppendConfig(built, (str(tmp_path / "more"),), engine="inline"), lambda event: None)
     (tmp_path / "more/a.jpg").unlink()
     with pytest.raises(
-        EdjeError, match=r"more cannot be compared \(it lists no images\), but the index has 1 row from this path"
+        EdjeError, match=r"cannot compare .*more with the index \(it lists no images\). The index has 1 row"
     ):
         update(built)
     assert update(built, max_vanished=1).vanished == 1
@@ -161,7 +161,7 @@ def test_members_of_a_truncated_archive_have_not_vanished(config, photos, tmp_pa
     whole = (tmp_path / "photos.tar").read_bytes()
     assert update(config().out).unchanged == 7
     (tmp_path / "photos.tar").write_bytes(whole[:7000])
-    with pytest.raises(EdjeError, match=r"photos.tar cannot be compared \(truncated-archive\), but the index has"):
+    with pytest.raises(EdjeError, match=r"cannot compare .*photos.tar with the index \(truncated-archive\)"):
         update(config().out, max_vanished=1)
 
 

@@ -34,7 +34,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes())
         if not isinstance(record, dict):
-            raise ValueError(f"the record must be a JSON object, but is a {type(record).__name__}")
+            raise ValueError(f"it must contain a JSON object, but contains a {type(record).__name__}")
     except (OSError, ValueError, RecursionError) as error:
         raise EdjeError(f"cannot read {path}: {error}; restore the file, or set run.dir to another folder") from error
     return record

@@ -216,7 +216,7 @@ def test_a_file_of_blank_captions_is_refused(tmp_path):
         ("{}", "is in no known format"),
         ('{"images": [{"filename": "a"}]}', "images 1: the record has no list 'sentences'"),
         ('{"images": [{"filename": "a", "sentences": [{}]}]}', "images 1: one of the captions"),
-        ('{"images": [{"id": 1, "file_name": "a"}], "annotations": []}', "images 1: the record has no captions"),
+        ('{"images": [{"id": 1, "file_name": "a"}], "annotations": []}', "images 1: this photo has no captions"),
         ('{"images": [], "annotations": [{"caption": "x"}]}', "annotations 1: the annotation has no 'image_id'"),
         ("[]", "contains no captions"),
     ],
