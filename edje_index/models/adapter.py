@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from edje_index.errors import ModelError
+from edje_index.models.frames import MAX_FRAMES
 from edje_index.models.reduction import cluster_tokens, prune_tokens, stride_tokens
 
 COMPRESSED, LOCAL = "compressed", "local"
@@ -289,8 +290,8 @@ def build_adapter(config: AdapterConfig) -> Adapter:
 
 def _check_temporal(config: AdapterConfig) -> None:
     frame = config.frame_adapter
-    if not isinstance(config.frames, int) or config.frames < 1:
-        raise ModelError(f"frames of a {config.kind} adapter must be positive, got {config.frames}")
+    if not isinstance(config.frames, int) or not 1 <= config.frames <= MAX_FRAMES:
+        raise ModelError(f"frames of a {config.kind} adapter must be 1 to {MAX_FRAMES}, got {config.frames}")
     if (frame is None) != (config.kind == FRAME_EMBEDDINGS):
         raise ModelError(f"only a {FRAME_TOKENS} adapter has a frame_adapter; got {config}")
     if frame is not None and (frame.kind not in FRAME_KINDS or frame.language_dim != config.vision_dim):

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from edje_index.models.frames import MAX_FRAMES
 from storage_formats.errors import UsageError
 
 MAX_TEXT_LENGTH = 64  # maximum tokens per caption that the joint encoder reads
@@ -39,7 +40,10 @@ class ArchitectureConfig(Settings):
         "clips; learned queries attend to the embeddings of all frames, or to the tokens of all frames.",
     )
     frames: int | None = Field(
-        default=None, ge=1, le=256, description="Frames per clip, only for a frame-embeddings or frame-tokens adapter."
+        default=None,
+        ge=1,
+        le=MAX_FRAMES,
+        description="Frames per clip, only for a frame-embeddings or frame-tokens adapter.",
     )
     tokens: int = Field(
         default=64,

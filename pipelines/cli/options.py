@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
+from edje_index.models.frames import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
-from pipelines.planning.config import MAX_FRAMES, SHARD_SIZE
+from pipelines.planning.config import SHARD_SIZE
 from storage_formats.format.object_store import is_url
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -14,10 +14,11 @@ from pipelines.engines import open_engine
 from pipelines.jobs.copy_rows import ShardCopy
 from pipelines.jobs.new_index import new_index
 from pipelines.jobs.shard_run import ShardJob, run_shards
-from pipelines.planning.recorded_sources import SOURCES_MEMBER, recorded_sources
+from pipelines.planning.recorded_sources import SOURCES_MEMBER, holds_clips, recorded_sources
 from pipelines.progress.events import OnEvent, PlanReady, StatusMessage
 from pipelines.progress.meter import ShardState
 from pipelines.progress.stopping import ShouldStop
+from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import Manifest
@@ -74,8 +75,8 @@ def run_merge(
     """Copy the current snapshots of `indexes` into a new index at `out`, or resume a stopped merge.
 
     Raises:
-        UsageError: an index does not exist, the indexes differ in model, block shape, shard size or precisions, or
-            `out` exists.
+        UsageError: an index does not exist, the indexes differ in model, block shape, shard size, precisions or frames
+            per clip, or `out` exists.
         JobStopped: the merge stopped early, or a file is damaged. Finished shards are kept.
         EdjeError: another process is writing to `out`.
     """
@@ -84,11 +85,12 @@ def run_merge(
 
     started = time.monotonic()
     merge = plan_merge([CommittedIndex.open(root) for root in indexes])
+    settings = _settings(merge)
     with new_index(out, merge.plan, merge.spec) as partial:
         receipts = _copy_shards(merge, partial, on_event, should_stop)
         ann = _ann(merge, partial, on_event)
         on_event(StatusMessage("looking for duplicates"))
-        manifest = commit_merge(merge, partial, receipts, settings=_settings(merge), ann=ann)
+        manifest = commit_merge(merge, partial, receipts, settings=settings, ann=ann)
     return _result(indexes, manifest, len(receipts), time.monotonic() - started)
 
 
@@ -132,9 +134,11 @@ def _ann(merge: Merge, partial: Path, on_event: OnEvent) -> dict[str, Any]:
 
 
 def _settings(merge: Merge) -> dict[str, Any]:
-    """Return the settings of the first index, with the sources of all indexes."""
+    """Return the settings of the first index, with the sources of all indexes, and the frames of those with clips."""
     manifests = [each.index.manifest for each in merge.inputs]
     settings = {name: value for name, value in manifests[0].settings.items() if name != SOURCES_MEMBER}
+    if (frames := _frames(manifests)) is not None:
+        settings["frames"] = frames
     digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
     if None not in digests:
         settings["inputs_digest"] = hashlib.sha256(" ".join(map(str, digests)).encode()).hexdigest()
@@ -143,6 +147,22 @@ def _settings(merge: Merge) -> dict[str, Any]:
         return settings
     every = dict.fromkeys(group for of_input in groups for group in of_input or ())
     return {**settings, SOURCES_MEMBER: [asdict(group) for group in every]}
+
+
+def _frames(manifests: Sequence[Manifest]) -> int | None:
+    """Return the number of frames per clip of the indexes that hold clips; None if there are none.
+
+    Raises:
+        UsageError: two indexes have different numbers.
+    """
+    numbers = {manifest.settings["frames"] for manifest in manifests if holds_clips(manifest)}
+    if len(numbers) > 1:
+        raise UsageError(
+            f"the indexes have different numbers of frames per clip ({', '.join(map(str, sorted(numbers)))}); build "
+            "them with the same number, or keep them apart",
+            parameter="indexes",
+        )
+    return next(iter(numbers), None)
 
 
 def _result(indexes: Sequence[Path], manifest: Manifest, shards: int, seconds: float) -> MergeResult:

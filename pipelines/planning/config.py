@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from edje_index.models.frames import MAX_FRAMES
 from storage_formats.errors import UsageError
 
 SHARD_SIZE = 1024
 BATCH_SIZE = 32
-MAX_FRAMES = 256  # per clip; the decoded frames of a batch are in memory
 
 
 @dataclass(frozen=True)

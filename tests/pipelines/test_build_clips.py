@@ -18,6 +18,7 @@ from edje_index.images.thumbnails import read_thumbnails
 from pipelines.jobs.append import run_append
 from pipelines.jobs.build import run_build
 from pipelines.jobs.dry_run import try_build
+from pipelines.jobs.merge import run_merge
 from pipelines.jobs.retry_failed import run_retry_failed
 from pipelines.jobs.update import run_update
 from pipelines.planning.config import AppendConfig, BuildConfig, UpdateConfig
@@ -161,3 +162,20 @@ def test_adapters_that_cannot_combine_frames_are_refused(request_clips: BuildCon
     with pytest.raises(UsageError, match="has a local adapter, which cannot combine the frames"):
         run_build(replace(request_clips, model=tmp_path / "local"), ignore)
     assert not request_clips.out.exists()
+
+
+def test_merges_keep_the_number_of_frames(request_clips: BuildConfig, tmp_path: Path) -> None:
+    clips = Path(request_clips.sources[0])
+    requests = {
+        "images": replace(request_clips, sources=(str(clips / "still.png"),), frames=None),
+        "three": replace(request_clips, sources=(str(clips / "a.mp4"),)),
+        "four": replace(request_clips, sources=(str(clips / "a.avi"),), frames=4),
+    }
+    for name, request in requests.items():
+        run_build(replace(request, out=tmp_path / name), ignore)
+    with pytest.raises(UsageError, match=r"different numbers of frames per clip \(3, 4\)"):
+        run_merge([tmp_path / name for name in requests], tmp_path / "all.edje", ignore)
+    assert not (tmp_path / "all.edje").exists()
+    run_merge([tmp_path / "images", tmp_path / "three"], tmp_path / "all.edje", ignore)
+    updated = run_update(UpdateConfig(tmp_path / "all.edje", engine="inline"), ignore)
+    assert (updated.unchanged, updated.vanished) == (2, 0)

@@ -136,8 +136,10 @@ def test_adapters_of_images_keep_their_fingerprints() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (replace(CONFIGS[FRAME_EMBEDDINGS], frames=None), "frames of a frame-embeddings adapter must be positive"),
-        (replace(CONFIGS[FRAME_EMBEDDINGS], frames=0), "must be positive, got 0"),
+        (replace(CONFIGS[FRAME_EMBEDDINGS], frames=None), "frames of a frame-embeddings adapter must be 1 to 256"),
+        (replace(CONFIGS[FRAME_EMBEDDINGS], frames=0), "must be 1 to 256, got 0"),
+        (replace(CONFIGS[FRAME_EMBEDDINGS], frames=10**9), "must be 1 to 256"),
+        (replace(CONFIGS[FRAME_EMBEDDINGS], frames="5"), "must be 1 to 256, got 5"),
         (replace(CONFIGS[FRAME_EMBEDDINGS], frame_adapter=IMAGE), "only a frame-tokens adapter has a frame_adapter"),
         (replace(CONFIGS[FRAME_TOKENS], frame_adapter=None), "only a frame-tokens adapter has a frame_adapter"),
         (replace(CONFIGS[FRAME_TOKENS], frame_adapter=replace(IMAGE, kind=PRUNED)), "must be of the kind compressed"),
