@@ -66,23 +66,22 @@ def fresh_files(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     shutil.copytree(tmp_path / "saved", files)
 
 
-def docstrings(value: object) -> Iterator[str]:
-    """Docstrings of a public object, and of the public methods of a class."""
-    yield inspect.getdoc(value) or ""
-    if inspect.isclass(value):
-        for name in vars(value):
-            member = getattr(value, name)
-            if not name.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
-                yield inspect.getdoc(member) or ""
+def undescribed_members(value: type) -> Iterator[str]:
+    """Yield the names of public methods and properties of a class that have no docstring."""
+    for name in vars(value):
+        member = getattr(value, name)
+        is_member = inspect.isroutine(member) or isinstance(member, property)
+        if not name.startswith("_") and is_member and not inspect.getdoc(member):
+            yield name
 
 
 @pytest.mark.parametrize(("package", "name"), NAMES, ids=[f"{package}.{name}" for package, name in NAMES])
 def test_every_name_is_described_by_an_example(package, name):
     value = getattr(importlib.import_module(package), name)
-    described = list(docstrings(value))
-    assert described[0], f"{name} has no docstring"
-    has_example = any(doctest.DocTestParser().get_examples(text) for text in described)
-    assert has_example, f"{name} has no example"
+    description = inspect.getdoc(value) or ""
+    assert doctest.DocTestParser().get_examples(description), f"the docstring of {name} has no example"
+    assert list(undescribed_members(value) if inspect.isclass(value) else []) == []
+    assert value.__module__ in MODULES, f"no test runs the example of {name}"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -79,10 +79,12 @@ class ModelBundle:
 
     @cached_property
     def vision(self) -> VisionTower:
+        """The frozen vision tower."""
         return vision_tower(self.clip.visual)  # type: ignore[arg-type]
 
     @cached_property
     def text(self) -> TextTower:
+        """The text tower."""
         return TextTower(self.clip, self.text_tokenizer)
 
     @property
