@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 
 import httpx
@@ -25,6 +26,7 @@ def test_a_service_of_the_guides_answers(line, home):
         assert service.stop() == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # that of Cohere leaves connections open
 def test_the_requests_of_the_guide_are_answered(template, home):
     codes = [code for code in python_code(GUIDE) if "cohere" not in code or pytest.importorskip("cohere")]
     requests = [block for block in blocks(GUIDE) if block.startswith("curl ")]
@@ -33,6 +35,7 @@ def test_the_requests_of_the_guide_are_answered(template, home):
         for code in codes:
             code = code.replace(ADDRESS, service.url).replace("/photos/lake.jpg", str(template / "photos/00012.png"))
             exec(compile(code, str(GUIDE), "exec"), {})
+        gc.collect()  # of the connections, while their warnings are ignored
         for request in requests:
             words = request.replace(ADDRESS, service.url)
             done = subprocess.run(
