@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.rerank import RerankBench, bench_rerank, random_joint_encoder
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.models.bert import Bert
 from pipelines.cli import main
 
 
@@ -33,13 +34,13 @@ def test_every_setting_of_a_bundle_is_measured(model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pairs_are_scored_in_the_type_asked_for(model, monkeypatch, dtype):
     seen = set()
-    scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
+    attend = Bert._attend
 
-    def watched(query, key, value, **options):
-        seen.add(query.dtype)
-        return scaled_dot_product_attention(query, key, value, **options)
+    def watched(bert, layer, states, *options):
+        seen.add(states.dtype)
+        return attend(bert, layer, states, *options)
 
-    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
+    monkeypatch.setattr(Bert, "_attend", watched)
     bench_rerank(RerankBench(model=model, batch_sizes=(2,), threads=(1,), repeats=1, device="cpu", dtype=dtype))
     assert seen == {getattr(torch, dtype)}
 
