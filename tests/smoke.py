@@ -32,6 +32,18 @@ import sys
 from storage_formats import TokenStore
 print(TokenStore.open(sys.argv[1], "fp8").fetch([11, 0, 3]).shape)
 """
+CLIP = """
+import sys
+import av
+import numpy as np
+with av.open(sys.argv[1], "w") as output:
+    stream = output.add_stream("mpeg4", rate=10)
+    stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+    for brightness in range(0, 250, 25):
+        pixels = np.full((64, 96, 3), brightness, np.uint8)
+        output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+    output.mux(stream.encode(None))
+"""
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,18 @@ def towers(installed: Installation) -> None:
     expect(shown["fingerprint"] in (REPO / "models/flickr8k-dinov2-small/MODEL_CARD.md").read_text(), str(shown))
 
 
+def video(installed: Installation) -> None:
+    """Build an index of a clip, with two frames."""
+    clips = installed.folder / "clips"
+    clips.mkdir()
+    installed.run("python", "-c", CLIP, clips / "fade.mp4")
+    engine = ["--engine", "inline"]
+    installed.edje("build", clips, "--out", "clips.edje", "--model", RELEASE / "model", "--frames", "2", *engine)
+    described = json.loads(installed.edje("info", "clips.edje", "--json"))
+    expect(described["rows"] == 1, f"the clip is not one row: {described}")
+    expect("sound" in installed.edje("verify", "clips.edje"), "the index of clips is not sound")
+
+
 def remote(installed: Installation) -> None:
     """Copy an index from a web server."""
     with web_server() as server:
@@ -168,7 +192,7 @@ def demo(installed: Installation) -> None:
 
 def everything(installed: Installation) -> None:
     """Run what needs each extra in one environment that holds them all."""
-    for check in (search, build, train, bench, remote, serve):
+    for check in (search, build, train, bench, remote, video, serve):
         check(installed)
 
 
@@ -180,6 +204,7 @@ CHECKS: dict[str, Callable[[Installation], None]] = {
     "bench": bench,
     "towers": towers,
     "remote": remote,
+    "video": video,
     "serve": serve,
     "all": everything,
     "docs": docs,
