@@ -17,6 +17,7 @@ import json
 import shutil
 import statistics
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class AppendBench:
     Attributes:
         photos: directory of JPEG images.
         model: directory of the model bundle.
-        folder: directory for the index, which is removed.
+        scratch: directory for a temporary directory, which holds the index.
         images: number of images to build from; 1 % of this number is appended.
         repeats: number of rounds.
         engine: execution engine of the build and the append.
@@ -47,7 +48,7 @@ class AppendBench:
 
     photos: Path
     model: Path
-    folder: Path
+    scratch: Path
     images: int = 2000
     repeats: int = 3
     engine: str = "inline"
@@ -66,20 +67,18 @@ def bench_append(bench: AppendBench) -> list[dict[str, dict[str, Any]]]:
         raise UsageError(
             f"{bench.photos} has {len(photos)} files *.jpg, but {sum(counts)} are needed; choose fewer images"
         )
-    bench.folder.mkdir(parents=True, exist_ok=True)
-    lists = []
-    for step, count in zip(_STEPS, counts, strict=True):
-        lists.append(bench.folder / f"{step}.jsonl")
-        lists[-1].write_text("".join(json.dumps({"path": str(path)}) + "\n" for path in photos[:count]))
-        del photos[:count]
-    try:
+    bench.scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=bench.scratch, prefix="changes-") as folder:
+        lists = []
+        for step, count in zip(_STEPS, counts, strict=True):
+            lists.append(Path(folder, f"{step}.jsonl"))
+            lists[-1].write_text("".join(json.dumps({"path": str(path)}) + "\n" for path in photos[:count]))
+            del photos[:count]
         return [_append_round(bench, lists, counts) for _ in range(bench.repeats)]
-    finally:
-        shutil.rmtree(bench.folder)
 
 
 def _append_round(bench: AppendBench, lists: list[Path], counts: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-    root = bench.folder / "index.edje"
+    root = lists[0].parent / "index.edje"
     shutil.rmtree(root, ignore_errors=True)
     options = ["--engine", bench.engine, "--model", str(bench.model), "--quiet", "--json"]
     command = [sys.executable, "-m", "pipelines.cli"]
@@ -135,11 +134,10 @@ def main() -> None:
     for each in (append, delete):
         each.add_argument("--scratch", type=Path, required=True, help="Directory for temporary indexes.")
     arguments = vars(parser.parse_args())
-    change, folder = arguments.pop("change"), arguments.pop("scratch") / "changes"
-    if change == "append":
-        lines = append_lines(bench_append(AppendBench(folder=folder, **arguments)))
+    if arguments.pop("change") == "append":
+        lines = append_lines(bench_append(AppendBench(**arguments)))
     else:
-        lines = deletion_lines(DeletionBench(folder=folder, **arguments))
+        lines = deletion_lines(DeletionBench(**arguments))
     for line in lines:
         print(line, flush=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,14 +36,14 @@ class DeletionBench:
     """Settings of the benchmark.
 
     Attributes:
-        folder: directory for the indexes, which are removed.
+        scratch: directory for a temporary directory, which holds the indexes.
         fetched: rows of the index to fetch from. Its blocks have 64 x 384 values.
         searched: rows of the indexes to search. Above 100,000 rows, FAISS stores codes in inverted lists.
         rounds: number of measurements before and after the deletion.
         cpu: True to measure processor time.
     """
 
-    folder: Path
+    scratch: Path
     fetched: int = 20_000
     searched: tuple[int, ...] = (50_000, 200_000)
     rounds: int = 41
@@ -58,8 +59,9 @@ def deletion_lines(bench: DeletionBench) -> Iterator[str]:
     """Measure, and yield the lines of a Markdown table."""
     yield "| task | before, us | after, us | before / after | recall before | recall after |"
     yield "|---|---|---|---|---|---|"
-    try:
-        root = bench.folder / "fetch.edje"
+    bench.scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=bench.scratch, prefix="changes-") as folder:
+        root = Path(folder, "fetch.edje")
         make_synthetic(root, IndexSpec(bench.fetched, 1024, (64, _WIDTH), embed_dim=8))
         _delete_share(root)
         for state, batch in _BATCHES.items():
@@ -67,7 +69,7 @@ def deletion_lines(bench: DeletionBench) -> Iterator[str]:
             yield _line(f"fetch {batch} rows, {state}", pairs)
         shutil.rmtree(root)
         for rows in bench.searched:
-            root = bench.folder / "search.edje"
+            root = Path(folder, "search.edje")
             spec = IndexSpec(rows, 1024, (1, 32), embed_dim=_WIDTH)
             make_synthetic(root, spec, embeddings=Clusters(_WIDTH, clusters=max(1, rows // 100)).draw)
             kind = add_ann(root).ann["kind"]
@@ -76,8 +78,6 @@ def deletion_lines(bench: DeletionBench) -> Iterator[str]:
             pairs, recall = search_pairs(before, root, bench)
             yield _line(f"search {rows:,} rows ({kind})", pairs, [f"{value:.4f}" for value in recall])
             shutil.rmtree(root)
-    finally:
-        shutil.rmtree(bench.folder, ignore_errors=True)
 
 
 def _delete_share(root: Path) -> None:
