@@ -65,7 +65,6 @@ class SourceEncoder:
 
         Raises:
             JobStopped: `should_stop()` returned True.
-            TransientInputError: a source cannot be read for a temporary reason.
         """
         try:
             if self._shard != shard:
@@ -78,10 +77,10 @@ class SourceEncoder:
             if self._problem is None and wanted:
                 self._on_event(StatusMessage(f"encoding rows of shard {shard} again from their sources"))
                 self._encode_batches(wanted)
+        except JobStopped:
+            raise
         except EdjeError as error:
-            if isinstance(error, JobStopped) or _is_temporary(error):
-                raise
-            self._problem = str(error)
+            self._problem = f"{error}. Then run the repair again" if _is_temporary(error) else str(error)
         return self._blocks
 
     def problems(self, shard: int, paths: Iterable[str]) -> Iterator[Problem]:

@@ -70,7 +70,6 @@ def run_repair(
         CorruptIndexError: `index.json` is damaged.
         EdjeError: another process is changing the index, or an append, update or retry has not finished.
         JobStopped: `should_stop()` returned True. Files that were repaired stay repaired.
-        TransientInputError: a source cannot be read for a temporary reason.
         OSError: the index cannot be written.
     """
     from storage_formats.format.manifest import CommittedIndex

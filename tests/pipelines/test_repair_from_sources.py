@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from pipelines.progress.stopping import JobStopped
 from storage_formats import verify_index
 from tests.conftest import REPO
 from tests.pipelines.conftest import write_photo
+from tests.pipelines.test_build_transient import break_reads
 from tests.pipelines.test_repair import contents, harm
 
 FIRST, SECOND = "tokens/bf16/c.0.0.0", "tokens/bf16/c.1.0.0"
@@ -125,6 +127,21 @@ def test_without_the_model_the_damage_stays_and_the_model_is_named(index, tiny_b
     assert any(message.startswith("its rows cannot be encoded again: ") and "wrong" in message for message in messages)
     assert contents(index) == damaged
     assert repair_index(index, model=tiny_bundle).left == ()
+    assert contents(index) == before
+
+
+def test_a_source_that_cannot_be_read_now_does_not_end_the_repair(index, photos, run, monkeypatch):
+    before = contents(index)
+    for path in (FIRST, SECOND):
+        harm(index / path, "missing")
+    with monkeypatch.context() as patched:
+        break_reads(patched, photos / "01.jpg", errno.EIO)
+        code, out, err = run("repair", index, "--quiet")
+    assert code == 1
+    assert f"{FIRST}: its rows cannot be encoded again: cannot read {photos / '01.jpg'}: Input/output error; " in err
+    assert ". Then run the repair again\n" in err
+    assert f"{SECOND}: repaired from the sources" in out
+    assert repair_index(index).left == ()
     assert contents(index) == before
 
 
