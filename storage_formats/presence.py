@@ -25,22 +25,30 @@ def check_files(index: CommittedIndex) -> None:
         shown = "; ".join(problems[:_PROBLEMS_SHOWN])
         rest = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
         raise CorruptIndexError(
-            f"the index at {index.location} is finished but damaged: {shown}{rest}. "
-            f"Run 'edje-index verify {index.location}' to list all damage. Then restore the damaged files. If there is "
-            f"no backup, delete {index.location} and build the index again"
+            f"the index at {index.location} is finished but damaged: {shown}{rest}. {_advice(index)}"
         )
+
+
+def _advice(index: CommittedIndex) -> str:
+    if index.remote is not None:
+        return "Copy the index again from a sound copy"
+    return (
+        f"Run 'edje-index verify {index.location}' to list all damage. Then restore the damaged files. If there is no "
+        f"backup, delete {index.location} and build the index again"
+    )
 
 
 def _problems(index: CommittedIndex) -> Iterator[str]:
     layout = Layout(index.root)
-    for path in layout.zarr_files(index.manifest.spec.precisions):
-        if not path.is_file():
-            yield f"{layout.relative(path)} is missing"
+    zarr_files = layout.zarr_files(index.manifest.spec.precisions)
     lines = read_shard_tables(index.root, index.manifest.shard_tables)
     files = [*(file for _, file in lines), *index.manifest.ann_files]
     if index.remote is not None:
-        yield from _remote_problems(index.remote, files)
+        yield from _remote_problems(index.remote, map(layout.relative, zarr_files), files)
         return
+    for path in zarr_files:
+        if not path.is_file():
+            yield f"{layout.relative(path)} is missing"
     for file in files:
         try:
             status = os.stat(layout.root / file.path)
@@ -53,8 +61,9 @@ def _problems(index: CommittedIndex) -> Iterator[str]:
             yield f"{file.path} has {status.st_size} bytes instead of the {file.bytes} that were committed"
 
 
-def _remote_problems(folder: ObjectFolder, files: Iterable[FileEntry]) -> Iterator[str]:
+def _remote_problems(folder: ObjectFolder, zarr_keys: Iterable[str], files: Iterable[FileEntry]) -> Iterator[str]:
     sizes = folder.list_sizes()
+    yield from (f"{key} is missing" for key in zarr_keys if key not in sizes)
     for file in files:
         if file.path not in sizes:
             yield f"{file.path} is missing"

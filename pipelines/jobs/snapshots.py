@@ -129,11 +129,15 @@ def history(location: IndexLocation) -> list[SnapshotEntry]:
         IncompleteIndexError: the index is not finished.
         CorruptIndexError: the index is damaged.
     """
+    from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.mirror import download_snapshots
     from storage_formats.writing.snapshots import kept_snapshots
     from storage_formats.writing.working_copy import working_copy
 
     with working_copy(location, read_only=True) as copy:
+        if copy.remote is not None:
+            download_snapshots(copy.remote, Layout(copy.root))
         return [_entry(manifest) for manifest in kept_snapshots(CommittedIndex.open(copy.root))]
 
 

@@ -84,7 +84,7 @@ def download_snapshots(folder: ObjectFolder, layout: Layout) -> None:
     keys = {key for key in folder.list_sizes(below) if re.fullmatch(rf"{below}/\d+\.json", key)}
     for path in layout.snapshot(0).parent.glob("*.json"):
         if layout.relative(path) not in keys:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another process may be faster
 
     def download(key: str) -> None:
         if not (layout.root / key).exists():
@@ -213,11 +213,13 @@ def checked_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterable[memoryvie
             crc = crc32c(bytes(chunk), crc)
             yield chunk
     except (FileNotFoundError, EOFError) as error:
-        raise CorruptIndexError(f"{folder.url_of(entry.path)} is missing or too short; copy the index again") from error
+        raise CorruptIndexError(
+            f"{folder.url_of(entry.path)} is missing or too short; copy the index again from a sound copy"
+        ) from error
     if crc != entry.crc32c:
         raise CorruptIndexError(
             f"{folder.url_of(entry.path)} is not the file that was committed; open the index again. If the error "
-            "remains, copy the index again"
+            "remains, delete this object, and copy the index again from a sound copy"
         )
 
 

@@ -53,7 +53,8 @@ class RemoteFiles:
             if info is None or info.size != length:
                 actual = "does not exist" if info is None else f"has {info.size} bytes"
                 raise CorruptIndexError(
-                    f"the token object {self.url(shard)} {actual}, but should have {length} bytes; copy the index again"
+                    f"the token object {self.url(shard)} {actual}, but should have {length} bytes; copy the index "
+                    "again from a sound copy"
                 )
 
     def url(self, shard: int) -> str:
@@ -170,7 +171,7 @@ class _ObjectReader:
         except (FileNotFoundError, EOFError) as error:
             raise CorruptIndexError(
                 f"{self._files.url(request.shard)} is missing, or ends before the record at position "
-                f"{request.positions[-1]}; copy the index again"
+                f"{request.positions[-1]}; copy the index again from a sound copy"
             ) from error
         stored = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
         for position, index in zip(request.positions, request.record_indices, strict=True):

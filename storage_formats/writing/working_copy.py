@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -55,6 +56,7 @@ from storage_formats.writing.remote_writes import (
 from storage_formats.writing.snapshots import kept_snapshots, named_files, write_array_shapes
 
 _PARALLEL_UPLOADS = 8
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}")
 _SNAPSHOTS, _TABLES = "snapshots/", "manifest/shards-"
 
 
@@ -97,7 +99,8 @@ def working_copy(location: IndexLocation, *, read_only: bool = False) -> Iterato
 
     Args:
         location: the index.
-        read_only: True if the index is only read, also by functions that take no URL.
+        read_only: True if the index is only read, also by functions that take no URL. The directory then lacks the
+            manifests of earlier snapshots; `download_snapshots` downloads them.
 
     Raises:
         UsageError: there is no index at the URL, or it can only be read.
@@ -110,7 +113,6 @@ def working_copy(location: IndexLocation, *, read_only: bool = False) -> Iterato
     if read_only:
         index = open_remote(str(location))
         assert index.remote is not None
-        download_snapshots(index.remote, Layout(index.root))
         with _naming_url(index.root, index.remote.url):
             yield WorkingCopy(index.root, index.remote)
         return
@@ -194,9 +196,10 @@ class _RemoteChange:
         change, layout = cls(folder, root, writer, version), Layout(root)
         if _bytes_of(layout.manifest) != version.data:
             # A process that died between its commit and the end of its change has left `next_manifest`.
-            if _bytes_of(change._next_manifest) != version.data:
-                shutil.rmtree(root, ignore_errors=True)
+            if _bytes_of(change._next_manifest) != version.data and root.exists():
+                shutil.rmtree(root)
             write_bytes_atomic(layout.manifest, version.data)
+        _remove_unfinished_downloads(layout)
         download_snapshots(folder, layout)
         write_array_shapes(layout, manifest.spec)
         return change
@@ -257,6 +260,13 @@ def _bytes_of(path: Path) -> bytes | None:
         return path.read_bytes()
     except FileNotFoundError:
         return None
+
+
+def _remove_unfinished_downloads(layout: Layout) -> None:
+    """Remove the temporary files that a killed process left while it downloaded."""
+    for path in (path for folder in layout.data_folders() for path in folder.rglob(".*")):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink()
 
 
 def _remove_token_files(root: Path) -> None:

@@ -148,6 +148,48 @@ def test_a_dropped_precision_is_removed_from_the_store(url):
         assert len(store.fetch([1, 2])) == 2
 
 
+def test_another_machine_rolls_back_to_a_dropped_precision(url, monkeypatch, tmp_path):
+    delete_rows(url, rows=[1])
+    quantize_index(url, ["fp8"], drop=["bf16"])
+    use_another_machine(monkeypatch, tmp_path)
+    entry = run_rollback(url, 0)
+    assert (entry.rows, entry.precisions) == (21, ("bf16",))
+    assert files_of(url, tmp_path) == files_of(tmp_path / "local", tmp_path)
+
+
+def test_only_the_history_reads_earlier_snapshots(url, run, proxy, monkeypatch, tmp_path):
+    delete_rows(url, rows=[1])
+    use_another_machine(monkeypatch, tmp_path)
+    before = proxy.count("GET", "snapshots")
+    assert run("failures", url)[0] == 0
+    assert delete_rows(url, rows=[2], dry_run=True).left == 19
+    assert proxy.count("GET", "snapshots") == before
+    assert [entry.snapshot for entry in history(url)] == [0, 1]
+
+
+def test_a_change_removes_what_killed_downloads_left(url, tmp_path):
+    delete_rows(url, rows=[1])
+    root = next(path for path in (tmp_path / "cache/changes").iterdir() if path.is_dir())
+    leftover = root / f"tokens/bf16/.c.1.0.0.{'0123456789abcdef' * 2}"
+    leftover.touch()
+    delete_rows(url, rows=[2])
+    assert not leftover.exists()
+
+
+def test_a_working_copy_that_cannot_be_removed_is_an_error(url, monkeypatch, tmp_path):
+    delete_rows(url, rows=[1])
+    root = next(path for path in (tmp_path / "cache/changes").iterdir() if path.is_dir())
+    root.rename(tmp_path / "moved")
+    root.symlink_to(tmp_path / "moved")  # rmtree removes no symbolic links
+    with monkeypatch.context() as patch:
+        use_another_machine(patch, tmp_path)
+        delete_rows(url, rows=[2])
+    with pytest.raises(OSError, match="symbolic link"):
+        delete_rows(url, rows=[3])
+    root.unlink()
+    assert delete_rows(url, rows=[3]).left == 18
+
+
 def test_a_second_writer_is_refused_with_the_name_of_the_first(url, monkeypatch, tmp_path):
     with working_copy(url):
         with pytest.raises(EdjeError, match=rf"process {os.getpid()} on .* is changing {url}"):

@@ -207,6 +207,20 @@ def test_damage_is_not_copied(index, url):
     assert "tokens/bf16/c.1.0.0" not in keys
 
 
+def test_a_damaged_object_is_copied_again_once_it_is_deleted(index, url, tmp_path):
+    copy_index(index, url)
+    folder, key = ObjectFolder.open(url), "rows/00000001.parquet"
+    info, data = folder.info(key), (index / key).read_bytes()
+    assert info is not None
+    damaged = data[:-1] + bytes([data[-1] ^ 1])
+    folder.put(key, lambda: (piece for piece in (damaged,)), length=len(damaged), metadata=info.metadata)
+    with pytest.raises(CorruptIndexError, match=f"{key} is not .* delete this object, and copy the index again"):
+        copy_index(url, tmp_path / "stopped")
+    folder.delete([key])
+    assert copy_index(index, url).copied_files == 1
+    check_equal(url, index, tmp_path)
+
+
 def test_a_commit_never_takes_the_place_of_another(index, url, tmp_path):
     """The state that a copy found has changed before it commits: the other index stays."""
     copy_index(index, url)
