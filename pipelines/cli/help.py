@@ -104,5 +104,6 @@ def _show(text: str) -> None:
     from rich.markdown import Markdown
 
     console = Console(width=min(_WIDEST, Console().width))
-    with console.pager(styles=True):
+    with console.capture() as page:
         console.print(Markdown(text, hyperlinks=False))
+    click.echo_via_pager(page.get())  # asks `less` for colours, and removes them for pagers that may not show them

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -63,21 +65,50 @@ def test_topics_and_commands_are_completed():
     assert re.findall(r"^plain,(.*)$", done.stdout, re.MULTILINE) == ["verify", "versions", "video"]
 
 
+def read_until(terminal: int, end: bytes) -> bytes:
+    """Read from a terminal until `end` arrives or the other end is closed."""
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while end not in shown and (part := os.read(terminal, 65536)):
+            shown += part
+    return shown
+
+
+def on_a_terminal(topic: str, keys: bytes, **variables: str) -> str:
+    """What a terminal shows of a guide. `keys` are typed when the first page is there."""
+    terminal, other_end = pty.openpty()
+    chosen = {name: value for name, value in environment().items() if name not in ("PAGER", "LESS", "NO_COLOR")}
+    with subprocess.Popen(
+        command("help", topic),
+        stdin=other_end,
+        stdout=other_end,
+        stderr=other_end,
+        env={**chosen, "TERM": "xterm", "COLUMNS": "80", "LINES": "24", **variables},
+        start_new_session=True,
+    ) as process:
+        os.close(other_end)
+        shown = read_until(terminal, b"\x1b[K" if keys else b"no such text")  # `less` clears the line of its prompt
+        os.write(terminal, keys)
+        shown += read_until(terminal, b"no such text")
+    os.close(terminal)
+    assert process.returncode == 0
+    return shown.decode(errors="replace")
+
+
 @pytest.mark.slow
 def test_a_terminal_gets_a_formatted_page():
-    terminal, other_end = pty.openpty()
-    variables = {**environment(), "PAGER": "cat", "TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(command("help", "quantize"), stdout=other_end, env=variables) as process:
-        os.close(other_end)
-        shown = b""
-        try:
-            while part := os.read(terminal, 65536):
-                shown += part
-        except OSError:  # the terminal is closed
-            pass
-    assert process.returncode == 0
-    text = re.sub(r"\x1b\[[\d;]*m", "", shown.decode())
-    assert "\x1b[" in shown.decode()
+    text = on_a_terminal("quantize", b"", PAGER="cat")
+    assert "\x1b" not in text
     assert "| precision |" not in text
     assert "Quantize tokens" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("less") is None, reason="less is not installed")
+@pytest.mark.parametrize("less", ["", "-S"])
+def test_less_shows_styles_and_no_control_characters(less):
+    text = on_a_terminal("quantize", b"q", **({"LESS": less} if less else {}))
+    assert "ESC" not in text  # the name that `less` shows for the character
+    assert "Quantize tokens" in text
+    assert ("\x1b[1m" in text) == (not less)  # a user who chose options of `less` without -R gets no styles
