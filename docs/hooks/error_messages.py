@@ -112,10 +112,17 @@ def _piece(node: ast.expr) -> str:
 def raised(module: ast.Module, errors: frozenset[str]) -> Iterator[Message]:
     """Yield the messages with which `module` makes exceptions of these classes."""
     for node in ast.walk(module):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in errors and node.args:
-            text = template(node.args[0])
-            if text and re.search(r"[a-z]{3}", text):
-                yield Message(node.func.id, text)
+        if isinstance(node, ast.Call) and (name := _called(node.func)) in errors:
+            text = next(filter(None, map(template, node.args)), "")  # an HTTP status may stand before the text
+            if re.search(r"[a-z]{3}", text):
+                yield Message(name, text)
+
+
+def _called(function: ast.expr) -> str:
+    """The name of what a call calls, without its module: `UsageError` for `click.UsageError(...)`."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 @cache

@@ -89,3 +89,18 @@ def test_values_in_messages_become_names(messages):
     assert list(messages.raised(ast.parse(source), frozenset({"EdjeError"}))) == [
         messages.Message("EdjeError", "<PATH> has <LEN> rows; run verify")
     ]
+
+
+def test_messages_of_other_spellings_are_found(messages):
+    source = "raise click.UsageError('give a file')\nraise ServiceError(422, f'no row {row}')\n"
+    assert list(messages.raised(ast.parse(source), frozenset({"UsageError", "ServiceError"}))) == [
+        messages.Message("UsageError", "give a file"),
+        messages.Message("ServiceError", "no row <ROW>"),
+    ]
+
+
+def test_a_wrong_use_of_a_benchmark_is_on_the_page(messages, run):
+    code, _, err = run("bench", "fetch", "--synthetic", "10")
+    assert code == 2
+    message = err.removeprefix("error: ").partition(" (see ")[0]
+    assert message in {each.template for each in messages.all_messages() if each.error == "UsageError"}
