@@ -91,6 +91,7 @@ def serve(
     settings = ServiceSettings(Limits(waiting=queue, deadline_seconds=deadline), keys, hosts_to_answer(host, hosts))
     listener = listen(host, port)
     with listener:
+        note(f"loading {', '.join(map(str, indexes))}")
         opened = open_indexes(indexes, model, device=device, dtype=dtype)
         run_service(opened, settings, listener, lambda: print_line(address_of(listener)))
 
