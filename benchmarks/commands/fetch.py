@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 @click.option(
     "--scratch",
     type=click.Path(path_type=Path),
-    help="Directory for temporary files.  [default: directory that contains INDEX]",
+    help="Directory for temporary files. --synthetic needs this option.  [default: directory that contains INDEX]",
 )
 @click.option("--keep", is_flag=True, help="Keep the temporary files in --scratch.")
 @click.option(

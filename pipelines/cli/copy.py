@@ -37,7 +37,7 @@ def copy(index: Path | str, out: Path | str, snapshot: int | None, replace: bool
     \b
     Examples:
       edje-index copy photos.edje s3://my-bucket/photos.edje
-      edje-index copy s3://my-bucket/photos.edje photos.edje
+      edje-index copy s3://my-bucket/photos.edje restored.edje
     """
     from pipelines.jobs.copy import run_copy
 

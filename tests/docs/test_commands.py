@@ -44,7 +44,7 @@ PAGES = [REPO / "README.md"] + [
 NOT_RUN = {
     "model get": "tests/test_packaging.py runs it; it downloads 174 MB",
     "serve": "test_services.py runs it; it does not end",
-    "bench": "tests/benchmarks run the benchmarks; the commands of the guides take minutes",
+    "bench": "tests/benchmarks run the benchmarks; those of fetching run below, with fewer blocks",
     "model import checkpoint.pth": "tests/edje_index import checkpoints; the tower comes from a model hub",
     "model from-open-clip": "needs a model hub",
     "model fetch-towers": "tests/edje_index run it; it downloads 174 MB",
@@ -149,6 +149,31 @@ def test_the_python_code_of_a_page_runs(page, template, home, run, request):
             shutil.copytree(template / "photos.edje", home / "photos.edje")
         code = code.replace("/photos/12.jpg", str(template / "photos/00012.png"))
         exec(compile(code, str(page), "exec"), names)
+
+
+FETCH_BENCHMARKS = sorted(
+    {
+        line
+        for page in [*PAGES, REPO / "docs/performance.md"]
+        for line in commands(page)
+        if line.startswith("edje-index bench fetch ") and "://" not in line
+    }
+)
+
+
+@pytest.mark.parametrize("line", FETCH_BENCHMARKS)
+def test_the_fetch_benchmarks_of_the_guides_run(line, home, run):
+    few = ["--warm", "--repeats", "1", "--seconds", "0.1", "--pool", "50"]
+    rows = ["--synthetic", "400"] if "--synthetic" in line else []
+    code, out, err = run(*words_of(line, home), *few, *rows)
+    assert code == 0, err
+    assert ("pairs/s that the joint encoder" in out) == ("--model" in line)
+
+
+def test_the_tutorial_compares_fetching_with_scoring():
+    lines = [line for line in commands(REPO / "docs/tutorial.md") if "bench fetch" in line]
+    assert len(lines) == 2
+    assert all("--model" in line for line in lines)
 
 
 def test_every_exception_is_needed():
