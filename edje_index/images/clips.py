@@ -7,13 +7,14 @@ part is decoded with PyAV. The wheels of PyAV contain FFmpeg, so no library of t
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from edje_index.images.clip_headers import clip_format, truncation
+from edje_index.images.clip_headers import ISO_MEDIA, MAX_STREAMS, check_samples, clip_format, truncation
 from edje_index.images.decode import TRUNCATED, ImageError, check_size
 from edje_index.images.decode_limits import CountedReads, TooExpensiveError
 from edje_index.images.headers import HEAD_BYTES
@@ -30,15 +31,19 @@ MAX_FRAME_PIXELS = 8192 * 4608
 MAX_CLIP_FRAMES = 1_000_000
 """Largest number of frames of a clip: nine hours at 30 frames per second."""
 
-MAX_PIXELS_PER_FRAME = 1 << 32
-"""Largest number of pixels to decode for one frame. A frame depends on all frames since the last key frame."""
+MAX_CLIP_PIXELS = 1 << 33
+"""Largest number of pixels to decode for a clip. A frame depends on all frames since the last key frame."""
 
-BYTES_PER_PIXEL = 40
+MAX_KEY_FRAME_PIXELS = 1 << 28
+"""Largest number of pixels to decode for a key frame. A decoder can return some frames before the key frame."""
+
+BYTES_PER_PIXEL = 110
 """Bytes of memory per pixel of a frame that are enough to decode any clip."""
 
 CODECS = frozenset({"av1", "ffv1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"})
 """Names of the video codecs that are decoded. FFmpeg has hundreds of decoders that few people test."""
 
+_DECODERS = (*sorted(CODECS), "libdav1d", "libvpx", "libvpx-vp9")  # FFmpeg's names of decoders of these codecs
 _PADDING_PIXELS = 1 << 20  # decoders round the sides of frames up before they check them
 _TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -61,6 +66,28 @@ def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Im
         MemoryError: there is too little memory.
         MissingExtraError: PyAV is not installed.
     """
+    most = min(max_pixels, MAX_FRAME_PIXELS)
+    yield from _decode(data, most, MAX_CLIP_PIXELS, lambda timeline: timeline.samples(count))
+
+
+def key_frame(data: bytes, max_pixels: int) -> Image.Image:
+    """Return the last key frame in the first half of a clip, as an upright RGB image. Few frames are decoded for it.
+
+    Args:
+        data: content of the file.
+        max_pixels: as for `decode_frames`.
+
+    Raises:
+        ImageError, MemoryError, MissingExtraError: as for `decode_frames`.
+    """
+    (image,) = _decode(data, min(max_pixels, MAX_FRAME_PIXELS), MAX_KEY_FRAME_PIXELS, _Timeline.key_sample)
+    return image
+
+
+def _decode(
+    data: bytes, max_pixels: int, max_clip_pixels: int, choose: Callable[[_Timeline], list[int]]
+) -> Iterator[Image.Image]:
+    """Yield the frames at the ascending times that `choose` returns."""
     with name_missing_extra("video"):
         import av  # noqa: F401
     name = clip_format(data[:HEAD_BYTES])
@@ -69,7 +96,12 @@ def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Im
     try:
         if (missing := truncation(data, name)) is not None:
             raise ImageError(reason=TRUNCATED, detail=missing)
-        yield from _decode(data, name, count, min(max_pixels, MAX_FRAME_PIXELS))
+        if name == ISO_MEDIA:
+            check_samples(data)
+        with _opened(data, name, max_pixels) as (container, stream):
+            timeline = _timeline(container, stream)
+            for frame in _Reader(container, stream, timeline, max_clip_pixels).frames_at(choose(timeline)):
+                yield _upright(frame, max_pixels)
     except (ImageError, MemoryError, GeneratorExit):
         raise
     except TooExpensiveError as error:
@@ -78,20 +110,23 @@ def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Im
         raise ImageError(reason="corrupt", detail=f"{name}: {error}") from error
 
 
-def _decode(data: bytes, name: str, count: int, max_pixels: int) -> Iterator[Image.Image]:
+@contextlib.contextmanager
+def _opened(data: bytes, name: str, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
     import av
 
     # The probe of `open` decodes frames too, with these options. One thread per clip: clips are decoded in parallel.
-    codec_options = {"threads": "1", "max_pixels": str(max_pixels + _PADDING_PIXELS)}
-    options = {**codec_options, "max_streams": "64"}
+    codec_options = {
+        "threads": "1",
+        "max_pixels": str(max_pixels + _PADDING_PIXELS),
+        "codec_whitelist": ",".join(_DECODERS),
+    }
+    options = {**codec_options, "max_streams": str(MAX_STREAMS)}
     with av.open(CountedReads(data), "r", format=name, options=options) as container:
         stream = _video_stream(container)
         context = stream.codec_context
         check_size((context.width, context.height), max_pixels)
         context.options = codec_options
-        timeline = _timeline(container, stream)
-        for frame in _Reader(container, stream, timeline).frames_at(timeline.samples(count)):
-            yield _upright(frame, max_pixels)
+        yield container, stream
 
 
 def _video_stream(container: InputContainer) -> VideoStream:
@@ -130,6 +165,11 @@ class _Timeline:
         steps = 2 * count * max(1, frames - 1)
         return [first + (2 * position + 1) * length * frames // steps for position in range(count)]
 
+    def key_sample(self) -> list[int]:
+        """Return the time of the last key frame in the first half of the clip, or the first time without key frames."""
+        (middle,) = self.samples(1)
+        return [time for time in self.keys if time <= middle][-1:] or self.shown[:1]
+
 
 def _timeline(container: InputContainer, stream: VideoStream) -> _Timeline:
     """Read the times of all frames from the packets, without decoding frames."""
@@ -154,26 +194,23 @@ def _timeline(container: InputContainer, stream: VideoStream) -> _Timeline:
 class _Reader:
     """Decodes the frames of a stream at given times. It skips frames by seeking to key frames."""
 
-    def __init__(self, container: InputContainer, stream: VideoStream, timeline: _Timeline) -> None:
+    def __init__(self, container: InputContainer, stream: VideoStream, timeline: _Timeline, max_pixels: int) -> None:
         self._container = container
         self._stream = stream
         self._timeline = timeline
+        self._max_pixels = self._pixels_left = max_pixels
 
     def frames_at(self, times: list[int]) -> Iterator[VideoFrame]:
         """Yield the frame that is shown at each of the ascending `times`."""
         frames = self._from(times[0])
-        current = _next(frames)
-        following = None if current is None else _next(frames)
+        current = self._next(frames)
+        following = None if current is None else self._next(frames)
         for time in times:
             if following is not None and self._key_before(time) > self._key_before(_time_of(following)):
                 frames = self._from(time)
-                current, following = following, _next(frames)
-            pixels = 0
+                current, following = following, self._next(frames)
             while following is not None and _time_of(following) <= time:
-                current, following = following, _next(frames)
-                pixels += current.width * current.height
-                if pixels > MAX_PIXELS_PER_FRAME:
-                    raise TooExpensiveError(f"a frame needs more than {MAX_PIXELS_PER_FRAME} pixels to be decoded")
+                current, following = following, self._next(frames)
             if current is None:
                 raise ImageError(reason="corrupt", detail="no frame can be decoded")
             yield current
@@ -189,10 +226,15 @@ class _Reader:
         """Return the index in `keys` of the last key frame that is not after `time`; -1 if there is none."""
         return bisect.bisect_right(self._timeline.keys, time) - 1
 
-
-def _next(frames: Iterator[VideoFrame]) -> VideoFrame | None:
-    """Return the next frame that has a time."""
-    return next((frame for frame in frames if frame.pts is not None or frame.dts is not None), None)
+    def _next(self, frames: Iterator[VideoFrame]) -> VideoFrame | None:
+        """Return the next frame that has a time."""
+        for frame in frames:
+            self._pixels_left -= frame.width * frame.height
+            if self._pixels_left < 0:
+                raise TooExpensiveError(f"the frames need more than {self._max_pixels} pixels to be decoded")
+            if frame.pts is not None or frame.dts is not None:
+                return frame
+        return None
 
 
 def _time_of(frame: VideoFrame) -> Any:
@@ -201,6 +243,6 @@ def _time_of(frame: VideoFrame) -> Any:
 
 def _upright(frame: VideoFrame, max_pixels: int) -> Image.Image:
     check_size((frame.width, frame.height), max_pixels)  # a stream can change its size
-    image = Image.fromarray(frame.to_ndarray(format="rgb24"))
+    image = Image.fromarray(frame.to_ndarray(format="rgb24", threads=1))
     turn = _TURNS.get(frame.rotation % 360)
     return image if turn is None else image.transpose(turn)

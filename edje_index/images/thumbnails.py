@@ -1,4 +1,4 @@
-"""Makes thumbnails of the photos in an index, and of the middle frames of its clips.
+"""Makes thumbnails of the photos in an index, and of key frames of its clips.
 
 A photo is shown only if its hash equals the hash in the index. Without this check, an index from an untrusted author
 could show any file of the reader's machine.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edje_index.images.clips import decode_frames, is_clip
+from edje_index.images.clips import is_clip, key_frame
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, content_hash, decode_partial
 from edje_index.images.inputs import read_bytes
 from edje_index.images.locate import locate
@@ -110,7 +110,7 @@ def _thumbnail(row_id: int, row: dict[str, Any], side: int) -> Thumbnail:
 
 def _shrink(data: bytes, side: int) -> bytes:
     if is_clip(data):
-        image = next(decode_frames(data, 1, DEFAULT_MAX_PIXELS))
+        image = key_frame(data, DEFAULT_MAX_PIXELS)
     else:
         image, _ = decode_partial(data, DEFAULT_MAX_PIXELS)
     image.thumbnail((side, side))

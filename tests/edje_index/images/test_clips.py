@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from edje_index.images import clips
-from edje_index.images.clips import decode_frames, is_clip
+from edje_index.images.clips import decode_frames, is_clip, key_frame
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.decoded_input import DecodeSettings, decode_input
 from tests.edje_index.clip_cases import KINDS, all_frames, clip, panned, photo
@@ -76,10 +76,20 @@ def test_unequal_distances_count_as_time() -> None:
 
 def test_few_frames_are_decoded_between_key_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     data = clip(panned(60), KINDS["lossless"])
-    monkeypatch.setattr(clips, "MAX_PIXELS_PER_FRAME", 12 * 96 * 64)
+    monkeypatch.setattr(clips, "MAX_CLIP_PIXELS", 24 * 96 * 64)
     assert len(decoded(data, 2)) == 2
-    monkeypatch.setattr(clips, "MAX_PIXELS_PER_FRAME", 2 * 96 * 64)
+    assert reason(clip(panned(60), KINDS["mp4"], g="60")) == "too-expensive"
+    assert len(decoded(data, 3)) == 3
+    with pytest.raises(ImageError, match="too-expensive"):  # the limit holds for all frames together
+        decoded(data, 12)
+
+
+def test_a_key_frame_needs_few_decoded_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clip(panned(60), KINDS["lossless"], g="24")
+    monkeypatch.setattr(clips, "MAX_KEY_FRAME_PIXELS", 2 * 96 * 64)
+    monkeypatch.setattr(clips, "MAX_CLIP_PIXELS", 2 * 96 * 64)
     assert reason(data) == "too-expensive"
+    np.testing.assert_array_equal(key_frame(data, LIMIT), panned(60)[24])
 
 
 def test_clips_of_phones_are_turned_upright() -> None:
@@ -136,6 +146,97 @@ def test_clips_of_too_many_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clips, "MAX_CLIP_FRAMES", 11)
     assert len(decoded(clip(panned(11)), 2)) == 2
     assert reason(clip(panned(13))) == "too-expensive"
+
+
+def box(name: bytes, *content: bytes) -> bytes:
+    """A box of ISO/IEC 14496-12."""
+    body = b"".join(content)
+    return struct.pack(">I4s", 8 + len(body), name) + body
+
+
+def table(name: bytes, *numbers: int) -> bytes:
+    return box(name, struct.pack(f">{1 + len(numbers)}I", 0, *numbers))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        table(b"stsz", 1, 100_000_000),
+        table(b"stsz", 0, 100_000_000),
+        table(b"stz2", 8, 100_000_000),
+        table(b"stsc", 1, 1, 1 << 30, 1),
+        table(b"stsc", 1 << 30),
+        100 * table(b"stsc", 0),
+        table(b"trun", 100_000_000),
+        box(b"cmov", box(b"dcom", b"zlib"), box(b"cmvd", bytes(4))),
+    ],
+)
+def test_declared_samples_are_counted_before_a_clip_is_opened(samples: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    monkeypatch.setattr(av, "open", lambda *args, **options: opened.append(args))
+    index = box(b"moov", box(b"trak", box(b"mdia", box(b"minf", box(b"stbl", samples)))))
+    assert reason(box(b"ftyp", b"isom", bytes(4)) + index + box(b"mdat", b"stsz" + 8 * b"z")) == "too-expensive"
+    assert not opened
+
+
+def test_samples_of_uncompressed_audio_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edje_index.images.clip_headers.MAX_SAMPLES", 100)
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mov") as output:
+        video, audio = output.add_stream("mjpeg", rate=10), output.add_stream("pcm_s16le", rate=8000, layout="mono")
+        video.width, video.height, video.pix_fmt = 96, 64, "yuvj420p"
+        for pixels in panned(4):
+            output.mux(video.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 4000), np.int16), format="s16", layout="mono")
+        silence.sample_rate = 8000
+        output.mux([*video.encode(None), *audio.encode(silence), *audio.encode(None)])
+    assert len(decoded(buffer.getvalue(), 2)) == 2
+
+
+@pytest.mark.parametrize("appended", [b"TAG" + 125 * b"t", b"\r\n", b"\r\n\r\n", bytes(3), bytes(20)])
+@pytest.mark.parametrize("flags", ["", "faststart", "frag_keyframe+empty_moov"])
+def test_bytes_after_a_complete_clip_do_not_count(flags: str, appended: bytes) -> None:
+    data = clip(panned(4), movflags=flags) if flags else _CLIPS["mp4"]
+    np.testing.assert_array_equal(decoded(data + appended, 2), decoded(data, 2))
+    assert reason(data + struct.pack(">I4s", 1000, b"mdat") + appended) == "truncated"
+
+
+def test_only_decoders_of_supported_codecs_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    formats = []
+    select = clips._video_stream
+
+    def watched(container: av.container.InputContainer) -> av.VideoStream:
+        formats.append(container.streams.video[0].codec_context.pix_fmt)
+        return select(container)
+
+    monkeypatch.setattr(clips, "_video_stream", watched)
+    assert reason(clip(panned(4), ("avi", "huffyuv", "yuv422p"))) == "unsupported-video"
+    decoded(_CLIPS["avi"], 1)
+    assert formats == [None, "yuv420p"]
+
+
+@pytest.mark.parametrize("kind", ["libvpx", "libsvtav1"])
+def test_further_decoders(kind: str) -> None:
+    data = clip(panned(4), ("matroska", kind, "yuv420p"))
+    np.testing.assert_array_equal(decoded(data, 4), all_frames(data))
+
+
+@pytest.mark.parametrize(("codec", "pixel_format", "unit"), [("libx264", "yuv444p", 1), ("ffv1", "yuv444p10le", 4)])
+def test_colours_follow_the_matrix_of_the_clip(codec: str, pixel_format: str, unit: int) -> None:
+    """Pure green in BT.709, limited range, is Y = 173, Cb = 42, Cr = 26. In BT.601 these numbers are another green."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="matroska") as output:
+        stream = output.add_stream(codec, rate=10, options={"qp": "0"} if codec == "libx264" else {})
+        stream.width, stream.height, stream.pix_fmt = 96, 64, pixel_format
+        frame = av.VideoFrame(96, 64, pixel_format)
+        for plane, value in zip(frame.planes, (173, 42, 26), strict=True):
+            dtype = np.dtype(np.uint8 if unit == 1 else "<u2")
+            plane.update(np.full(plane.buffer_size // dtype.itemsize, value * unit, dtype).tobytes())
+        for part in (stream.codec_context, frame):
+            part.colorspace, part.color_range = 1, 1  # BT.709, limited range
+        output.mux([*stream.encode(frame), *stream.encode(None)])
+    (image,) = decoded(buffer.getvalue(), 1)
+    assert np.abs(image.reshape(-1, 3).astype(int) - [0, 255, 0]).max() <= 3
 
 
 def test_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
