@@ -134,15 +134,17 @@ class ImageEncoder:
 def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens [b, m, d] and the embeddings, unit vectors [b, e], of images or clips."""
     frames = adapter.config.frames
-    if frames is not None and pixels.ndim < _CLIP_AXES:  # an image is a clip in which one frame repeats
-        pixels = pixels.unsqueeze(1).expand(-1, frames, -1, -1, -1)
     if pixels.ndim == _CLIP_AXES:
         return _clip_tokens(vision, adapter, pixels)
     if adapter.needs_attention:
         patches, embeddings, received = vision.encode_with_attention(pixels)
         return adapter(patches, received), embeddings
     patches, embeddings = vision.encode(pixels)
-    return adapter(patches), embeddings
+    if frames is None:
+        return adapter(patches), embeddings
+    # An image is a clip in which one frame repeats. The tower encodes the frame once.
+    repeated = (values.unsqueeze(1).expand(-1, frames, *values.shape[1:]) for values in (patches, embeddings))
+    return adapter.of_frames(*repeated), embeddings
 
 
 def _clip_tokens(vision: VisionTower, adapter: Adapter, clips: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,8 +93,13 @@ class ShardTask:
 
     @property
     def inputs_per_batch(self) -> int:
-        """Number of inputs per forward pass. An input with more frames than `batch_size` gets a pass of its own."""
-        return max(1, self.batch_size // (self.frames or 1))
+        """Number of inputs per forward pass."""
+        return inputs_per_batch(self.batch_size, self.frames)
+
+
+def inputs_per_batch(batch_size: int, frames: int | None) -> int:
+    """Return the inputs per forward pass. An input with more frames than `batch_size` gets a pass of its own."""
+    return max(1, batch_size // (frames or 1))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from edje_index.images.decode import ImageError
 from edje_index.images.decoded_input import DecodeSettings, decode_input, read_input
 from edje_index.images.inputs import InputRef
 from edje_index.images.transient import TransientInputError
-from edje_index.indexing.shard_encoding import stacked
+from edje_index.indexing.shard_encoding import inputs_per_batch, stacked
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +38,18 @@ class TrialTimes:
         return max(self.encode_seconds, self.decode_seconds / decode_threads)
 
 
-def time_encoding(encoder: Encoder, refs: Sequence[InputRef], settings: DecodeSettings) -> TrialTimes | None:
+def time_encoding(
+    encoder: Encoder, refs: Sequence[InputRef], settings: DecodeSettings, *, batch_size: int
+) -> TrialTimes | None:
     """Decode and encode the images of `refs`. Return None if none of them can be decoded.
 
-    The model runs twice, and the second pass is measured, because the first pass prepares the model.
+    Args:
+        encoder: encodes the images.
+        refs: images or clips.
+        settings: settings of decoding.
+        batch_size: number of images, or of frames of clips, per forward pass.
+
+    The first batch is encoded once before the measurement, because this prepares the model.
     """
     import torch
 
@@ -50,10 +58,12 @@ def time_encoding(encoder: Encoder, refs: Sequence[InputRef], settings: DecodeSe
     decode_seconds = (time.perf_counter() - started) / max(1, len(refs))
     if not pixels:
         return None
-    batch = torch.stack(pixels)
-    encoder.encode(batch)
+    size = inputs_per_batch(batch_size, settings.frames)
+    batches = [torch.stack(pixels[start : start + size]) for start in range(0, len(pixels), size)]
+    encoder.encode(batches[0])
     started = time.perf_counter()
-    encoder.encode(batch)
+    for batch in batches:
+        encoder.encode(batch)
     return TrialTimes(len(pixels), decode_seconds, (time.perf_counter() - started) / len(pixels))
 
 

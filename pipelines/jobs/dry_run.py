@@ -228,4 +228,5 @@ def _trial(cost: _Cost, sample: list[InputRef], on_event: OnEvent) -> TrialTimes
         return None
     on_event(StatusMessage(f"encoding {len(sample)} images to estimate the time"))
     encoder = ImageEncoder.open(cost.info.path, device=settings.device, threads=settings.threads, dtype=settings.dtype)
-    return time_encoding(encoder, sample, DecodeSettings(settings.max_pixels, settings.truncated, settings.frames))
+    decoding = DecodeSettings(settings.max_pixels, settings.truncated, settings.frames)
+    return time_encoding(encoder, sample, decoding, batch_size=settings.batch_size)

@@ -134,11 +134,10 @@ def _ann(merge: Merge, partial: Path, on_event: OnEvent) -> dict[str, Any]:
 
 
 def _settings(merge: Merge) -> dict[str, Any]:
-    """Return the settings of the first index, with the sources of all indexes, and the frames of those with clips."""
+    """Return the settings of the first index, with the sources of all indexes."""
     manifests = [each.index.manifest for each in merge.inputs]
     settings = {name: value for name, value in manifests[0].settings.items() if name != SOURCES_MEMBER}
-    if (frames := _frames(manifests)) is not None:
-        settings["frames"] = frames
+    _check_frames(manifests)
     digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
     if None not in digests:
         settings["inputs_digest"] = hashlib.sha256(" ".join(map(str, digests)).encode()).hexdigest()
@@ -149,20 +148,15 @@ def _settings(merge: Merge) -> dict[str, Any]:
     return {**settings, SOURCES_MEMBER: [asdict(group) for group in every]}
 
 
-def _frames(manifests: Sequence[Manifest]) -> int | None:
-    """Return the number of frames per clip of the indexes that hold clips; None if there are none.
-
-    Raises:
-        UsageError: two indexes have different numbers.
-    """
-    numbers = {manifest.settings["frames"] for manifest in manifests if holds_clips(manifest)}
+def _check_frames(manifests: Sequence[Manifest]) -> None:
+    """Raise UsageError if two indexes have different numbers of frames per clip. Images count as another number."""
+    numbers = {str(manifest.settings["frames"]) if holds_clips(manifest) else "images only" for manifest in manifests}
     if len(numbers) > 1:
         raise UsageError(
-            f"the indexes have different numbers of frames per clip ({', '.join(map(str, sorted(numbers)))}); build "
+            f"the indexes have different numbers of frames per clip ({', '.join(sorted(numbers))}); build "
             "them with the same number, or keep them apart",
             parameter="indexes",
         )
-    return next(iter(numbers), None)
 
 
 def _result(indexes: Sequence[Path], manifest: Manifest, shards: int, seconds: float) -> MergeResult:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from edje_index import TokenIndex
 from edje_index.images.thumbnails import read_thumbnails
+from edje_index.indexing.image_encoder import ImageEncoder
 from pipelines.jobs.append import run_append
 from pipelines.jobs.build import run_build
 from pipelines.jobs.dry_run import try_build
@@ -54,7 +55,7 @@ def by_name(root: Path) -> dict[str, dict[str, Any]]:
     return {Path(row["uri"]).name: row for row in read_rows(root).to_pylist()}
 
 
-def test_one_row_per_clip(request_clips: BuildConfig) -> None:
+def test_one_row_per_clip(request_clips: BuildConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_build(request_clips, ignore)
     assert (result.inputs, result.indexed, result.duplicates, result.failed) == (7, 5, 0, 2)
     assert result.failed_by_reason == {"not-an-image": 1, "truncated": 1}
@@ -62,6 +63,7 @@ def test_one_row_per_clip(request_clips: BuildConfig) -> None:
     rows = by_name(request_clips.out)
     assert list(rows) == ["a.avi", "a.mkv", "a.mp4", "a.webm", "b.mp4", "c.mov", "still.png"]
     assert (rows["a.mkv"]["width"], rows["a.mkv"]["height"], rows["a.mkv"]["scene"]) == (96, 64, "a cat")
+    monkeypatch.setattr("edje_index.images.clips.MAX_CLIP_PIXELS", 0)  # thumbnails have a smaller limit of their own
     assert [image.jpeg is None for image in read_thumbnails(request_clips.out, range(7))] == 4 * [False] + [
         True,
         True,
@@ -149,10 +151,18 @@ def _same_blocks(left: Path, right: Path, names: list[str]) -> None:
     np.testing.assert_array_equal(*blocks)
 
 
-def test_a_dry_run_counts_clips(request_clips: BuildConfig) -> None:
+def test_a_dry_run_counts_clips(request_clips: BuildConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, batches = ImageEncoder.encode, []
+
+    def counted(encoder: ImageEncoder, pixels: Any) -> Any:
+        batches.append(len(pixels))
+        return encode(encoder, pixels)
+
+    monkeypatch.setattr(ImageEncoder, "encode", counted)
     dry = try_build(request_clips, ignore)
     assert (dry.inputs, dry.sampled_images) == (7, 5)
     assert dry.memory_bytes["batches"] == 4 * 3 * 3 * 4 * 32 * 32  # a clip of 3 frames exceeds the batch of 2 images
+    assert batches == [1] * 6  # one pass to prepare the model
 
 
 def test_adapters_that_cannot_combine_frames_are_refused(request_clips: BuildConfig, tmp_path: Path) -> None:
@@ -168,14 +178,16 @@ def test_merges_keep_the_number_of_frames(request_clips: BuildConfig, tmp_path: 
     clips = Path(request_clips.sources[0])
     requests = {
         "images": replace(request_clips, sources=(str(clips / "still.png"),), frames=None),
+        "more": replace(request_clips, sources=(str(clips / "still.png"),)),
         "three": replace(request_clips, sources=(str(clips / "a.mp4"),)),
         "four": replace(request_clips, sources=(str(clips / "a.avi"),), frames=4),
     }
     for name, request in requests.items():
         run_build(replace(request, out=tmp_path / name), ignore)
-    with pytest.raises(UsageError, match=r"different numbers of frames per clip \(3, 4\)"):
-        run_merge([tmp_path / name for name in requests], tmp_path / "all.edje", ignore)
-    assert not (tmp_path / "all.edje").exists()
-    run_merge([tmp_path / "images", tmp_path / "three"], tmp_path / "all.edje", ignore)
+    for names, numbers in ((["three", "four"], "3, 4"), (["images", "three"], "3, images only")):
+        with pytest.raises(UsageError, match=rf"different numbers of frames per clip \({numbers}\)"):
+            run_merge([tmp_path / name for name in names], tmp_path / "all.edje", ignore)
+        assert not (tmp_path / "all.edje").exists()
+    run_merge([tmp_path / "more", tmp_path / "three"], tmp_path / "all.edje", ignore)
     updated = run_update(UpdateConfig(tmp_path / "all.edje", engine="inline"), ignore)
     assert (updated.unchanged, updated.vanished) == (2, 0)

@@ -98,7 +98,9 @@ def test_the_adapter_of_the_frames_is_not_trained() -> None:
 
 
 @pytest.mark.parametrize("kind", TEMPORAL)
-def test_bundles_keep_the_adapter(kind: str, tiny_model: ModelBundle, tmp_path: Path) -> None:
+def test_bundles_keep_the_adapter(
+    kind: str, tiny_model: ModelBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = tiny_model.adapter.config
     changes = {"frame_adapter": image, "vision_dim": image.language_dim} if kind == FRAME_TOKENS else {"vision_dim": 24}
     config = replace(image, kind=kind, frames=3, num_heads=2, **changes)
@@ -108,10 +110,18 @@ def test_bundles_keep_the_adapter(kind: str, tiny_model: ModelBundle, tmp_path: 
     loaded = load_adapter(info)
     assert loaded.config == config
     pixels = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    encode, batches = tiny_model.vision.encode, []
+
+    def counted(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batches.append(len(batch))
+        return encode(batch)
+
+    monkeypatch.setattr(tiny_model.vision, "encode", counted)
     with torch.no_grad():
         still, embedding = image_tokens(tiny_model.vision, loaded, pixels)
         clip, _ = image_tokens(tiny_model.vision, bundle.adapter, pixels[:, None].expand(-1, 3, -1, -1, -1))
     torch.testing.assert_close(still, clip)
+    assert batches == [1, 3]  # the tower encodes an image once
     torch.testing.assert_close(embedding, tiny_model.vision.encode(pixels)[1])
     with pytest.raises(ModelError, match=r"widths? (8|25)"):
         replace(bundle, adapter=build_adapter(wrong(config)), info=None).save(tmp_path / "wrong")
