@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,7 @@ from storage_formats.writing.file_copy import copy_file
 from storage_formats.writing.remote_writes import (
     ROOT,
     contents,
+    holds_claim,
     is_data,
     is_zarr_file,
     put_file,
@@ -114,11 +115,13 @@ class RemoteTarget:
     Attributes:
         folder: objects of the destination.
         replaced: the `index.json` that the copy will replace. None if the destination has no `index.json`.
+        writer: members of `build/claim.json` that identify the copies of this snapshot.
         cleans: whether the copy finally deletes all objects that the new index does not need.
         owns_claim: whether this copy created `build/claim.json`. False if this copy resumes another copy.
     """
 
     folder: ObjectFolder
+    writer: Mapping[str, str]
     replaced: ObjectVersion | None = None
     cleans: bool = False
     owns_claim: bool = False
@@ -132,19 +135,27 @@ class RemoteTarget:
         Raises:
             EdjeError: another writer has changed the destination.
         """
+        data = manifest_bytes(index)
         try:
-            put_root(self.folder, manifest_bytes(index), self.replaced)
+            if not holds_claim(self.folder, self.writer) and not self._has_root(data):
+                raise ObjectChangedError(f"another writer removed {self.folder.url_of(CLAIM)}")
+            put_root(self.folder, data, self.replaced)
         except ObjectChangedError as error:
             if self.owns_claim:
-                self.folder.delete([CLAIM])
+                release_claim(self.folder, self.writer)
             raise EdjeError(
-                f"{error} during the copy. The destination contains the complete index of that writer. To replace that "
-                "index, run the copy again"
+                f"{error} during the copy, so the copy did not write index.json. Run the copy again once no other "
+                "process writes to the destination"
             ) from error
         if self.cleans:
             named = {entry.path for entry in entries}
             self.folder.delete([key for key in self.folder.list_keys() if is_data(key) and key not in named])
-        self.folder.delete([CLAIM])
+        release_claim(self.folder, self.writer)
+
+    def _has_root(self, data: bytes) -> bool:
+        """Return True if another copy of the same snapshot has ended and removed the claim that both share."""
+        version, _ = read_root(self.folder)
+        return version is not None and version.data == data
 
 
 def begin_remote_copy(
@@ -167,11 +178,18 @@ def begin_remote_copy(
     claim = take_claim(folder, writer, {"replace": replace})
     if replace:
         folder.delete([ROOT])
-        return RemoteTarget(folder, cleans=True, owns_claim=claim.is_new)
+        return RemoteTarget(folder, writer, cleans=True, owns_claim=claim.is_new)
     try:
         version, manifest = read_root(folder)
         if version is None or manifest is None:
-            return RemoteTarget(folder, cleans=claim.contents.get("replace") is True, owns_claim=claim.is_new)
+            cleans = claim.contents.get("replace") is True
+            return RemoteTarget(folder, writer, cleans=cleans, owns_claim=claim.is_new)
+        if not _has_snapshot(index, manifest):
+            raise UsageError(
+                f"{folder.url} is at snapshot {manifest.snapshot.number}, which {index.location} does not have; choose "
+                "another destination. To discard the changes of that index, copy with replace=True",
+                parameter="out",
+            )
         if path := _conflict(folder, manifest, entries):
             raise UsageError(
                 f"{folder.url} contains another index: its file {path} differs from the file in {index.location}; "
@@ -182,7 +200,21 @@ def begin_remote_copy(
         if claim.is_new:
             release_claim(folder, writer)
         raise
-    return RemoteTarget(folder, version, owns_claim=claim.is_new)
+    return RemoteTarget(folder, writer, version, owns_claim=claim.is_new)
+
+
+def _has_snapshot(index: CommittedIndex, manifest: Manifest) -> bool:
+    """Return True if `manifest` describes the open snapshot of `index` or an earlier snapshot that `index` keeps."""
+    number = manifest.snapshot.number
+    if number >= index.manifest.snapshot.number:
+        return manifest.snapshot == index.manifest.snapshot
+    try:
+        earlier = (
+            CommittedIndex.open(index.root, number) if index.remote is None else open_remote(index.remote.url, number)
+        )
+    except EdjeError:
+        return False
+    return manifest.snapshot == earlier.manifest.snapshot
 
 
 def _conflict(folder: ObjectFolder, manifest: Manifest, entries: Sequence[FileEntry]) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import socket
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from storage_formats.writing.snapshots import DATA_FILE
 ROOT = "index.json"
 _CHECKSUM = "crc32c"  # name of the object metadata
 _MAX_CLAIM_BYTES = 1 << 20
+_SNAPSHOT = re.compile(r"snapshots/\d+\.json")
 
 
 def refuse_read_only(folder: ObjectFolder, parameter: str) -> None:
@@ -184,4 +186,4 @@ def put_root(folder: ObjectFolder, data: bytes, replaced: ObjectVersion | None) 
 
 def is_data(key: str) -> bool:
     """Return True if `key` is the name of a data file, or of the manifest of an earlier snapshot."""
-    return DATA_FILE.fullmatch(key) is not None or key.startswith("snapshots/")
+    return DATA_FILE.fullmatch(key) is not None or _SNAPSHOT.fullmatch(key) is not None

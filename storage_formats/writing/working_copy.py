@@ -224,15 +224,12 @@ class _RemoteChange:
 
     def _publish(self, data: bytes) -> None:
         """Put the new files of a snapshot, and commit its `index.json` with the contents `data`."""
-        if not holds_claim(self._folder, self._writer):
-            raise EdjeError(
-                f"the object {self._folder.url_of(CLAIM)}, which keeps other writers away, is gone or was replaced. "
-                "Nothing was changed; run the command again once no other process changes the index"
-            )
+        self._check_claim()
         index = CommittedIndex(self._root, Manifest.parse(data, self._folder.url_of(ROOT)))
         with ThreadPoolExecutor(_PARALLEL_UPLOADS) as pool:
             list(pool.map(lambda entry: put_file(self._folder, index, entry), self._new_files(index)))
         write_bytes_atomic(self._next_manifest, data)
+        self._check_claim()  # without it, another writer may have removed the new files
         try:
             put_root(self._folder, data, self._version)
             self._version = self._folder.read(ROOT, MAX_MANIFEST_BYTES)
@@ -243,6 +240,13 @@ class _RemoteChange:
                 f"{error} during this change. The snapshot of that writer is whole, and this change was not made; run "
                 "the command again"
             ) from error
+
+    def _check_claim(self) -> None:
+        if not holds_claim(self._folder, self._writer):
+            raise EdjeError(
+                f"the object {self._folder.url_of(CLAIM)}, which keeps other writers away, is gone or was replaced. "
+                "Nothing was changed; run the command again once no other process changes the index"
+            )
 
     def _new_files(self, index: CommittedIndex) -> list[FileEntry]:
         """Return the entries of the files that `index` names and the committed snapshot does not."""

@@ -20,6 +20,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.writing.index_copy import begin_remote_copy, files_to_copy
+from storage_formats.writing.remote_writes import holds_claim, is_data, take_claim
 from storage_formats.writing.snapshots import write_array_shapes
 from tests.command_line import command, environment
 from tests.conftest import write_random_index
@@ -155,6 +156,34 @@ def test_another_index_is_refused_or_replaced_on_request(index, other, url, tmp_
     assert set(ObjectFolder.open(url).list_keys()) == set(contents(index))
 
 
+def test_a_copy_never_reverts_changes_of_the_destination(index, url, tmp_path):
+    copy_index(index, url)
+    delete_rows(url, rows=[3])
+    with pytest.raises(UsageError, match=r"is at snapshot 1, which .* does not have"):
+        copy_index(index, url)
+    delete_rows(index, rows=[5])
+    with pytest.raises(UsageError, match=r"is at snapshot 1, which .* does not have"):
+        copy_index(index, url)
+    assert len(CommittedIndex.open(index).deleted) == 1
+    copy_index(url, tmp_path / "changed")
+    assert CommittedIndex.open(tmp_path / "changed").deleted.row_ids().tolist() == [3]
+
+
+def test_the_claim_of_a_later_writer_outlives_a_copy(index, url):
+    opened = CommittedIndex.open(index)
+    begun = begin_remote_copy(opened, ObjectFolder.open(url), files_to_copy(opened), replace=False)
+    copy_index(index, url)  # the same copy by another process ends first, with the claim that both share
+    take_claim(ObjectFolder.open(url), {"writer": "a later one"})
+    begun.commit(opened, files_to_copy(opened))
+    assert holds_claim(ObjectFolder.open(url), {"writer": "a later one"})
+
+
+def test_only_files_of_an_index_are_data():
+    assert is_data("snapshots/12.json")
+    assert not is_data("snapshots/db-2026.tar")
+    assert not is_data("snapshots/12.json/x")
+
+
 def test_a_stopped_copy_is_resumed_and_keeps_others_away(index, other, url, tmp_path):
     calls = iter(range(100))
     with pytest.raises(JobStopped):
@@ -229,7 +258,9 @@ def test_a_commit_never_takes_the_place_of_another(index, url, tmp_path):
     ObjectFolder.open(url).delete(["build/claim.json"])
     delete_rows(index, rows=[2])
     copy_index(index, url)
-    with pytest.raises(EdjeError, match=r"another writer changed .*index.json.*The destination contains the complete"):
+    with pytest.raises(
+        EdjeError, match=r"another writer removed .*claim.json during the copy, so the copy did not write index.json"
+    ):
         begun.commit(stale, entries)
     assert "build/claim.json" not in ObjectFolder.open(url).list_keys()
     check_equal(url, index, tmp_path)
