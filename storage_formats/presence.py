@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.object_store import ObjectFolder
-from storage_formats.format.shard_table import FileEntry, read_shard_tables
+from storage_formats.format.shard_table import read_shard_tables
 
 _PROBLEMS_SHOWN = 3
 
@@ -40,32 +40,31 @@ def _advice(index: CommittedIndex) -> str:
 
 def _problems(index: CommittedIndex) -> Iterator[str]:
     layout = Layout(index.root)
-    zarr_files = layout.zarr_files(index.manifest.spec.precisions)
+    size_of = _size_on_disk(index.root) if index.remote is None else _size_in(index.remote.list_sizes())
+    for path in layout.zarr_files(index.manifest.spec.precisions):
+        if isinstance(problem := size_of(layout.relative(path)), str):
+            yield f"{layout.relative(path)} {problem}"
     lines = read_shard_tables(index.root, index.manifest.shard_tables)
-    files = [*(file for _, file in lines), *index.manifest.ann_files]
-    if index.remote is not None:
-        yield from _remote_problems(index.remote, map(layout.relative, zarr_files), files)
-        return
-    for path in zarr_files:
-        if not path.is_file():
-            yield f"{layout.relative(path)} is missing"
-    for file in files:
+    for file in (*(file for _, file in lines), *index.manifest.ann_files):
+        size = size_of(file.path)
+        if isinstance(size, str):
+            yield f"{file.path} {size}"
+        elif size != file.bytes:
+            yield f"{file.path} has {size} bytes instead of the {file.bytes} that were committed"
+
+
+def _size_in(sizes: Mapping[str, int]) -> Callable[[str], int | str]:
+    return lambda key: sizes.get(key, "is missing")
+
+
+def _size_on_disk(root: Path) -> Callable[[str], int | str]:
+    def size_of(path: str) -> int | str:
         try:
-            status = os.stat(layout.root / file.path)
+            status = os.stat(root / path)
+        except FileNotFoundError:
+            return "is missing"
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            yield f"{file.path} cannot be read: {getattr(error, 'strerror', None) or error}"
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            yield f"{file.path} is not a regular file"
-        elif status.st_size != file.bytes:
-            yield f"{file.path} has {status.st_size} bytes instead of the {file.bytes} that were committed"
+            return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        return status.st_size if stat.S_ISREG(status.st_mode) else "is not a regular file"
 
-
-def _remote_problems(folder: ObjectFolder, zarr_keys: Iterable[str], files: Iterable[FileEntry]) -> Iterator[str]:
-    sizes = folder.list_sizes()
-    yield from (f"{key} is missing" for key in zarr_keys if key not in sizes)
-    for file in files:
-        if file.path not in sizes:
-            yield f"{file.path} is missing"
-        elif sizes[file.path] != file.bytes:
-            yield f"{file.path} has {sizes[file.path]} bytes instead of the {file.bytes} that were committed"
+    return size_of
