@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         quantize_index,
         repair_index,
         retry_failed,
+        split_index,
         train,
         update_index,
     )
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.repair import RepairResult
     from pipelines.jobs.retry_failed import RetryResult
     from pipelines.jobs.snapshots import DeleteResult
+    from pipelines.jobs.split import SplitResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.jobs.update import UpdateResult
     from pipelines.progress.stopping import JobStopped
@@ -46,6 +48,7 @@ _MODULES = {
     "QuantizeResult": "pipelines.jobs.quantize",
     "RepairResult": "pipelines.jobs.repair",
     "RetryResult": "pipelines.jobs.retry_failed",
+    "SplitResult": "pipelines.jobs.split",
     "TrainResult": "pipelines.jobs.training.result",
     "UpdateResult": "pipelines.jobs.update",
     "append_index": "pipelines.api",
@@ -57,6 +60,7 @@ _MODULES = {
     "quantize_index": "pipelines.api",
     "repair_index": "pipelines.api",
     "retry_failed": "pipelines.api",
+    "split_index": "pipelines.api",
     "train": "pipelines.api",
     "update_index": "pipelines.api",
 }
@@ -72,6 +76,7 @@ __all__ = [
     "QuantizeResult",
     "RepairResult",
     "RetryResult",
+    "SplitResult",
     "TrainResult",
     "UpdateResult",
     "append_index",
@@ -83,6 +88,7 @@ __all__ = [
     "quantize_index",
     "repair_index",
     "retry_failed",
+    "split_index",
     "train",
     "update_index",
 ]

@@ -24,7 +24,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.row_map import translate_row_ids
-from storage_formats.format.tombstones import Tombstones, live_rows, refuse_renumbered, rows_in_use
+from storage_formats.format.tombstones import Tombstones, live_rows, refuse_before_first, rows_in_use
 from storage_formats.reading.base import Batch, DestinationFactory
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
@@ -424,7 +424,7 @@ class _View:
         """Return `row_ids` as int64 [k]. Raise the errors of `fetch` if a row id is not valid."""
         ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
         self.deleted.refuse(ids)
-        refuse_renumbered(ids, self.index.manifest.spec)
+        refuse_before_first(ids, self.index.manifest.spec)
         return ids
 
     def batch(self, ids: NDArray[np.int64]) -> _Requested:

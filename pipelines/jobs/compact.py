@@ -7,14 +7,15 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelines.engines.base import describe_error
 from pipelines.jobs.copy_rows import copy_rows
+from pipelines.jobs.copy_shards import build_copied_ann
 from pipelines.jobs.leftovers import discard_unfinished_compaction, refuse_unfinished_append, remove_leftovers
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.recorded_sources import recorded_sources, with_sources
-from pipelines.progress.events import OnEvent, StatusMessage
+from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
@@ -132,22 +133,13 @@ def _publish(index: CommittedIndex, copy: RowCopy, receipts: list[ShardReceipt],
     if groups is not None:
         index = replace(index, manifest=with_sources(index.manifest, groups))
     try:
-        manifest = commit_compaction(index, copy, receipts, _ann(index, copy, on_event))
+        ann = build_copied_ann(index.root, copy.spec, [index.manifest], on_event, replace_file=False)
+        manifest = commit_compaction(index, copy, receipts, ann)
         remove_build(Layout(index.root))
         return manifest
     except OSError as error:
         reason = f"cannot write {index.root}: {describe_error(error)}; finished shards are kept"
         raise JobStopped(reason) from error
-
-
-def _ann(index: CommittedIndex, copy: RowCopy, on_event: OnEvent) -> dict[str, Any]:
-    """Build a nearest-neighbour index of the copied rows, if `index` has one. Return its entry in the manifest."""
-    if not index.manifest.ann_files:
-        return index.manifest.ann
-    from edje_index.indexing.faiss_index import build_ann
-
-    on_event(StatusMessage("building the nearest-neighbour index"))
-    return build_ann(index.root, copy.spec, replace_file=False)
 
 
 def _result(manifest: Manifest, removed: int, seconds: float) -> CompactResult:

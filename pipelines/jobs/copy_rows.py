@@ -1,33 +1,23 @@
-"""Copies rows into new shards, for compactions and merges."""
+"""Copies rows into new shards, for compactions."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from pipelines.engines import open_engine
 from pipelines.engines.base import TaskInterrupted
-from pipelines.jobs.shard_run import ShardJob, run_shards
+from pipelines.jobs.copy_shards import CopyJob, copy_shards
 from pipelines.planning.machine import free_disk
 from pipelines.planning.resources import disk_need
-from pipelines.progress.events import OnEvent, PlanReady
-from pipelines.progress.meter import ShardState
+from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from storage_formats.format.receipts import ShardReceipt
-    from storage_formats.writing.row_copy import RowCopier, RowCopy
-
-
-@dataclass(frozen=True)
-class ShardCopy:
-    """Task that writes the new shard with the number `shard`."""
-
-    shard: int
+    from storage_formats.writing.row_copy import RowCopy
 
 
 def copy_rows(
@@ -39,35 +29,19 @@ def copy_rows(
         UsageError: the disk is too small.
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
     """
-    from storage_formats.writing.begin import clear_staging
-    from storage_formats.writing.row_copy import RowCopier
+    from storage_formats.writing.row_copy import CopyInterrupted, RowCopier
 
     _check_disk(copy, len(copy.shards) - len(finished))
-    clear_staging(copy.target)
-    rows = copy.segment.rows
-    on_event(PlanReady(rows, len(copy.shards), len(finished)))
+    job = CopyJob(activity, copy.target, copy.shards, copy.segment.rows, finished)
     with RowCopier(copy) as copier:
-        job = ShardJob(
-            activity=activity,
-            shards=copy.shards,
-            rows=rows,
-            make_worker=lambda: functools.partial(_copy_shard, copier),
-            make_task=ShardCopy,
-            state_of_report=lambda report: report,
-            state_of_receipt=lambda receipt: ShardState(receipt.rows),
-        )
-        return run_shards(job, dict(finished), open_engine("inline", None), on_event, should_stop).receipts
 
+        def copy_shard(shard: int, on_rows: Callable[[int], None], should_stop: ShouldStop) -> ShardReceipt:
+            try:
+                return copier.copy_shard(shard, on_rows, should_stop)
+            except CopyInterrupted as error:
+                raise TaskInterrupted from error
 
-def _copy_shard(
-    copier: RowCopier, task: ShardCopy, on_progress: Callable[[Any], None], should_stop: ShouldStop
-) -> ShardReceipt:
-    from storage_formats.writing.row_copy import CopyInterrupted
-
-    try:
-        return copier.copy_shard(task.shard, lambda done: on_progress((task.shard, ShardState(done))), should_stop)
-    except CopyInterrupted as error:
-        raise TaskInterrupted from error
+        return copy_shards(job, copy_shard, on_event, should_stop)
 
 
 def _check_disk(copy: RowCopy, shards: int) -> None:

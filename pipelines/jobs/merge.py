@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.engines import open_engine
-from pipelines.jobs.copy_rows import ShardCopy
+from pipelines.jobs.copy_shards import CopyJob, build_copied_ann, copy_shards
 from pipelines.jobs.new_index import new_index
-from pipelines.jobs.shard_run import ShardJob, run_shards
 from pipelines.planning.recorded_sources import SOURCES_MEMBER, holds_clips, recorded_sources
-from pipelines.progress.events import OnEvent, PlanReady, StatusMessage
-from pipelines.progress.meter import ShardState
+from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.stopping import ShouldStop
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import Manifest
-    from storage_formats.format.receipts import ShardReceipt
-    from storage_formats.writing.merge import Merge, ShardMover
+    from storage_formats.writing.merge import Merge
 
 
 @dataclass(frozen=True)
@@ -81,56 +76,19 @@ def run_merge(
         EdjeError: another process is writing to `out`.
     """
     from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.writing.merge import commit_merge, plan_merge
+    from storage_formats.writing.merge import ShardMover, commit_merge, plan_merge
 
     started = time.monotonic()
     merge = plan_merge([CommittedIndex.open(root) for root in indexes])
     settings = _settings(merge)
     with new_index(out, merge.plan, merge.spec) as partial:
-        receipts = _copy_shards(merge, partial, on_event, should_stop)
-        ann = _ann(merge, partial, on_event)
+        mover = ShardMover(merge, partial)
+        job = CopyJob.new("copying", partial, merge.spec, merge.plan)
+        receipts = copy_shards(job, lambda shard, *_: mover.copy_shard(shard), on_event, should_stop)
+        ann = build_copied_ann(partial, merge.spec, [each.index.manifest for each in merge.inputs], on_event)
         on_event(StatusMessage("looking for duplicates"))
         manifest = commit_merge(merge, partial, receipts, settings=settings, ann=ann)
     return _result(indexes, manifest, len(receipts), time.monotonic() - started)
-
-
-def _copy_shards(merge: Merge, partial: Path, on_event: OnEvent, should_stop: ShouldStop) -> list[ShardReceipt]:
-    from storage_formats.format.layout import Layout
-    from storage_formats.format.receipts import read_receipts
-    from storage_formats.writing.begin import clear_staging
-    from storage_formats.writing.merge import ShardMover
-
-    shards, rows = list(merge.spec.shard_numbers()), merge.spec.used_rows
-    finished = read_receipts(Layout(partial), shards, merge.plan)
-    clear_staging(partial)
-    on_event(PlanReady(rows, len(shards), len(finished)))
-    mover = ShardMover(merge, partial)
-    job = ShardJob(
-        activity="copying",
-        shards=shards,
-        rows=rows,
-        make_worker=lambda: functools.partial(_copy_shard, mover),
-        make_task=ShardCopy,
-        state_of_report=lambda report: report,
-        state_of_receipt=lambda receipt: ShardState(receipt.rows),
-    )
-    return run_shards(job, finished, open_engine("inline", None), on_event, should_stop).receipts
-
-
-def _copy_shard(
-    mover: ShardMover, task: ShardCopy, on_progress: Callable[[Any], None], should_stop: ShouldStop
-) -> ShardReceipt:
-    return mover.copy_shard(task.shard)
-
-
-def _ann(merge: Merge, partial: Path, on_event: OnEvent) -> dict[str, Any]:
-    """Build a nearest-neighbour index of the copied rows, if an input has one. Return its entry in the manifest."""
-    if not any(each.index.manifest.ann_files for each in merge.inputs):
-        return merge.inputs[0].index.manifest.ann
-    from edje_index.indexing.faiss_index import build_ann
-
-    on_event(StatusMessage("building the nearest-neighbour index"))
-    return build_ann(partial, merge.spec)
 
 
 def _settings(merge: Merge) -> dict[str, Any]:

@@ -21,6 +21,12 @@ def partial_directory(out: Path) -> Path:
     return out.absolute().with_name(f".{out.name}.partial")
 
 
+def refuse_existing(out: Path) -> None:
+    """Raise UsageError if `out` exists, unless `out` is an empty directory."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out.absolute()} exists already; choose another output directory", parameter="out")
+
+
 @contextlib.contextmanager
 def new_index(out: Path, plan: str, spec: IndexSpec) -> Iterator[Path]:
     """Yield a temporary directory in which to write a new index. At the end, rename the directory to `out`.
@@ -42,8 +48,7 @@ def new_index(out: Path, plan: str, spec: IndexSpec) -> Iterator[Path]:
     from storage_formats.writing.publish import remove_build
 
     out = out.absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists already; choose another output directory", parameter="out")
+    refuse_existing(out)
     partial = partial_directory(out)
     try:
         with locked_index(partial):

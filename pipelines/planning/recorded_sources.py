@@ -36,6 +36,8 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
     """
     settings = manifest.settings
     try:
+        if settings.get(SOURCES_MEMBER, ()) is None:
+            return None
         if SOURCES_MEMBER in settings:
             return tuple(SourceGroup(_texts(group["sources"]), group["column"]) for group in settings[SOURCES_MEMBER])
         if len(manifest.spec.used_segments) > 1 or manifest.row_maps or "sources" not in settings:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
 
 _COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason", "duplicate_of", "encode_seconds")
-_CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})  # the file itself may be sound
+_CAN_WORK_NOW = frozenset(
+    {"changed-since-plan", "original-deleted", "original-in-another-part"}
+)  # the file itself may be sound
 
 
 @dataclass(slots=True)

@@ -119,19 +119,19 @@ def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
 
 def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
     """Raise RowIdError if one of `row_ids` [k] belongs to no segment. All ids must be in 0..rows - 1."""
-    refuse_renumbered(row_ids, spec)
+    refuse_before_first(row_ids, spec)
     unused = row_ids[~rows_in_use(row_ids, spec)]
     if len(unused):
         raise RowIdError(f"row id {unused[0]} belongs to no input; leave this row id out")
 
 
-def refuse_renumbered(row_ids: Ints, spec: IndexSpec) -> None:
-    """Raise RowIdError if a row id lies before the first segment. A compaction has replaced these row ids."""
+def refuse_before_first(row_ids: Ints, spec: IndexSpec) -> None:
+    """Raise RowIdError if a row id lies before the first segment: a compaction or a split moved the first row."""
     first = spec.used_segments[0].first_row
     if first and len(row_ids) and (lowest := int(row_ids.min())) < first:
         raise RowIdError(
-            f"row id {lowest} is from before a compaction: the row ids of the index now begin at {first}; translate "
-            "old row ids with TokenStore.translate"
+            f"row id {lowest} is below {first}, the first row id of the index: a compaction renumbered the row, or the "
+            "row is in another part of a split index; after a compaction, translate row ids with TokenStore.translate"
         )
 
 

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import bisect
 import datetime
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.codecs import codec
-from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.format.layout import EXTENDED_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout, Segment
-from storage_formats.format.manifest import CommittedIndex, Manifest, Snapshot, created_by
+from storage_formats.errors import UsageError
+from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, iter_rows, read_shard_rows, write_rows
-from storage_formats.format.shard_table import FileEntry, read_shard_tables, write_shard_table
+from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.source_columns import MAX_COLUMNS, SourceColumn, merge_columns
 from storage_formats.format.tombstones import Tombstones
-from storage_formats.writing.file_copy import copy_file
-from storage_formats.writing.publish import check_receipts, total_counts
-from storage_formats.writing.row_copy import with_columns
-from storage_formats.writing.snapshots import write_tombstones
-from storage_formats.writing.staging import StagedFiles
+from storage_formats.writing.row_copy import ORIGINAL_DELETED, with_row_ids
+from storage_formats.writing.shard_copy import (
+    CommittedShards,
+    NewIndex,
+    ShardTarget,
+    commit_new_index,
+    copy_shard,
+)
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.bytes_]
@@ -81,8 +84,10 @@ def plan_merge(indexes: Sequence[CommittedIndex]) -> Merge:
     """
     if len(indexes) < 2:
         raise UsageError("a merge needs at least two indexes", parameter="indexes")
-    if len({index.root.resolve() for index in indexes}) < len(indexes):
-        raise UsageError("an index is given twice; give each index only once", parameter="indexes")
+    roots = [index.root.resolve() for index in indexes]
+    for position, root in enumerate(roots):
+        if root in roots[:position]:
+            raise UsageError(f"{indexes[position].root} is given twice; give each index only once", parameter="indexes")
     for index in indexes[1:]:
         _refuse_differences(indexes[0], index)
     first, inputs, segments = indexes[0].manifest.spec, list[MergeInput](), list[Segment]()
@@ -148,12 +153,8 @@ class ShardMover:
     def __init__(self, merge: Merge, target: Path) -> None:
         self._merge = merge
         self._layout = Layout(target)
-        self._inputs: dict[int, MergeInput] = {}
-        self._entries: dict[int, dict[str, FileEntry]] = {}
-        for each in merge.inputs:
-            for shard, file in read_shard_tables(each.index.root, each.index.manifest.shard_tables):
-                self._inputs[shard + each.shard_offset] = each
-                self._entries.setdefault(shard + each.shard_offset, {})[file.path] = file
+        self._inputs = [(each, CommittedShards(each.index)) for each in merge.inputs]
+        self._first_shards = [each.first_row // merge.spec.shard_size for each in merge.inputs]
 
     def copy_shard(self, shard: int) -> ShardReceipt:
         """Copy and commit the files of the shard `shard` of the new index, and write the receipt of this shard.
@@ -162,45 +163,14 @@ class ShardMover:
             CorruptIndexError: a file of the input is missing or damaged.
             OSError: a file of the new index cannot be written.
         """
-        source = self._inputs[shard]
-        old_layout, old_shard = Layout(source.index.root), shard - source.shard_offset
-        staged = StagedFiles(self._layout, shard)
-        try:
-            new_paths = _copied_paths(self._layout, self._merge.spec, shard)
-            old_paths = _copied_paths(old_layout, self._merge.spec, old_shard)
-            for number, (old, new) in enumerate(zip(old_paths, new_paths, strict=True)):
-                entry = self._entry(shard, old_layout.relative(old))
-                copy_file(source.index.root, entry, staged.path(str(number)))
-                staged.add(str(number), new, entry.bytes, entry.crc32c)
-            rows = self._entry(shard, old_layout.relative(old_layout.rows_file(old_shard)))
-            table = read_shard_rows(old_layout, old_shard, None, rows, source.index.manifest.columns)
-            originals = [None if row is None else row + source.offset for row in table["duplicate_of"].to_pylist()]
-            row_ids = list(self._merge.spec.shard_rows(shard))
-            write_rows(staged.path("rows"), with_columns(table, {"row_id": row_ids, "duplicate_of": originals}))
-            staged.add("rows", self._layout.rows_file(shard))
-            files = staged.commit()
-        finally:
-            staged.remove()
-        statuses = table["status"].to_pylist()
-        counts = statuses.count(INDEXED), statuses.count(DUPLICATE), failures_by_reason(table)
-        receipt = ShardReceipt(shard, self._merge.plan, len(statuses), *counts, files, seconds={})
-        receipt.write(self._layout)
-        return receipt
+        each, shards = self._inputs[bisect.bisect_right(self._first_shards, shard) - 1]
 
-    def _entry(self, shard: int, path: str) -> FileEntry:
-        entry = self._entries[shard].get(path)
-        if entry is None:
-            root = self._inputs[shard].index.root
-            raise CorruptIndexError(f"the shard table of {root} does not list {path}; run 'edje-index verify'")
-        return entry
+        def moved(table: pa.Table) -> pa.Table:
+            originals = [-1 if row is None else row + each.offset for row in table["duplicate_of"].to_pylist()]
+            return with_row_ids(table, self._merge.spec.shard_rows(shard), originals, ORIGINAL_DELETED)
 
-
-def _copied_paths(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[Path]:
-    """Yield the paths of the files of a shard that are copied byte by byte."""
-    yield layout.embedding_shard(shard)
-    for name in spec.precisions:
-        yield layout.token_shard(name, shard, len(codec(name, spec.block_shape).record_shape))
-        yield layout.checksums(name, shard)
+        target = ShardTarget(self._layout, shard, self._merge.plan)
+        return copy_shard(shards, shard - each.shard_offset, target, moved)
 
 
 def find_duplicates(merge: Merge) -> list[Ints]:
@@ -244,39 +214,22 @@ def commit_merge(
         settings: value of `settings` in `index.json`.
         ann: value of `ann` in `index.json`, which describes the nearest-neighbour index.
     """
-    layout, spec, duplicates = Layout(target), merge.spec, find_duplicates(merge)
-    check_receipts(receipts, list(spec.shard_numbers()))
-    files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-    tables = [
-        write_shard_table(layout, [(shard, file) for shard, file in files if shard in spec.segment_shards(segment)])
-        for segment in spec.used_segments
-    ]
+    spec, duplicates = merge.spec, find_duplicates(merge)
     deleted = Tombstones.none(spec.shard_size)
     for each, rows in zip(merge.inputs, duplicates, strict=True):
         deleted = deleted.with_rows(np.concatenate([each.index.deleted.row_ids(), rows]) + each.offset)
-    first = merge.inputs[0].index.manifest
-    manifest = Manifest(
+    new = NewIndex(
         spec=spec,
-        counts=total_counts(receipts),
-        model=first.model,
+        model=merge.inputs[0].index.manifest.model,
         settings=settings,
         plan=merge.plan,
-        shard_table=tables[0],
-        ann=ann,
-        created_by=created_by(),
-        format_version=EXTENDED_VERSION if merge.columns else SNAPSHOT_VERSION,
-        encoded_from=_origins(merge),
-        snapshot=Snapshot(
-            change=_change(merge, duplicates),
-            next_shard=spec.shards,
-            deleted=write_tombstones(layout, deleted) if len(deleted) else None,
-            deleted_rows=len(deleted),
-        ),
-        further_tables=tuple(tables[1:]),
+        change=_change(merge, duplicates),
+        deleted=deleted,
+        next_shard=spec.shards,
         columns=merge.columns,
+        encoded_from=_origins(merge),
     )
-    manifest.write(layout)
-    return manifest
+    return commit_new_index(target, new, receipts, ann)
 
 
 def _origins(merge: Merge) -> dict[str, tuple[str, ...]]:

@@ -30,16 +30,25 @@ from storage_formats.format.rows import (
     write_rows,
 )
 from storage_formats.format.selection import Selection
-from storage_formats.format.shard_table import check_content
+from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import open_tokens, stage_tokens
 from storage_formats.writing.staging import StagedFiles
 
-ORIGINAL_DELETED = "original-deleted"
-"""Reason of a failed row that was a duplicate of a row outside the copy."""
 _PIECE_BYTES = 8 << 20
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LostOriginal:
+    """Why a copied duplicate becomes a failed row: its original is not copied. See `RowEntry.fail`."""
+
+    reason: str
+    detail: str
+
+
+ORIGINAL_DELETED = LostOriginal("original-deleted", "the original of this duplicate was deleted")
 
 
 class CopyInterrupted(EdjeError):
@@ -138,9 +147,7 @@ class RowCopier:
             write_rows(staged.path("rows"), rows)
             staged.add("rows", self._layout.rows_file(shard))
             files = staged.commit()
-        statuses = rows["status"].to_pylist()
-        counts = statuses.count(INDEXED), statuses.count(DUPLICATE), failures_by_reason(rows)
-        receipt = ShardReceipt(shard, self._copy.plan, len(rows), *counts, files, seconds={})
+        receipt = receipt_of_rows(shard, self._copy.plan, rows, files)
         receipt.write(self._layout)
         return receipt
 
@@ -160,16 +167,11 @@ class RowCopier:
     def _rows(self, old_ids: Ints, new_ids: range) -> pa.Table:
         """Return the rows table of a new shard: the lines of `old_ids` with the row ids `new_ids`."""
         table = read_index_rows(self._copy.source, old_ids)
-        lines = table.select(["status", "reason", "detail", "duplicate_of"]).to_pylist()
-        originals = [-1 if line["duplicate_of"] is None else line["duplicate_of"] for line in lines]
-        for line, rank in zip(lines, self._copy.selection.ranks_of(originals).tolist(), strict=True):
-            if line["status"] == DUPLICATE and rank < 0:
-                detail = "the original of this duplicate was deleted"
-                line |= {"status": FAILED, "reason": ORIGINAL_DELETED, "detail": detail, "duplicate_of": None}
-            elif line["status"] == DUPLICATE:
-                line["duplicate_of"] = self._copy.segment.first_row + rank
-        columns = {name: [line[name] for line in lines] for name in ("status", "reason", "detail", "duplicate_of")}
-        return with_columns(table, {"row_id": list(new_ids), **columns})
+        originals = [-1 if original is None else original for original in table["duplicate_of"].to_pylist()]
+        ranks = self._copy.selection.ranks_of(originals).tolist()
+        first = self._copy.segment.first_row
+        new_originals = [-1 if rank < 0 else first + rank for rank in ranks]
+        return with_row_ids(table, new_ids, new_originals, ORIGINAL_DELETED)
 
     def _embeddings(self, old_ids: Ints, indexed: Ints) -> NDArray[np.float32]:
         """Return the embeddings of a new shard, float32 [shard_size, embed_dim]. Positions not in `indexed` are NaN."""
@@ -188,6 +190,33 @@ class RowCopier:
             of_shard = shards == shard
             values[indexed[of_shard]] = stored[positions[of_shard]]
         return values
+
+
+def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int], lost: LostOriginal) -> pa.Table:
+    """Return k rows with new row ids.
+
+    Args:
+        table: rows table of the k rows.
+        row_ids: the k new row ids.
+        originals: for each row, the new row id of its original. Values of rows that are no duplicates are ignored. A
+            duplicate with the value -1 becomes a failed row.
+        lost: reason of these failed rows.
+    """
+    lines = table.select(["status", "reason", "detail", "duplicate_of"]).to_pylist()
+    for line, original in zip(lines, originals, strict=True):
+        if line["status"] == DUPLICATE and original < 0:
+            line |= {"status": FAILED, "reason": lost.reason, "detail": lost.detail, "duplicate_of": None}
+        elif line["status"] == DUPLICATE:
+            line["duplicate_of"] = original
+    columns = {name: [line[name] for line in lines] for name in ("status", "reason", "detail", "duplicate_of")}
+    return with_columns(table, {"row_id": list(row_ids), **columns})
+
+
+def receipt_of_rows(shard: int, plan: str, rows: pa.Table, files: tuple[FileEntry, ...]) -> ShardReceipt:
+    """Return the receipt of a copied shard with the rows table `rows`."""
+    statuses = rows["status"].to_pylist()
+    counts = statuses.count(INDEXED), statuses.count(DUPLICATE), failures_by_reason(rows)
+    return ShardReceipt(shard, plan, len(rows), *counts, files, seconds={})
 
 
 def with_columns(table: pa.Table, columns: Mapping[str, Sequence[Any]]) -> pa.Table:

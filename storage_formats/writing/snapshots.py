@@ -25,7 +25,7 @@ from storage_formats.format.manifest import CommittedIndex, Manifest, RowMap, Sn
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.row_map import write_row_map
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
-from storage_formats.format.tombstones import Tombstones, refuse_renumbered, rows_in_use
+from storage_formats.format.tombstones import Tombstones, refuse_before_first, rows_in_use
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.presence import check_files
 from storage_formats.row_ids import RowIds, check_row_ids
@@ -105,7 +105,7 @@ def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
         RowIdError: a row id is out of range or belongs to no input.
     """
     ids = np.unique(check_row_ids(row_ids, index.manifest.spec.rows))
-    refuse_renumbered(ids, index.manifest.spec)
+    refuse_before_first(ids, index.manifest.spec)
     if len(unused := ids[~rows_in_use(ids, index.manifest.spec)]):
         raise RowIdError(f"row id {unused[0]} belongs to no input; leave this row id out")
     is_deleted = index.deleted.contain(ids)

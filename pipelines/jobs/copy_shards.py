@@ -1,0 +1,114 @@
+"""Copies shards to an index, for compactions, merges and splits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipelines.engines import open_engine
+from pipelines.jobs.shard_run import ShardJob, run_shards
+from pipelines.progress.events import OnEvent, PlanReady, StatusMessage
+from pipelines.progress.meter import ShardState
+from pipelines.progress.stopping import ShouldStop
+
+if TYPE_CHECKING:
+    from storage_formats.format.layout import IndexSpec
+    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.receipts import ShardReceipt
+
+
+class CopyShard(Protocol):
+    """Writes one shard, and returns its receipt."""
+
+    def __call__(self, shard: int, on_rows: Callable[[int], None], should_stop: ShouldStop, /) -> ShardReceipt:
+        """Write the shard with the number `shard`. `on_rows` takes the number of rows copied so far."""
+        ...
+
+
+@dataclass(frozen=True)
+class CopyJob:
+    """A job that copies shards in this process.
+
+    Attributes:
+        activity: name of the job in progress events.
+        target: directory of the index to write to.
+        shards: numbers of the shards to write, ascending.
+        rows: number of rows in `shards`.
+        finished: receipts of earlier runs, by shard number.
+    """
+
+    activity: str
+    target: Path
+    shards: Sequence[int]
+    rows: int
+    finished: Mapping[int, ShardReceipt]
+
+    @classmethod
+    def new(cls, activity: str, target: Path, spec: IndexSpec, plan: str) -> CopyJob:
+        """Return the job that writes all shards of a new index. `plan` is the fingerprint in the receipts."""
+        from storage_formats.format.layout import Layout
+        from storage_formats.format.receipts import read_receipts
+
+        shards = list(spec.shard_numbers())
+        return cls(activity, target, shards, spec.used_rows, read_receipts(Layout(target), shards, plan))
+
+
+@dataclass(frozen=True)
+class ShardCopy:
+    """Task that writes the new shard with the number `shard`."""
+
+    shard: int
+
+
+def copy_shards(job: CopyJob, copy_shard: CopyShard, on_event: OnEvent, should_stop: ShouldStop) -> list[ShardReceipt]:
+    """Write the shards of `job` that are not finished. Return the receipts of all shards of `job`.
+
+    Raises:
+        JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
+    """
+    from storage_formats.writing.begin import clear_staging
+
+    clear_staging(job.target)
+    on_event(PlanReady(job.rows, len(job.shards), len(job.finished)))
+    shard_job = ShardJob(
+        activity=job.activity,
+        shards=job.shards,
+        rows=job.rows,
+        make_worker=lambda: functools.partial(_run_task, copy_shard),
+        make_task=ShardCopy,
+        state_of_report=lambda report: report,
+        state_of_receipt=lambda receipt: ShardState(receipt.rows),
+    )
+    return run_shards(shard_job, dict(job.finished), open_engine("inline", None), on_event, should_stop).receipts
+
+
+def _run_task(
+    copy_shard: CopyShard, task: ShardCopy, on_progress: Callable[[Any], None], should_stop: ShouldStop
+) -> ShardReceipt:
+    return copy_shard(task.shard, lambda done: on_progress((task.shard, ShardState(done))), should_stop)
+
+
+def build_copied_ann(
+    root: Path, spec: IndexSpec, origins: Sequence[Manifest], on_event: OnEvent, *, replace_file: bool = True
+) -> dict[str, Any]:
+    """Build a nearest-neighbour index of copied rows, if one of their indexes has one.
+
+    Args:
+        root: directory of the index with the copied rows.
+        spec: shape of the copied rows.
+        origins: manifests of the indexes that the rows come from.
+        on_event: receives the events of the job.
+        replace_file: see `build_ann`.
+
+    Returns:
+        The entry of the nearest-neighbour index in the manifest.
+    """
+    if not any(manifest.ann_files for manifest in origins):
+        return origins[0].ann
+    from edje_index.indexing.faiss_index import build_ann
+
+    on_event(StatusMessage("building the nearest-neighbour index"))
+    return build_ann(root, spec, replace_file=replace_file)
