@@ -50,6 +50,10 @@ class ObjectChangedError(EdjeError):
     """Another writer changed an object, so that a conditional write was refused."""
 
 
+class UncertainWriteError(ObjectStoreError):
+    """A conditional write got no response, and the object cannot be read to find out whether it was written."""
+
+
 def is_url(location: IndexLocation) -> bool:
     """Return True if `location` is a URL of an object store and not a path."""
     return isinstance(location, str) and location.partition("://")[0].lower() in SCHEMES and "://" in location
@@ -221,25 +225,31 @@ class ObjectFolder:
 
         self._repeated(key, put)
 
-    def replace(self, key: str, data: bytes, expected: ObjectVersion | None) -> None:
-        """Write a small object if `expected` is still its current version.
+    def replace(self, key: str, data: bytes, expected: ObjectVersion | None) -> ObjectVersion:
+        """Write a small object if `expected` is still its current version. Return the new version.
 
         If `expected` is None, the object is written only if no such object exists.
 
         Raises:
             ObjectChangedError: another writer has changed the object.
+            UncertainWriteError: it is not known whether the object was written.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError, NotFoundError, PreconditionError
 
         mode: Any = "create" if expected is None else expected.marks
         try:
-            self._repeated(key, lambda: obstore.put(self.store, key, data, mode=mode, use_multipart=False))
-        except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError) as error:
-            # If the response to the first attempt was lost, the object may already hold `data`.
-            if self._holds(key, data):
-                return
+            result = self._repeated(key, lambda: obstore.put(self.store, key, data, mode=mode, use_multipart=False))
+        except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError, ObjectStoreError) as error:
+            # If the response to an earlier attempt was lost, the object may hold `data` all the same.
+            longest = max(len(data), len(expected.data) if expected else 0)
+            current = self._read_after(error, key, longest)
+            if current is not None and current.data == data:
+                return current
+            if isinstance(error, ObjectStoreError) and (current and current.data) == (expected and expected.data):
+                raise
             raise ObjectChangedError(f"another writer changed {self.url_of(key)}") from error
+        return ObjectVersion(data, result["e_tag"], result["version"])
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects. Objects that do not exist are skipped."""
@@ -254,11 +264,22 @@ class ObjectFolder:
                     with contextlib.suppress(FileNotFoundError):
                         self._repeated(key, functools.partial(obstore.delete, self.store, key))
 
-    def _holds(self, key: str, data: bytes) -> bool:
+    def _read_after(self, error: Exception, key: str, max_bytes: int) -> ObjectVersion | None:
+        """Read an object whose conditional write ended with `error`; None if there is no such object.
+
+        Of an object that is longer than `max_bytes`, nothing is read.
+        """
         try:
-            return self.read(key, len(data)).data == data
+            return self.read(key, max_bytes)
+        except FileNotFoundError:
+            return None
         except OSError:
-            return False
+            return ObjectVersion(b"", None)
+        except ObjectStoreError as unreadable:
+            raise UncertainWriteError(
+                f"it is not known whether {self.url_of(key)} was written, because its store stopped responding "
+                f"({unreadable})"
+            ) from error
 
     def _repeated(self, key: str, request: Callable[[], _Result]) -> _Result:
         """Call `request` and return the result. Call `request` again if no complete response arrives."""

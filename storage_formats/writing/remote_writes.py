@@ -168,11 +168,14 @@ def put_file(folder: ObjectFolder, index: CommittedIndex, entry: FileEntry) -> b
     return True
 
 
-def put_root(folder: ObjectFolder, data: bytes, replaced: ObjectVersion | None) -> None:
+def put_root(folder: ObjectFolder, data: bytes, replaced: ObjectVersion | None) -> ObjectVersion:
     """Commit the `index.json` with the contents `data` in place of `replaced`, whose snapshot is kept.
+
+    Returns the new version of `index.json`.
 
     Raises:
         ObjectChangedError: another writer has replaced `index.json`.
+        UncertainWriteError: it is not known whether `index.json` was replaced.
     """
     if replaced is not None and replaced.data != data:
         number = Manifest.parse(replaced.data, folder.url_of(ROOT)).snapshot.number
@@ -181,7 +184,7 @@ def put_root(folder: ObjectFolder, data: bytes, replaced: ObjectVersion | None) 
             metadata = {_CHECKSUM: to_hex(crc32c(kept))}
             key = Layout(Path()).snapshot(number).as_posix()
             folder.put(key, lambda: (piece for piece in (kept,)), length=len(kept), metadata=metadata)
-    folder.replace(ROOT, data, replaced)
+    return folder.replace(ROOT, data, replaced)
 
 
 def is_data(key: str) -> bool:

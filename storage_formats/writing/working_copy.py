@@ -23,7 +23,7 @@ from storage_formats.atomic import make_directories, write_bytes_atomic
 from storage_formats.errors import EdjeError
 from storage_formats.format.index_files import RemoteFiles, add_remote_files, forget_remote_files
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.mirror import (
     CLAIM,
     Mirror,
@@ -39,6 +39,7 @@ from storage_formats.format.object_store import (
     ObjectChangedError,
     ObjectFolder,
     ObjectVersion,
+    UncertainWriteError,
     is_url,
 )
 from storage_formats.format.shard_table import FileEntry, read_shard_tables
@@ -231,10 +232,12 @@ class _RemoteChange:
         write_bytes_atomic(self._next_manifest, data)
         self._check_claim()  # without it, another writer may have removed the new files
         try:
-            put_root(self._folder, data, self._version)
-            self._version = self._folder.read(ROOT, MAX_MANIFEST_BYTES)
-            if self._version.data != data:
-                raise ObjectChangedError(f"another writer changed {self._folder.url_of(ROOT)}")
+            self._version = put_root(self._folder, data, self._version)
+        except UncertainWriteError as error:
+            raise EdjeError(
+                f"the change may have been made: {error}. Once the store responds, run 'edje-index history "
+                f"{self._folder.url}' to see whether it was made"
+            ) from error
         except ObjectChangedError as error:
             raise EdjeError(
                 f"{error} during this change. The snapshot of that writer is whole, and this change was not made; run "
