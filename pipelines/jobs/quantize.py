@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,7 +255,6 @@ def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
 
 def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_stop: ShouldStop) -> Manifest:
     """Convert the shards that earlier runs did not finish, and commit the new precisions. Return the new manifest."""
-    from storage_formats.format.index_files import download_missing
     from storage_formats.format.receipts import read_receipts
     from storage_formats.writing.begin import clear_staging
     from storage_formats.writing.conversion import add_precisions
@@ -265,7 +264,6 @@ def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_
     receipts = read_receipts(Layout(conversion.root), shards, conversion.plan)
     _check_disk(conversion, len(shards) - len(receipts))
     clear_staging(conversion.root)
-    download_missing(conversion.root, _source_files(conversion, [shard for shard in shards if shard not in receipts]))
     on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
     job = ShardJob(
         activity="converting",
@@ -282,17 +280,6 @@ def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_
     except OSError as error:
         root, reason = conversion.root, describe_error(error)
         raise JobStopped(f"cannot write {root}: {reason}; finished shards are kept") from error
-
-
-def _source_files(conversion: _Conversion, shards: Sequence[int]) -> Iterator[Path]:
-    """Yield the paths of the token and checksum files that the conversion reads."""
-    from storage_formats.codecs import codec
-
-    layout, name = Layout(conversion.root), conversion.source
-    ndim = len(codec(name, conversion.spec.block_shape).record_shape)
-    for shard in shards:
-        yield layout.token_shard(name, shard, ndim)
-        yield layout.checksums(name, shard)
 
 
 def _check_disk(conversion: _Conversion, shards: int) -> None:
@@ -317,10 +304,14 @@ def _record_bytes(spec: IndexSpec, name: str) -> int:
 
 
 def _conversion_task(conversion: _Conversion, shard: int) -> ConversionTask:
+    from storage_formats.format.index_files import remote_files
     from storage_formats.writing.conversion import ConversionTask
 
-    root = str(conversion.root.absolute())
-    return ConversionTask(root, shard, conversion.spec, conversion.source, conversion.targets, conversion.plan)
+    root, remote = conversion.root.absolute(), remote_files(conversion.root)
+    url = None if remote is None else remote.folder.url
+    return ConversionTask(
+        str(root), shard, conversion.spec, conversion.source, conversion.targets, conversion.plan, url
+    )
 
 
 def _state_of_report(report: tuple[int, int]) -> tuple[int, ShardState]:

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +23,13 @@ from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import RemoteFiles, add_remote_files, check_inside
+from storage_formats.format.index_files import (
+    RemoteFiles,
+    add_remote_files,
+    check_inside,
+    forget_remote_files,
+    remote_files,
+)
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Manifest
 from storage_formats.format.object_store import IndexLocation, ObjectFolder, ObjectVersion, is_url
@@ -76,6 +82,24 @@ def open_remote(url: str, snapshot: int | None = None) -> CommittedIndex:
     download = Mirror(CommittedIndex(root, manifest, shared)).download
     add_remote_files(root, RemoteFiles(shared, download), user=folder)
     return index
+
+
+@contextlib.contextmanager
+def downloading(root: Path, url: str) -> Iterator[None]:
+    """Context manager in which files that are missing in the working copy `root` are downloaded from `url`.
+
+    Does nothing in the process that made the working copy, which downloads missing files anyway.
+    """
+    if remote_files(root) is not None:
+        yield
+        return
+    folder = ObjectFolder.open(url)
+    remote = RemoteFiles(folder, Mirror(CommittedIndex(root, Manifest.load(root), folder)).download)
+    add_remote_files(root, remote)
+    try:
+        yield
+    finally:
+        forget_remote_files(root, remote)
 
 
 def download_snapshots(folder: ObjectFolder, layout: Layout) -> None:

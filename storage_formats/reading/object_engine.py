@@ -48,14 +48,18 @@ class RemoteFiles:
             CorruptIndexError: an object is missing or has a wrong length.
         """
         for shard in {self.spec.used_segments[0].first_row // self.spec.shard_size, self.spec.shards - 1}:
-            _, length = padded_shard_bytes(len(self.spec.shard_rows(shard)), self.spec.shard_size, self.record_bytes)
-            info = self.folder.info(self.key(shard))
-            if info is None or info.size != length:
-                actual = "does not exist" if info is None else f"has {info.size} bytes"
-                raise CorruptIndexError(
-                    f"the token object {self.url(shard)} {actual}, but should have {length} bytes; copy the index "
-                    "again from a sound copy"
-                )
+            self.check_length(shard)
+
+    def check_length(self, shard: int) -> None:
+        """Check the length of the token object of a shard. Raises the same error as `check_lengths`."""
+        _, length = padded_shard_bytes(len(self.spec.shard_rows(shard)), self.spec.shard_size, self.record_bytes)
+        info = self.folder.info(self.key(shard))
+        if info is None or info.size != length:
+            actual = "does not exist" if info is None else f"has {info.size} bytes"
+            raise CorruptIndexError(
+                f"the token object {self.url(shard)} {actual}, but should have {length} bytes; copy the index "
+                "again from a sound copy"
+            )
 
     def url(self, shard: int) -> str:
         """Return the URL of the token object of a shard."""

@@ -1,5 +1,7 @@
 """Conversion of an index to other precisions, shard by shard and without the model (SPEC.md section 11).
 
+The source blocks of an index on an object store are read by range requests. They are not stored on this machine.
+
 Readers can use the index during the conversion. They see a new precision after `index.json` lists it.
 """
 
@@ -24,9 +26,14 @@ from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.index_files import check_inside, open_regular
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.mirror import downloading
+from storage_formats.format.object_store import ObjectFolder
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import FileEntry, read_shard_tables, write_shard_table
 from storage_formats.format.zarr_metadata import token_array_metadata
+from storage_formats.reading.base import Batch
+from storage_formats.reading.destination import read_batch, record_destinations
+from storage_formats.reading.object_engine import ObjectStoreEngine, RemoteFiles
 from storage_formats.writing.begin import remove_unfinished
 from storage_formats.writing.publish import check_receipts, remove_build
 from storage_formats.writing.shard_writer import open_tokens, stage_tokens
@@ -35,6 +42,7 @@ from storage_formats.writing.staging import StagedFiles
 from storage_formats.writing.token_shard import TokenShardFile
 
 _PIECE_BYTES = 8 << 20
+_REMOTE_PIECE_BYTES = 32 << 20  # of bf16 blocks; several requests of this length are in flight
 _HINT_BYTES = 1 << 20  # the kernel may ignore all but the start of a longer hint
 Piece: TypeAlias = tuple[int, Blocks]
 
@@ -54,6 +62,7 @@ class ConversionTask:
         source: precision to read, one of the precisions of the index.
         targets: precisions to write.
         plan: fingerprint of the plan of the whole conversion.
+        url: URL of the index whose working copy is at `root`; None if the index itself is at `root`.
     """
 
     root: str
@@ -62,6 +71,7 @@ class ConversionTask:
     source: str
     targets: tuple[str, ...]
     plan: str
+    url: str | None = None
 
 
 def convert_shard(
@@ -78,6 +88,7 @@ def convert_shard(
 
     Raises:
         CorruptIndexError: a block does not match its checksum, or a file cannot be read.
+        ObjectStoreError: the object store refused a request or cannot be reached.
         ConversionInterrupted: `should_stop` returned True.
         OSError: a file cannot be written.
     """
@@ -85,6 +96,8 @@ def convert_shard(
     staged = StagedFiles(layout, task.shard)
     with contextlib.ExitStack() as stack:
         stack.callback(staged.remove)
+        if task.url is not None:
+            stack.enter_context(downloading(layout.root, task.url))
         files: dict[str, TokenShardFile] = {}
         for name in task.targets:
             files[name] = open_tokens(staged, task.spec, task.shard, name)
@@ -123,6 +136,8 @@ def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
     # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
     source_codec = codec(task.source, task.spec.block_shape)
     step = max(1, _PIECE_BYTES // source_codec.record_bytes)
+    if task.url is not None:
+        step = max(1, _REMOTE_PIECE_BYTES // codec(BF16Codec.name, task.spec.block_shape).record_bytes)
     buffers = [np.empty((step, *task.spec.block_shape), dtype=BF16) for _ in range(2)]
     for first, records in _checked_records(task, layout, source_codec, step):
         if source_codec.name == BF16Codec.name:
@@ -136,28 +151,53 @@ def _checked_records(
     task: ConversionTask, layout: Layout, source_codec: Codec, step: int
 ) -> Iterator[tuple[int, Records]]:
     """Yield (first position, records). Only the last two yielded pieces are valid."""
-    rows = len(task.spec.shard_rows(task.shard))
+    rows = task.spec.shard_rows(task.shard)
     path = layout.token_shard(task.source, task.shard, len(source_codec.record_shape))
+    read = _read_file if task.url is None else _read_object
     try:
-        checksums = read_checksums(layout, task.source, task.shard, rows)
-        with os.fdopen(open_regular(check_inside(layout.root, path)), "rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size < rows * source_codec.record_bytes:  # before memory is allocated
-                raise CorruptIndexError(f"{path} ends before the last record; run 'edje-index verify'")
-            buffers = [np.empty((min(step, rows), source_codec.record_bytes), dtype=np.uint8) for _ in range(2)]
-            for first in range(0, rows, step):
-                buffers.reverse()
-                records = buffers[0][: rows - first]
-                if not _fill(file, records):
-                    raise CorruptIndexError(f"{path} ends before the last record; run 'edje-index verify'")
-                for position in np.flatnonzero(crc32c_rows(records) != checksums[first : first + len(records)]):
-                    row = task.spec.shard_rows(task.shard).start + first + position
-                    raise CorruptIndexError(f"the block of row {row} in {path} is damaged; run 'edje-index verify'")
-                yield first, records
-        _announce_next(task, layout, source_codec)
+        checksums = read_checksums(layout, task.source, task.shard, len(rows))
+        for first, records in read(task, path, source_codec, step):
+            for position in np.flatnonzero(crc32c_rows(records) != checksums[first : first + len(records)]):
+                row = rows.start + first + position
+                raise CorruptIndexError(f"the block of row {row} in {path} is damaged; run 'edje-index verify'")
+            yield first, records
     except OSError as error:
         raise CorruptIndexError(
             f"cannot read shard {task.shard} of precision '{task.source}': {error}; run 'edje-index verify'"
         ) from error
+
+
+def _read_file(task: ConversionTask, path: Path, source_codec: Codec, step: int) -> Iterator[tuple[int, Records]]:
+    """Yield (first position, records) of the token file at `path`. Only the last two yielded pieces are valid."""
+    rows, size = len(task.spec.shard_rows(task.shard)), source_codec.record_bytes
+    with os.fdopen(open_regular(check_inside(task.root, path)), "rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size < rows * size:  # before memory is allocated
+            raise CorruptIndexError(f"{path} ends before the last record; run 'edje-index verify'")
+        buffers = [np.empty((min(step, rows), size), dtype=np.uint8) for _ in range(2)]
+        for first in range(0, rows, step):
+            buffers.reverse()
+            records = buffers[0][: rows - first]
+            if not _fill(file, records):
+                raise CorruptIndexError(f"{path} ends before the last record; run 'edje-index verify'")
+            yield first, records
+    _announce_next(task, Layout(Path(task.root)), source_codec)
+
+
+def _read_object(task: ConversionTask, path: Path, source_codec: Codec, step: int) -> Iterator[tuple[int, Records]]:
+    """Yield (first position, records) of the token object of the path `path`, like `_read_file`."""
+    assert task.url is not None
+    rows, size, key = len(task.spec.shard_rows(task.shard)), source_codec.record_bytes, Layout(Path(task.root)).relative
+    files = RemoteFiles(ObjectFolder.open(task.url), lambda _: key(path), size, task.spec)
+    engine = ObjectStoreEngine(files)
+    files.check_length(task.shard)  # before memory is allocated
+    buffers = [np.empty((min(step, rows), size), dtype=np.uint8) for _ in range(2)]
+    for first in range(0, rows, step):
+        buffers.reverse()
+        records = buffers[0][: rows - first]
+        positions = np.arange(first, first + len(records))
+        batch = Batch(np.full(len(records), task.shard), positions, positions - first)
+        read_batch(engine, batch, record_destinations(records))
+        yield first, records
 
 
 def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) -> None:

@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 
 from pipelines import JobStopped, append_index, compact_index, copy_index, delete_rows, quantize_index, update_index
+from pipelines.engines.inline import InlineEngine
 from pipelines.jobs.build import run_build
+from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 from pipelines.jobs.snapshots import history, run_delete, run_gc, run_rollback
 from storage_formats import EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
-from storage_formats.format.object_store import ObjectFolder
+from storage_formats.format import object_store
+from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
 from storage_formats.writing.working_copy import working_copy
 from tests.command_line import command, environment
 from tests.conftest import write_random_index
@@ -138,6 +141,49 @@ def test_conversions_compactions_rollbacks_and_gc(url, tmp_path):
     assert removals[1].snapshots == removals[0].snapshots == (0, 1, 2)
     assert (removals[1].files, removals[1].bytes) == (removals[0].files, removals[0].bytes)
     assert keys_of(url) == {path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()}
+
+
+def test_a_conversion_stores_no_source_tokens_and_stops_between_pieces(url, proxy, tmp_path):
+    changes, local = tmp_path / "cache/changes", tmp_path / "local"
+    calls = itertools.count()
+
+    def stops() -> bool:
+        assert not list(changes.rglob("tokens/bf16/c.*"))
+        return next(calls) > 3
+
+    def convert(should_stop=lambda: False):
+        return quantize_at(
+            url, lambda root: QuantizeConfig(root, ("fp8",)), InlineEngine(), lambda event: None, should_stop
+        )
+
+    with pytest.raises(JobStopped):
+        convert(stops)
+    receipts = len(list(changes.rglob("receipts/*.json")))
+    assert 0 < receipts < SPEC.shards
+    before = proxy.count("GET", "tokens/bf16/c.")
+    convert()
+    assert proxy.count("GET", "tokens/bf16/c.") - before == SPEC.shards - receipts
+    quantize_index(local, ["fp8"])
+    assert files_of(url, tmp_path) == files_of(local, tmp_path)
+
+
+def test_ray_workers_convert_an_index_on_the_server(url, proxy, tmp_path):
+    quantize_index(tmp_path / "local", ["int8"])
+    assert quantize_index(url, ["int8"], workers=1).added == ("int8",)
+    assert proxy.count("GET", "tokens/bf16/c.") == SPEC.shards
+    assert files_of(url, tmp_path) == files_of(tmp_path / "local", tmp_path)
+
+
+def test_a_damaged_source_block_stops_the_conversion(url, tmp_path):
+    key = "tokens/bf16/c.1.0.0"
+    data = bytearray((tmp_path / "local" / key).read_bytes())
+    data[2 * 32] ^= 1
+    folder = ObjectFolder.open(url)
+    for damaged, message in ((bytes(data), f"block of row 10 in {url}/{key} is damaged"), (b"", "has 0 bytes")):
+        folder.put(key, lambda: (piece for piece in (damaged,)), length=len(damaged), metadata={})  # noqa: B023
+        with pytest.raises(JobStopped, match=message):
+            quantize_index(url, ["fp8"])
+    assert [name for name in keys_of(url) if "fp8" in name] == []
 
 
 def test_a_dropped_precision_is_removed_from_the_store(url):
@@ -290,6 +336,58 @@ def test_changes_survive_disturbed_requests(url, tmp_path, proxy, fault):
     delete_rows(local, rows=[3])
     compact_index(local)
     assert files_of(url, tmp_path) == files_of(local, tmp_path)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A store that does not respond is given up soon."""
+    monkeypatch.setattr(object_store, "_RETRIES", 0)
+    monkeypatch.setattr(object_store, "_ATTEMPTS", 2)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_committed_change_needs_no_further_response(url, proxy, impatient, lost):
+    """The response to the commit is lost or not; afterwards, all but one read of the new `index.json` fails."""
+
+    def fault(method: str, path: str) -> str | None:
+        puts, is_root = proxy.count("PUT", "edje/index.json"), path.endswith("edje/index.json")
+        if lost and method == "PUT" and is_root and puts == 1:
+            return "lost"
+        return "503" if is_root and method == "GET" and puts and not lost else None
+
+    proxy.fault = fault
+    assert delete_rows(url, rows=[3]).snapshot == 1
+    proxy.fault = lambda method, path: None
+    assert len(read_rows(url)) == 20
+
+
+@pytest.mark.parametrize("fault", ["lost", "503"])
+def test_a_commit_whose_fate_is_unknown_says_so(url, proxy, impatient, tmp_path, fault):
+    """After the first attempt to commit, `index.json` can be neither read nor written."""
+
+    def disturb(method: str, path: str) -> str | None:
+        puts = proxy.count("PUT", "edje/index.json")
+        if not path.endswith("edje/index.json") or not puts:
+            return None
+        return fault if method == "PUT" and puts == 1 else "503"
+
+    proxy.fault = disturb
+    with pytest.raises(EdjeError, match=rf"^the change may have been made: .*edje-index history {url}"):
+        delete_rows(url, rows=[3])
+    proxy.fault = lambda method, path: None
+    assert [entry.kind for entry in history(url)] == ["build", "delete"][: 2 if fault == "lost" else 1]
+    assert delete_rows(url, rows=[3, 4]).left == 19
+    assert files_of(url, tmp_path)
+
+
+def test_a_commit_that_was_refused_is_not_called_uncertain(url, proxy, impatient):
+    proxy.fault = lambda method, path: "503" if method == "PUT" and path.endswith("edje/index.json") else None
+    with pytest.raises(ObjectStoreError, match=r"a request for .*/index.json failed") as raised:
+        delete_rows(url, rows=[3])
+    assert "may have been made" not in str(raised.value)
+    proxy.fault = lambda method, path: None
+    assert [entry.kind for entry in history(url)] == ["build"]
+    assert delete_rows(url, rows=[3]).snapshot == 1
 
 
 def test_a_killed_change_resumes_on_the_same_machine(url, tmp_path, proxy, monkeypatch):
