@@ -66,7 +66,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 test: lint oracles
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest
 
 # torchao is an oracle of the block formats. It stays out of the environment, because transformers would load it.
 oracles: $(VENV)/.test

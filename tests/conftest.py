@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,18 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is no fail
 settings.load_profile("untimed")
 
 REPO = Path(__file__).resolve().parents[1]
+MOST_WORKERS = 5  # each loads torch
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes that share the default suite. They are more than the CPUs, because many tests wait for other processes.
+
+    Tests that are named, and slow ones, run in this process.
+    """
+    is_default_suite = {Path(name).resolve() for name in config.args} == {REPO / "tests"}
+    if not is_default_suite or config.option.markexpr != "not slow":
+        return 0
+    return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
 
 
 def random_blocks(rng: np.random.Generator, count: int, spec: IndexSpec) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 import subprocess
@@ -35,10 +36,16 @@ def modules() -> list[Path]:
     return sorted(path for package in ORDER for path in (REPO / package).rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported_names(path: Path) -> set[str]:
     """Dotted names of everything that a file imports, at its top or inside its functions."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -158,7 +165,7 @@ def test_the_first_level_of_edje_index_is_small():
 
 def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Every function of a file, with its place for messages."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef):
             yield f"{path.relative_to(REPO)}:{node.lineno} {node.name}", node
 
@@ -203,7 +210,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of every string of a file that is neither a docstring nor an argument of another program."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
@@ -234,7 +241,7 @@ def test_one_module_reads_parquet_files():
         f"{path.relative_to(REPO)}:{node.lineno}"
         for path in modules()
         if path != home and "benchmarks" not in path.relative_to(REPO).parts
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute)
         and node.attr in PARQUET_READERS
         and isinstance(node.value, ast.Name)

@@ -69,15 +69,16 @@ def by_hand(
     blocks = TokenStore.open(world / "index").fetch(range(10))
     tokens = codec(precision, blocks.shape[1:])
     text = {caption: model.text.encode([caption])[0] for _, caption in captions}
+    weights = {direction: model.weights(direction, score) for direction in ("t2i", "i2t")}
+    parts = {direction: model.parts(direction, weights[direction]) for direction in weights}
 
     def final(caption, row, direction, *, without=None):
         block = tokens.decode(tokens.encode(blocks[row : row + 1]))
-        weights = model.weights(direction, score)
-        parts = model.parts(direction, weights)
         similarity = np.array([text[caption] @ embeddings[row]])
         candidate = embeddings[row : row + 1] if direction == "t2i" else text[caption][None]
         pair = Pairs([caption], block, similarity, candidate)
-        return sum(w * float(parts[part].of(pair)[0]) for part, w in weights.by_part().items() if w and part != without)
+        used = {part: w for part, w in weights[direction].by_part().items() if w and part != without}
+        return sum(w * float(parts[direction][part].of(pair)[0]) for part, w in used.items())
 
     def ranks(pairs, right):
         order = sorted(pairs, key=lambda pair: -float(text[pair[0]] @ embeddings[pair[1]]))

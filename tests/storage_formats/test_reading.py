@@ -384,7 +384,7 @@ def test_a_store_may_be_closed_while_other_threads_fetch(many_shards, engine):
         return all(same_bits(store.fetch(range(60)), expected) for _ in range(40))
 
     with TokenStore.open(root, engine=engine) as store, ThreadPoolExecutor(3) as threads:
-        closing = threads.submit(lambda: [store.close() for _ in iter(ended.is_set, True)])
+        closing = threads.submit(lambda: [store.close() for _ in iter(lambda: ended.wait(1e-4), True)])
         try:
             for fetching in [threads.submit(fetch_often) for _ in range(2)]:
                 assert fetching.result()
