@@ -62,7 +62,7 @@ class Features(ABC):
         return self.fetch(rows), np.ones(len(rows), dtype=bool)
 
     def unreadable(self) -> int:
-        """Return the number of images that could not be read so far."""
+        """Return the number of images that the workers of the training run could not read so far."""
         return 0
 
     def embeddings(self, rows: NDArray[np.int64]) -> torch.Tensor:

@@ -115,8 +115,8 @@ class OnlineFeatures(Features):
         self._tower = torch.compile(encoder.tokens, dynamic=True) if compile else encoder.tokens
 
     def unreadable(self) -> int:
-        """Return the number of images that could not be read so far."""
-        return len(self._images.unreadable)
+        """Return the number of images that the workers of the training run could not read so far."""
+        return self._images.unreadable.count()
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
         """Read and decode the images of the k `rows`, float32 [k, 3, h, w]. An image that cannot be read is blank."""

@@ -23,12 +23,10 @@ class UnreadableImages:
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
+        self._run_dir = run_dir
         self._path = run_dir / _PATTERN.replace("*", str(rank))
         self._uris: set[str] = set()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._uris)
 
     def add(self, uri: str, error: ImageError) -> None:
         """Record that the image `uri` cannot be read. Only the first call for an image has an effect."""
@@ -37,6 +35,10 @@ class UnreadableImages:
                 self._uris.add(uri)
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"uri": uri, "reason": error.reason, "detail": error.detail}) + "\n")
+
+    def count(self) -> int:
+        """Return the number of images that the workers of the run could not read, also before it was resumed."""
+        return sum(unreadable_by_reason(self._run_dir).values())
 
 
 def unreadable_by_reason(run_dir: Path) -> dict[str, int]:

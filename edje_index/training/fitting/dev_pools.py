@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from edje_index.training.config import FittingConfig
 from edje_index.training.data.dataset import DevCaptions
 from edje_index.training.data.features import Features
 from edje_index.training.data.sampling import DEV, stream
+from edje_index.training.data.unreadable import nothing_readable
 from edje_index.training.fitting.fit_weights import (
     DevPools,
     HubnessProducts,
@@ -35,6 +37,8 @@ from edje_index.training.fitting.fit_weights import (
     choose_weights,
 )
 from edje_index.training.model.trained_part import trained_part
+
+_Result = TypeVar("_Result")
 
 _ADAPTER_BATCH = 32
 _ACTIVITY = "choosing the weights of the final score on the dev captions, queries"
@@ -58,6 +62,45 @@ class DevSet:
     image_embeddings: NDArray[np.float32]
     text_embeddings: NDArray[np.float32]
 
+    def without(self, images: NDArray[np.int64]) -> DevSet:
+        """Return this set without the images with the indices `images`, and without their captions.
+
+        Raises:
+            EdjeError: no image is left.
+        """
+        is_kept = ~np.isin(np.arange(len(self.rows)), images)
+        if not is_kept.any():
+            raise nothing_readable()
+        captions = np.flatnonzero(is_kept[self.caption_images])
+        return DevSet(
+            rows=self.rows[is_kept],
+            captions=[self.captions[caption] for caption in captions],
+            caption_images=(np.cumsum(is_kept) - 1)[self.caption_images[captions]],
+            image_embeddings=self.image_embeddings[is_kept],
+            text_embeddings=self.text_embeddings[captions],
+        )
+
+
+class _UnreadableImages(Exception):
+    """Images of a dev set cannot be read.
+
+    Args:
+        images: indices of these images in the dev set.
+    """
+
+    def __init__(self, images: NDArray[np.int64]) -> None:
+        super().__init__(images)
+        self.images = images
+
+
+def _with_readable(dev: DevSet, score: Callable[[DevSet], _Result]) -> _Result:
+    """Return `score(dev)`. If images cannot be read, they are left out, and the scoring starts again."""
+    while True:
+        try:
+            return score(dev)
+        except _UnreadableImages as error:
+            dev = dev.without(error.images)
+
 
 def make_dev_set(dev: DevCaptions, text_embeddings: NDArray[np.float32]) -> DevSet:
     """Convert `dev` to a `DevSet`. `text_embeddings` are the embeddings of the captions, float32 [c, e]."""
@@ -75,9 +118,16 @@ def choose_dev_weights(
 ) -> dict[str, WeightChoice]:
     """Fit the weights that are None in `config`. Return all weights, and the recall with these weights, by direction.
 
+    Images that cannot be read are left out, with their captions.
     The modules of `bundle` must be in evaluation mode. `on_progress` is called before every query and every fit. An
     exception raised by `on_progress` stops this function.
     """
+    return _with_readable(dev, lambda readable: _choose(bundle, readable, features, config, on_progress))
+
+
+def _choose(
+    bundle: ModelBundle, dev: DevSet, features: Features, config: FittingConfig, on_progress: OnProgress
+) -> dict[str, WeightChoice]:
     queries = _queries(dev, config)
     settings = {EMBEDDING: config.embedding_weight, LATE: config.late_weight, POOLED: config.pooled_weight}
     before, total = 0, sum(map(len, queries.values()))
@@ -97,6 +147,10 @@ def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: Fi
 
     The queries and pools are the same as in :func:`choose_dev_weights`.
     """
+    return _with_readable(dev, lambda readable: _recalls(bundle, readable, features, config))
+
+
+def _recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: FittingConfig) -> dict[str, float]:
     recalls = {}
     for direction, positions in _queries(dev, config).items():
         scorer = _DevScorer(bundle, dev, features, direction, parts=(LOGIT,))
@@ -199,12 +253,21 @@ class _DevTokens:
     @classmethod
     @torch.inference_mode()
     def of(cls, bundle: ModelBundle, dev: DevSet, features: Features, positions: NDArray[np.int64]) -> _DevTokens:
-        """Compute the tokens of the images with the indices `positions`. Repeated indices are computed once."""
+        """Compute the tokens of the images with the indices `positions`. Repeated indices are computed once.
+
+        Raises:
+            _UnreadableImages: images cannot be read.
+        """
         adapter = trained_part(bundle.adapter)
-        images, blocks = np.unique(positions), []
+        images, blocks, unreadable = np.unique(positions), [], []
         for start in range(0, len(images), _ADAPTER_BATCH):
-            batch = features.fetch(dev.rows[images[start : start + _ADAPTER_BATCH]])
-            blocks.append(adapter(batch.to(bundle.joint.device).float()).bfloat16().cpu())
+            batch = images[start : start + _ADAPTER_BATCH]
+            values, readable = features.fetch_readable(dev.rows[batch])
+            unreadable.extend(batch[~readable].tolist())
+            if not unreadable:
+                blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
+        if unreadable:
+            raise _UnreadableImages(np.array(unreadable))
         return cls(images, torch.cat(blocks))
 
     def at(self, positions: NDArray[np.int64]) -> torch.Tensor:

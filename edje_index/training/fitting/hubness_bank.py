@@ -16,6 +16,7 @@ from edje_index.scoring.pooled_similarity import PooledVectors
 from edje_index.training.data.batches import BatchSource
 from edje_index.training.data.sampling import BANK, stream
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows
+from edje_index.training.data.unreadable import nothing_readable
 
 _BATCH = 64
 _ACTIVITY = "making the hubness bank, captions and images"
@@ -31,7 +32,7 @@ def make_hubness_bank(
 ) -> HubnessBank:
     """Make a hubness bank of at most `count` random captions and `count` random images of the training data.
 
-    The bank is on the CPU.
+    Images that cannot be read are left out. The bank is on the CPU.
 
     Args:
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
@@ -39,14 +40,19 @@ def make_hubness_bank(
         source: features and captions of the training data.
         count: maximum number of captions in the bank, and maximum number of images in the bank.
         on_progress: called with the number of captions and images that are finished.
+
+    Raises:
+        EdjeError: none of the images of the sample can be read.
     """
     data, rng = source.data, stream(source.config.loop.seed, BANK)
     captions = np.sort(rng.permutation(len(data.text_embeddings))[:count])
     images = np.sort(rng.permutation(data.images)[:count])
     sample = _Sample(adapter, vectors, source, len(captions) + len(images), on_progress)
+    caption_vectors = sample.caption_vectors(captions)
+    image_vectors, readable = sample.image_vectors(images)
     return HubnessBank.of(
-        (torch.from_numpy(data.text_embeddings[captions]), sample.caption_vectors(captions)),
-        (source.features.embeddings(data.rows[images]), sample.image_vectors(images)),
+        (torch.from_numpy(data.text_embeddings[captions]), caption_vectors),
+        (source.features.embeddings(data.rows[images[readable]]), image_vectors),
     )
 
 
@@ -73,15 +79,20 @@ class _Sample:
             chunks.append(pooled.captions([ids.tolist() for ids in token_ids], sentences).cpu())
         return torch.cat(chunks)
 
-    def image_vectors(self, images: NDArray[np.int64]) -> torch.Tensor:
+    def image_vectors(self, images: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Return the vectors of the images that can be read, and which of the k `images` can be read, bool [k]."""
         if self.vectors.pooled is None:
-            return torch.zeros(len(images), 0)
-        chunks = []
+            return torch.zeros(len(images), 0), np.ones(len(images), dtype=bool)
+        chunks, readable = [], []
         for batch in self._batches(images):
-            features = self.source.features.fetch(self.source.data.rows[batch])
-            tokens = self.adapter(features.to(self.vectors.joint.device).float())
-            chunks.append(self.vectors.of_images(tokens.bfloat16()).cpu())  # bfloat16, as an index stores tokens
-        return torch.cat(chunks)
+            features, are_readable = self.source.features.fetch_readable(self.source.data.rows[batch])
+            readable.append(are_readable)
+            if are_readable.any():
+                tokens = self.adapter(features.to(self.vectors.joint.device).float())
+                chunks.append(self.vectors.of_images(tokens.bfloat16()).cpu())  # bfloat16, as an index stores tokens
+        if not chunks:
+            raise nothing_readable()
+        return torch.cat(chunks), np.concatenate(readable)
 
     def _batches(self, positions: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         for start in range(0, len(positions), _BATCH):

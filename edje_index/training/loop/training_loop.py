@@ -48,7 +48,7 @@ class Phase:
         evaluation: how the phase is evaluated; None without evaluation.
         complete: computes the patch features of a batch on the device, and returns the completed batch. It is called
             before the forward pass.
-        unreadable: returns the number of images that this worker could not read so far.
+        unreadable: returns the number of images that the workers could not read so far. Called on worker 0.
     """
 
     name: str

@@ -20,14 +20,21 @@ from edje_index.images.inputs import InputRef
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import build_adapter
+from edje_index.training.config import FittingConfig
 from edje_index.training.data.batches import BatchSource, ViewSource
 from edje_index.training.data.crops import Crops, random_view
+from edje_index.training.data.dataset import CaptionSet, DevCaptions
 from edje_index.training.data.online import ImageLoader, OnlineFeatures
 from edje_index.training.data.sampling import Sampler
 from edje_index.training.data.unreadable import UnreadableImages, unreadable_by_reason
+from edje_index.training.fitting.dev_pools import choose_dev_weights, dev_recalls, make_dev_set
+from edje_index.training.fitting.hubness_bank import make_hubness_bank
+from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
+from edje_index.training.model.start_bundle import Origin, make_start
+from edje_index.training.model.trained_part import trained_part
 from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.format.manifest import CommittedIndex
-from tests.edje_index.training.conftest import IMAGES, Case
+from tests.edje_index.training.conftest import IMAGES, Case, captions
 
 ROWS = IMAGES + 3
 
@@ -121,7 +128,9 @@ def test_an_unreadable_image_is_named_and_blank(photos):
     assert readable.tolist() == loaded.readable.tolist()
     assert torch.equal(fetched, features.fetch(np.array([2, 7])))
     (photos.folder / "unreadable-1.jsonl").write_text(json.dumps(lines[0]) + '\n{"uri": "half')
-    assert unreadable_by_reason(photos.folder) == {"changed-since-plan": 1, "missing": 1}
+    (photos.folder / "unreadable-2.jsonl").write_text(json.dumps({"uri": "2.jpg", "reason": "missing"}) + "\n")
+    assert unreadable_by_reason(photos.folder) == {"changed-since-plan": 1, "missing": 2}
+    assert features.unreadable() == 3  # also those of the workers 1 and 2
 
 
 def test_a_pair_without_its_image_is_replaced_by_another_pair(photos):
@@ -157,6 +166,48 @@ def test_features_of_only_unreadable_images_are_an_error(photos):
     photos.path(3).unlink()
     with pytest.raises(EdjeError, match="none of the images of a batch can be read any more"):
         photos.features().fetch(np.full(32, 3))
+
+
+def test_the_hubness_bank_leaves_out_unreadable_images(photos):
+    bundle, source = ModelBundle.load(photos.case.bundle), photos.source()
+    adapter = trained_part(bundle.adapter)
+    bundle = replace(bundle, pooled=fit_pooled_similarity(adapter, bundle.joint, photos.case.source(), 4), info=None)
+    whole = make_hubness_bank(adapter, bundle.pooled_vectors, source, 1000)
+    for row in (2, 9):  # the first and the eighth image of the training
+        photos.path(row).unlink()
+    source = photos.source()
+    bank = make_hubness_bank(adapter, bundle.pooled_vectors, source, 1000)
+    left = torch.tensor([position for position in range(IMAGES) if position not in (0, 7)])
+    for name in ("image_embeddings", "image_vectors"):
+        expected, values = getattr(whole, name).dense(), getattr(bank, name).dense()
+        torch.testing.assert_close(values, expected[left], rtol=0.02, atol=0.02)
+    assert source.features.unreadable() == 2
+    for row in range(ROWS):
+        photos.path(row).unlink(missing_ok=True)
+    with pytest.raises(EdjeError, match="restore the image files"):
+        make_hubness_bank(adapter, bundle.pooled_vectors, photos.source(), 20)
+
+
+def test_dev_pools_leave_out_unreadable_images_and_their_captions(photos):
+    bundle = make_start(Origin(photos.case.bundle), photos.case.config().architecture, 0)
+    bundle.joint.eval()
+    items = CaptionSet(np.arange(IMAGES) + 2, captions())
+    embeddings = photos.case.source().features.embeddings(items.rows).numpy()
+    dev = make_dev_set(DevCaptions(items, embeddings), bundle.text.encode(items.texts()))
+    config = FittingConfig(dev_captions=1000, dev_pool=6)
+    for row in (2, 9):
+        photos.path(row).unlink()
+    features = photos.features()
+    choices = choose_dev_weights(bundle, dev, features, config)
+    assert (choices["t2i"].queries, choices["i2t"].queries) == (2 * (IMAGES - 2), IMAGES - 2)
+    left = dev.without(np.array([0, 7]))
+    assert left.rows.tolist() == [row for row in dev.rows.tolist() if row not in (2, 9)]
+    assert left.rows[left.caption_images].tolist() == [row for row in left.rows.tolist() for _ in range(2)]
+    assert left.captions == [caption for at, pair in enumerate(captions()) if at not in (0, 7) for caption in pair]
+    photos.path(2).write_bytes(photos.path(3).read_bytes())  # a different photo than the plan has
+    assert dev_recalls(bundle, dev, features, config) == dev_recalls(bundle, left, photos.features(), config)
+    with pytest.raises(EdjeError, match="restore the image files"):
+        dev.without(np.arange(IMAGES))
 
 
 def test_a_damaged_table_of_inputs_is_named(photos):
