@@ -168,9 +168,10 @@ def _refuse_overlaps(sources: Sequence[Source]) -> None:
                 f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
             )
     folders = {path: source for path, source in source_of_path.items() if source.kind == "folder"}
+    is_part_of_folder = _PartsOfFolders()
     for path, source in source_of_path.items():
         outer = next((folders[parent] for parent in _parents(path) if parent in folders), None)
-        if outer is not None and _is_part_of_folder(source):
+        if outer is not None and is_part_of_folder(source):
             raise UsageError(
                 f"{source.spec} is inside {outer.spec}; leave out one of these sources", parameter="sources"
             )
@@ -180,25 +181,34 @@ def _real_path(source: Source) -> bytes:
     return source.path if is_remote(source.path) else os.path.realpath(source.path)
 
 
-def _is_part_of_folder(source: Source) -> bool:
-    """Return True if the inputs of `source` are also inputs of a directory that contains `source`."""
-    if source.kind in ARCHIVE_KINDS:
-        return not is_remote(source.path) and not _holds_others(source)
-    return source.kind in ("folder", "image")
+class _PartsOfFolders:
+    """Finds sources whose inputs are also inputs of a directory that contains the source. Lists a directory once."""
 
+    def __init__(self) -> None:
+        self._listings: dict[bytes, list[bytes]] = {}
 
-def _holds_others(archive: Source) -> bool:
-    """Return True if the directory of `archive` also contains images or clips, so it does not read `archive`."""
-    return holds_inputs(os.listdir(os.path.dirname(_real_path(archive))), archive.clips)
+    def __call__(self, source: Source) -> bool:
+        """Return True if the inputs of `source` are also inputs of a directory that contains `source`."""
+        if source.kind in ARCHIVE_KINDS:
+            return not is_remote(source.path) and not self._has_others_beside(source)
+        return source.kind in ("folder", "image")
+
+    def _has_others_beside(self, archive: Source) -> bool:
+        """Return True if the directory of `archive` also contains images or clips, so it does not read `archive`."""
+        directory = os.path.dirname(_real_path(archive))
+        if directory not in self._listings:
+            self._listings[directory] = os.listdir(directory)
+        return holds_inputs(self._listings[directory], archive.clips)
 
 
 def without_nested(sources: Sequence[Source]) -> list[Source]:
     """Return `sources` without repeated sources and without sources that are inside another source."""
     directories = {_real_path(source) for source in sources if source.kind == "folder"}
     kept: dict[bytes, Source] = {}
+    is_part_of_folder = _PartsOfFolders()
     for source in sources:
         path = _real_path(source)
-        is_nested = any(parent in directories for parent in _parents(path)) and _is_part_of_folder(source)
+        is_nested = any(parent in directories for parent in _parents(path)) and is_part_of_folder(source)
         if not is_nested:
             kept.setdefault(path, source)
     return list(kept.values())

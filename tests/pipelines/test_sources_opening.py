@@ -161,6 +161,17 @@ def test_archives_outside_folders_need_no_listing(photos: Path, monkeypatch: pyt
     assert len(without_nested(sources)) == 3
 
 
+def test_archives_beside_each_other_need_one_listing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tars = [photos / f"shards/{number}.tar" for number in range(4)]
+    (photos / "shards").mkdir()
+    for tar in (*tars, photos / "shards/beside.jpg"):
+        tar.write_bytes(bytes(10240))
+    listed, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
+    open_sources([str(photos), *map(str, tars)])  # the directory with an image does not read its archives
+    assert listed == [bytes(photos / "shards")]
+
+
 @pytest.mark.parametrize("url", ["https://user:secret@host/a.tar", "s3://secret@bucket/*.jpg", "ftp://u:secret@host/a"])
 def test_urls_with_passwords_are_refused_without_them(url: str) -> None:
     message = refused(url)
