@@ -13,8 +13,9 @@ from edje_index.images.containers.container import Container
 from edje_index.images.containers.reading import read_packed
 from edje_index.images.decode import ImageError
 from edje_index.images.ranges import read_range
-from edje_index.images.remote.urls import WEB_SCHEMES, is_remote, scheme_of
+from edje_index.images.remote.urls import is_remote, scheme_of
 from edje_index.images.transient import retry_transient
+from storage_formats.format.object_store import WEB_SCHEMES
 from storage_formats.format.source_columns import Value, text_of
 
 MAX_INPUT_BYTES = 1 << 30

@@ -7,7 +7,7 @@ import glob
 import os
 
 from edje_index.images.remote.access import list_remote_folder, require_libraries
-from edje_index.images.remote.urls import WEB_SCHEMES, has_credentials, scheme_of, without_credentials
+from edje_index.images.remote.urls import has_credentials, scheme_of, without_credentials
 from pipelines.sources.archives import PARQUET_SUFFIX, ArchiveFile, archive_source, is_archive_name
 from pipelines.sources.base import Source
 from pipelines.sources.folder import ImageFileSource
@@ -17,6 +17,7 @@ from pipelines.sources.remote_folder import RemoteFolderSource
 from pipelines.sources.selection import has_input_suffix
 from pipelines.sources.specs import file_name
 from storage_formats.errors import UsageError
+from storage_formats.format.object_store import WEB_SCHEMES
 
 
 def open_remote(url: str, column: str | None = None, *, clips: bool = False) -> Source:

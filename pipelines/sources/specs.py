@@ -6,7 +6,8 @@ import os
 import urllib.parse
 
 from edje_index.images.inputs import display_path
-from edje_index.images.remote.urls import WEB_SCHEMES, is_remote, scheme_of
+from edje_index.images.remote.urls import is_remote, scheme_of
+from storage_formats.format.object_store import WEB_SCHEMES
 
 STANDARD_INPUT = "-"
 

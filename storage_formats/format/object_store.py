@@ -21,8 +21,9 @@ from storage_formats.extras import name_missing_extra
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-WRITABLE_SCHEMES = ("s3", "gs", "az")
-SCHEMES = (*WRITABLE_SCHEMES, "http", "https")
+STORE_SCHEMES = ("s3", "gs", "az")
+WEB_SCHEMES = ("http", "https")
+INDEX_SCHEMES = (*STORE_SCHEMES, *WEB_SCHEMES)
 CHUNK_BYTES = 8 << 20  # longer requests would not fit into the time-out on a slow line
 
 _REQUEST_TIMEOUT = timedelta(seconds=60)
@@ -56,7 +57,7 @@ class UncertainWriteError(ObjectStoreError):
 
 def is_url(location: IndexLocation) -> bool:
     """Return True if `location` is a URL of an object store and not a path."""
-    return isinstance(location, str) and location.partition("://")[0].lower() in SCHEMES and "://" in location
+    return isinstance(location, str) and location.partition("://")[0].lower() in INDEX_SCHEMES and "://" in location
 
 
 @dataclass(frozen=True)

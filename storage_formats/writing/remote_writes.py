@@ -22,7 +22,7 @@ from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.mirror import CLAIM, checked_chunks
 from storage_formats.format.object_store import (
     CHUNK_BYTES,
-    WRITABLE_SCHEMES,
+    STORE_SCHEMES,
     Chunk,
     ObjectChangedError,
     ObjectFolder,
@@ -41,7 +41,7 @@ _SNAPSHOT = re.compile(r"snapshots/\d+\.json")
 
 def refuse_read_only(folder: ObjectFolder, parameter: str) -> None:
     """Raise UsageError if the URL of `folder` can only be read. The error names `parameter` as the wrong parameter."""
-    if folder.scheme not in WRITABLE_SCHEMES:
+    if folder.scheme not in STORE_SCHEMES:
         raise UsageError(
             f"{folder.url} can only be read; write to a URL that begins with s3://, gs:// or az://",
             parameter=parameter,

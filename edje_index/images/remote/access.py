@@ -6,8 +6,9 @@ import importlib
 
 from edje_index.images.remote import hub, web
 from edje_index.images.remote.listing import Folder
-from edje_index.images.remote.urls import HUB_SCHEME, STORE_SCHEMES, scheme_of
+from edje_index.images.remote.urls import HUB_SCHEME, scheme_of
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.object_store import STORE_SCHEMES
 
 
 def require_libraries(url: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-WEB_SCHEMES = ("http", "https")
+from storage_formats.format.object_store import INDEX_SCHEMES
+
 HUB_SCHEME = "hf"
-STORE_SCHEMES = ("s3", "gs", "az")
-SCHEMES = (*WEB_SCHEMES, HUB_SCHEME, *STORE_SCHEMES)
+_IMAGE_SCHEMES = (*INDEX_SCHEMES, HUB_SCHEME)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_REMOTE = re.compile(f"(?:{'|'.join(SCHEMES)})://".encode(), re.IGNORECASE)
+_REMOTE = re.compile(f"(?:{'|'.join(_IMAGE_SCHEMES)})://".encode(), re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
