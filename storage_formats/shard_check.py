@@ -129,10 +129,8 @@ class ShardCheck:
             duplicates=statuses.count(DUPLICATE),
             failed=failures_by_reason(table),
         )
-        try:
-            self.counts.check()
-        except CorruptIndexError as error:
-            problems.append(self._problem(path, "counts", str(error)))
+        if problem := self.counts.problem():
+            problems.append(self._problem(path, "counts", problem))
         return np.array([status == INDEXED for status in statuses])
 
     def _check_tokens(self, name: str, indexed: NDArray[np.bool_] | None) -> Iterator[Problem]:

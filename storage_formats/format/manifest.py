@@ -40,14 +40,15 @@ class Counts:
     def failed_total(self) -> int:
         return sum(self.failed.values())
 
-    def check(self) -> None:
-        """Raise CorruptIndexError unless `inputs` is the sum of the other numbers."""
+    def problem(self) -> str | None:
+        """Return what is wrong if `inputs` is not the sum of the other numbers; None if it is."""
         total = self.indexed + self.duplicates + self.failed_total
-        if total != self.inputs:
-            raise CorruptIndexError(
-                f"the counts of inputs do not add up: {self.indexed} indexed + {self.duplicates} duplicates + "
-                f"{self.failed_total} failed = {total}, not {self.inputs}"
-            )
+        if total == self.inputs:
+            return None
+        return (
+            f"the counts of inputs do not add up: {self.indexed} indexed + {self.duplicates} duplicates + "
+            f"{self.failed_total} failed = {total}, not {self.inputs}"
+        )
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,8 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
         raise CorruptIndexError(
             f"a member of {where} is missing or has the wrong type ({error!r}); restore the file from a backup"
         ) from error
-    manifest.counts.check()
+    if problem := manifest.counts.problem():
+        raise CorruptIndexError(f"{where} is damaged: {problem}; restore the file from a backup")
     spec = manifest.spec
     for segment, table in zip(spec.used_segments, manifest.shard_tables, strict=True):
         if len(spec.segment_shards(segment)) > table.bytes:  # each shard has several lines in the table

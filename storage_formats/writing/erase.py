@@ -103,7 +103,8 @@ def read_erasure(index: CommittedIndex) -> Erasure | None:
         value: dict[str, Any] = json.loads(read_index_file(index.root, path))
         rows = tuple(int(row) for row in value["rows"])
         erasure = Erasure(rows, Counts(**value["counts"]), dict(value["values"]))
-        erasure.counts.check()
+        if problem := erasure.counts.problem():
+            raise ValueError(problem)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -49,7 +49,10 @@ def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
         duplicates=sum(receipt.duplicates for receipt in receipts),
         failed=dict(sorted(failed.items())),
     )
-    counts.check()
+    if problem := counts.problem():
+        raise CorruptIndexError(
+            f"the receipts in build/receipts are damaged: {problem}; remove this directory, and run the command again"
+        )
     return counts
 
 

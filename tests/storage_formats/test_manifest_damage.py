@@ -39,3 +39,10 @@ def test_senseless_members_are_damage(tmp_path, members):
     with pytest.raises(CorruptIndexError, match="is missing or has the wrong type"):
         Manifest.load(tmp_path)
     assert [problem.code for problem in verify_index(tmp_path)] == ["manifest"]
+
+
+def test_counts_that_do_not_add_up_name_the_file(tmp_path):
+    write_random_index(tmp_path, SPEC)
+    change(tmp_path, counts={"inputs": 5, "indexed": 5, "duplicates": 1, "failed": {}})
+    with pytest.raises(CorruptIndexError, match=r"index\.json is damaged: .* = 6, not 5; restore"):
+        Manifest.load(tmp_path)
