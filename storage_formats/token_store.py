@@ -7,7 +7,7 @@ import functools
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -21,11 +21,12 @@ from storage_formats.errors import UsageError
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.mirror import open_index
+from storage_formats.format.mirror import cache_directory, open_index
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import Tombstones, live_rows, refuse_before_first, rows_in_use
 from storage_formats.reading.base import Batch, DestinationFactory
+from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
 from storage_formats.reading.engine_selection import ReadEngines, StoreFiles
@@ -64,10 +65,10 @@ class TokenStore:
         self, index: CommittedIndex, precision: str = "bf16", engine: str = "auto", *, verify_reads: bool = True
     ) -> None:
         self.precision = precision
+        self._engine = engine
         self._verify_reads = verify_reads
         self._view = self._view_of(index)
-        files = self._view.files
-        self._engines = ReadEngines(files, engine) if isinstance(files, StoreFiles) else RemoteEngines(files, engine)
+        self._engines = self._engines_of(self._view)
 
     @classmethod
     def open(
@@ -128,7 +129,10 @@ class TokenStore:
         before, index = self._view.index.manifest, open_index(self._view.index.location)
         if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
             raise UsageError(f"the index at {index.location} was replaced by another index; open the index again")
-        self._view = self._view_of(index)
+        view = self._view_of(index)
+        if isinstance(view.files, RemoteFiles):  # its block cache belongs to the snapshot
+            self._engines = self._engines_of(view)
+        self._view = view
         return index.manifest.snapshot.number
 
     def row_ids(self) -> NDArray[np.int64]:
@@ -373,7 +377,14 @@ class TokenStore:
         checksum_path = functools.partial(Layout(index.root).checksums, codec.name)
         token_path = files.path if isinstance(files, StoreFiles) else files.url
         checksums = BlockChecksums(index, checksum_path, token_path) if self._verify_reads else None
+        if isinstance(files, RemoteFiles) and checksums is not None:
+            files = _with_cache(files, index, codec, checksums)
         return _View(index, codec, files, index.deleted, checksums)
+
+    def _engines_of(self, view: _View) -> ReadEngines | RemoteEngines:
+        if isinstance(view.files, RemoteFiles):
+            return RemoteEngines(view.files, self._engine)
+        return ReadEngines(view.files, self._engine)
 
     def _read(
         self, requested: _Requested, destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
@@ -460,6 +471,19 @@ def _token_files(index: CommittedIndex, token_codec: Codec) -> StoreFiles | Remo
         record_bytes=size,
         spec=spec,
     )
+
+
+def _with_cache(
+    files: RemoteFiles, index: CommittedIndex, token_codec: Codec, checksums: BlockChecksums
+) -> RemoteFiles:
+    """Return `files` with a block cache, unless the cache is off."""
+    if not (limit := cache_bytes()):
+        return files
+    layout, dimensions = Layout(index.root), len(token_codec.record_shape)
+    token_path = functools.partial(layout.token_shard, token_codec.name, record_ndim=dimensions)
+    cached_files = cache_files(cache_directory() / "blocks", limit)
+    cache = BlockCache(index, token_path, checksums, token_codec.record_bytes, cached_files)
+    return replace(files, cache=cache)
 
 
 def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:

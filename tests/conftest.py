@@ -51,11 +51,13 @@ def write_random_index(
     *,
     failed: frozenset[int] = frozenset(),
     duplicates: frozenset[int] = frozenset(),
+    zeros: frozenset[int] = frozenset(),
     seed: int = 7,
 ) -> np.ndarray:
     """A finished index of random blocks; returns what it should hold, bfloat16 [rows, m, d], NaN at holes."""
     rng = np.random.default_rng(seed)
     blocks = random_blocks(rng, spec.rows, spec)
+    blocks[sorted(zeros)] = 0
     embeddings = rng.standard_normal((spec.rows, spec.embed_dim), dtype=np.float32)
     embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
     begin_index(root, spec)

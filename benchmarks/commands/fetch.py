@@ -110,16 +110,17 @@ def fetch_command(
     is installed, fio measures the speed of the disk on the same files, alternating with the other runs.
 
     INDEX may be the URL of an index on an object store. The command then measures the rate of large fetches. For
-    queries of 100 blocks, the command measures the latency, the number of requests and the cost.
+    queries of 100 blocks, the command measures the latency, the number of requests and the cost. Unless the block cache
+    is off, it also measures fetches of cached blocks.
 
     \b
     Examples:
       edje-index bench fetch photos.edje
-      edje-index bench fetch s3://my-bucket/photos.edje --pool 5000 --peers
+      edje-index bench fetch s3://my-bucket/photos.edje --pool 5000 --peers --report out
       edje-index bench fetch --synthetic 100000 --precision fp8 --peers --scratch /mnt/nvme --report out
     """
     if isinstance(index, str):
-        _fetch_remote(index, precisions, pool, repeats, peers=peers, as_json=as_json)
+        _fetch_remote(index, precisions, pool, repeats, peers=peers, report=report, as_json=as_json)
         return
     _check_subject(index, synthetic, scratch, engines)
     from benchmarks.fetch.plan import FetchBench
@@ -163,11 +164,18 @@ def _check_subject(index: Path | None, synthetic: int | None, scratch: Path | No
     _check_engines(engines)
 
 
-_REMOTE_OPTIONS = {"index", "precisions", "pool", "repeats", "peers", "as_json"}
+_REMOTE_OPTIONS = {"index", "precisions", "pool", "repeats", "peers", "report", "as_json"}
 
 
 def _fetch_remote(
-    url: str, precisions: tuple[str, ...], pool: int, repeats: int, *, peers: bool, as_json: bool
+    url: str,
+    precisions: tuple[str, ...],
+    pool: int,
+    repeats: int,
+    *,
+    peers: bool,
+    report: Path | None,
+    as_json: bool,
 ) -> None:
     """Measure the index at `url`. Raises click.UsageError for options that only apply to a disk."""
     context = click.get_current_context()
@@ -177,12 +185,15 @@ def _fetch_remote(
             raise click.UsageError(
                 f"{option.opts[0]} does not apply to an index on an object store; leave out the option"
             )
-    from benchmarks.fetch.remote import RemoteBench, bench_remote, describe_remote
+    from benchmarks.fetch.remote import RemoteBench, bench_remote, describe_remote, write_remote_report
 
     if len(precisions) > 1:
         raise click.UsageError("an index on an object store is measured in one precision; give --precision once")
     precision = precisions[0] if precisions else None
     result = bench_remote(RemoteBench(url, precision, pool, repeats, peers), lambda line: click.echo(line, err=True))
+    if report is not None:
+        for path in write_remote_report(result, report):
+            click.echo(f"wrote {path}", err=True)
     show(result, as_json, describe_remote(result))
 
 

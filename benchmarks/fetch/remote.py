@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +24,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import ObjectFolder
+from storage_formats.reading.block_cache import SETTING, cache_bytes
 from storage_formats.token_store import TokenStore
 
 _DOLLARS_PER_REQUEST = 0.4e-6  # GET requests of S3 Standard, us-east-1; transfers within a region are free
@@ -80,13 +84,18 @@ def bench_remote(bench: RemoteBench, on_line: Callable[[str], None]) -> dict[str
     rng, pool = np.random.default_rng(_SEED), min(bench.pool, index.manifest.spec.used_rows // 2)
     if not pool:
         raise UsageError(f"the index at {bench.url} has fewer than two rows; measure a larger index")
-    with TokenStore(replace(index, remote=folder), precision) as store:
+    with contextlib.ExitStack() as stack:
+        with _no_cached_blocks():
+            store = stack.enter_context(TokenStore(replace(index, remote=folder), precision))
         rows = store.row_ids()
         subjects: dict[str, Fetch] = {"edje": store.fetch_records}
+        if cache_bytes():
+            subjects["edje, cached"] = stack.enter_context(TokenStore(index, precision)).fetch_records
         subjects |= dict(_peers(index, precision)) if bench.peers else {}
         draws = [rng.choice(rows, pool, replace=False) for _ in range(bench.repeats)]
         queries = [rng.choice(rows, min(_QUERY_ROWS, pool), replace=False) for _ in range(_QUERIES)]
-        store.fetch_records(np.concatenate([*draws, *queries]))  # downloads the checksums
+        for name in [name for name in subjects if name.startswith("edje")]:
+            subjects[name](np.concatenate([*draws, *queries]))  # downloads the checksums, and fills the block cache
         _compare(subjects, queries[0])
         seconds: dict[str, list[float]] = {name: [] for name in subjects}
         latencies: dict[str, list[float]] = {name: [] for name in subjects}
@@ -108,6 +117,19 @@ def bench_remote(bench: RemoteBench, on_line: Callable[[str], None]) -> dict[str
         "readers": {name: _summary(seconds[name], latencies[name], pool * store.record_bytes) for name in subjects},
         "environment": environment(),
     }
+
+
+@contextlib.contextmanager
+def _no_cached_blocks() -> Iterator[None]:
+    """Context manager in which stores are opened without the block cache."""
+    before = os.environ.get(SETTING)
+    os.environ[SETTING] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(SETTING)
+        if before is not None:
+            os.environ[SETTING] = before
 
 
 def _summary(seconds: list[float], latencies: list[float], size: int) -> dict[str, float]:
@@ -224,6 +246,16 @@ def _zarrs(index: CommittedIndex, precision: str) -> Fetch:
         return out
 
     return fetch
+
+
+def write_remote_report(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write `<date>-fetch-url.md` and `<date>-fetch-url.json` to `folder`. Return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{result['environment']['date']}-fetch-url"
+    text, data = folder / f"{stem}.md", folder / f"{stem}.json"
+    text.write_text("\n".join(describe_remote(result)) + "\n")
+    data.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    return [text, data]
 
 
 def describe_remote(result: Mapping[str, Any]) -> list[str]:

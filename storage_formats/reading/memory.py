@@ -147,6 +147,14 @@ def check_memory(
     run_chunks(memory_check(sources, size, check, total=total), len(sources), size, threads)
 
 
+def checksums_at(sources: NDArray[np.int64], size: int) -> NDArray[np.uint32]:
+    """Return the CRC-32C of the `size` bytes at each address in `sources` [k], uint32 [k]."""
+    loop = _compiled_checksums() if use_compiled(len(sources) * size) else _checksum_pieces
+    actual = np.empty(len(sources), dtype=np.uint32)
+    run_chunks(functools.partial(loop, np.ascontiguousarray(sources), size, actual), len(sources), size, None)
+    return actual
+
+
 def memory_check(
     sources: NDArray[np.int64], size: int, check: BlockCheck, *, total: int | None = None
 ) -> Callable[[int, int], None]:

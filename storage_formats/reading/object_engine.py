@@ -1,7 +1,11 @@
-"""The engine `object-store`, which reads byte ranges of objects with many requests in flight."""
+"""The engine `object-store`, which reads byte ranges of objects with many requests in flight.
+
+Blocks that are cached on the local disk are read from there.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +17,7 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.reading.base import EVERY_RECORD, Batch, Destination, Finish, ReadEngine, Reader, Runs
+from storage_formats.reading.block_cache import BlockCache
 from storage_formats.reading.memory import BufferPool
 
 OBJECT_STORE = "object-store"
@@ -34,12 +39,14 @@ class RemoteFiles:
         key: function that takes a shard number and returns the key of the token object.
         record_bytes: length of a record in bytes.
         spec: shape of the index.
+        cache: cached blocks on the local disk; None reads all blocks from the object store.
     """
 
     folder: ObjectFolder
     key: Callable[[int], str]
     record_bytes: int
     spec: IndexSpec
+    cache: BlockCache | None = None
 
     def check_lengths(self) -> None:
         """Check the lengths of the first and the last token object.
@@ -105,11 +112,13 @@ class _Request:
         shard: shard number.
         positions: positions of the records in the shard, ascending.
         record_indices: index of each record in the array `records` of the destination.
+        cached_file: name of the file of the block cache that stores the records; None if there is no cache.
     """
 
     shard: int
     positions: list[int]
     record_indices: list[int]
+    cached_file: str | None
 
 
 class ObjectStoreEngine:
@@ -137,6 +146,8 @@ class _ObjectReader:
 
     def start(self, batch: Batch, destination: Destination) -> Finish:
         requests = self._requests(batch, destination)
+        if not requests:
+            return functools.partial(destination.finish, EVERY_RECORD, None)
         records = destination.records  # allocated here, because several threads could each allocate their own
         crew = Crew(lambda request: self._read(request, records), requests)
         self._crews.append(crew)
@@ -157,11 +168,18 @@ class _ObjectReader:
             crew.abandon()
 
     def _requests(self, batch: Batch, destination: Destination) -> list[_Request]:
-        size = self._files.record_bytes
+        """Read the cached records of `batch`, and return requests for the other records."""
+        size, cache, record_indices = self._files.record_bytes, self._files.cache, destination.record_indices
+        names = cache.names(batch) if cache else {}
+        if cache:
+            is_missing = ~cache.read(batch, names, destination)
+            batch, record_indices = batch[is_missing], record_indices[is_missing]
+            if not len(batch):
+                return []
         runs = Runs.of(batch, size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES)
-        positions, indices = batch.positions.tolist(), destination.record_indices.tolist()
+        positions, indices = batch.positions.tolist(), record_indices.tolist()
         return [
-            _Request(shard, positions[first : first + count], indices[first : first + count])
+            _Request(shard, positions[first : first + count], indices[first : first + count], names.get(shard))
             for shard, first, count in zip(
                 batch.shards[runs.first].tolist(), runs.first.tolist(), runs.count.tolist(), strict=True
             )
@@ -180,3 +198,5 @@ class _ObjectReader:
         stored = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
         for position, index in zip(request.positions, request.record_indices, strict=True):
             records[index] = stored[position - start]
+        if self._files.cache and request.cached_file:
+            self._files.cache.write(request.cached_file, start, data)

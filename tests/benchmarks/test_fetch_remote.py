@@ -26,15 +26,19 @@ def test_readers_are_measured_side_by_side(tmp_path, monkeypatch, run):
         copy_index(tmp_path / "photos.edje", URL)
         monkeypatch.setattr(remote, "_QUERIES", 5)
         arguments = ("bench", "fetch", URL, "--pool", 20, "--repeats", 1, "--precision", "fp8", "--json")
-        code, out, err = run(*arguments, "--peers")
+        code, out, err = run(*arguments, "--peers", "--report", tmp_path / "report")
         assert code == 0, err
         use_endpoint(monkeypatch, proxy.url)
         assert run(*arguments)[0] == 0
     result = json.loads(out)
-    assert set(result["readers"]) == {"edje", "obstore", "tensorstore", "zarrs"}
+    assert set(result["readers"]) == {"edje", "edje, cached", "obstore", "tensorstore", "zarrs"}
     for reader in result["readers"].values():
         assert reader["gigabytes_per_second"] > 0
         assert 0 < reader["query_p50_ms"] <= reader["query_p99_ms"]
+    (report,) = (tmp_path / "report").glob("*-fetch-url.md")
+    assert "requests and" in report.read_text()
+    assert "USD per million queries" in report.read_text()
+    assert [json.loads(path.read_text()) for path in (tmp_path / "report").glob("*.json")] == [result]
     assert (result["blocks"], result["query_blocks"]) == (20, 20)
     assert 1 <= result["requests_per_query"] <= 2  # two shards, whose gaps are read too
     assert result["dollars_per_million_queries"] == pytest.approx(0.4 * result["requests_per_query"])

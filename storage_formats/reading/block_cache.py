@@ -1,0 +1,254 @@
+"""Cache on the local disk for blocks of indexes on object stores.
+
+Each cached shard is a sparse file, in which a record has the same offset as in the token object. The file does not say
+which records it has: a record is cached if it matches its stored checksum. Holes of the file, records that a killed
+process has half written, and damaged records do not match. They are read from the object store and written again.
+
+The name of the file contains the checksum of the token object, so an index that replaces another index at the same URL
+gets files of its own. Processes share the files without locks. An error of the file system disables caching for a
+while and is never reported, because the object store has all blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.errors import UsageError
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.reading.base import Batch, Destination, Runs
+from storage_formats.reading.checksums import BlockChecksums
+from storage_formats.reading.memory import checksums_at
+
+SETTING = "EDJE_CACHE_BYTES"
+_DEFAULT_BYTES = 10 << 30
+_FREE_BYTES = 1 << 30  # free disk space that the cache leaves to others
+_PAUSE_SECONDS = 60.0  # without writes after an error of the file system
+_USE_SECONDS = 60.0  # resolution of the time of the last use
+_WRITE_OVERHEAD = 12 << 10  # disk blocks that a write covers in part, and one for the list of disk blocks
+_OPEN_FILES = 64
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # without O_NONBLOCK, opening a FIFO waits
+_RUN_RECORDS = 512  # below Linux's IOV_MAX of 1024
+
+
+def cache_bytes() -> int:
+    """Return the maximum size of the block cache, the value of `EDJE_CACHE_BYTES`. 0 turns the cache off.
+
+    Raises:
+        UsageError: the value is not a number of bytes.
+    """
+    value = os.environ.get(SETTING, str(_DEFAULT_BYTES))
+    if not value.isdecimal():
+        raise UsageError(f"the environment variable {SETTING} must be a number of bytes, not {value!r}; 0 is no cache")
+    return int(value)
+
+
+class BlockCache:
+    """The cached blocks of one precision of an index on an object store. Thread-safe.
+
+    Args:
+        index: the index.
+        token_path: function that takes a shard number and returns the path of the token file below `index.root`.
+        checksums: the stored checksums of the blocks.
+        record_bytes: length of a record in bytes.
+        files: the files of all cached blocks on this machine, see `cache_files`.
+    """
+
+    def __init__(
+        self,
+        index: CommittedIndex,
+        token_path: Callable[[int], Path],
+        checksums: BlockChecksums,
+        record_bytes: int,
+        files: CacheFiles,
+    ) -> None:
+        self._entries = CommittedFiles(index, token_path)
+        self._folder = hashlib.sha256(str(index.location).encode()).hexdigest()[:32]
+        self._checksums = checksums
+        self._size = record_bytes
+        self._zeros_crc = crc32c(bytes(record_bytes))
+        self._files = files
+
+    def names(self, batch: Batch) -> dict[int, str]:
+        """Return the name of the cached file of each shard of `batch`, keyed by shard number."""
+        entries = self._entries.files([shard for shard, _, _ in batch.shard_spans])
+        return {shard: f"{self._folder}/{self._size}-{shard}-{entry.crc32c:08x}" for shard, entry in entries.items()}
+
+    def read(self, batch: Batch, names: Mapping[int, str], destination: Destination) -> NDArray[np.bool_]:
+        """Read the cached records of `batch` into `destination.records`. Return which records were cached, bool [n].
+
+        `names` is the result of the method `names`.
+        """
+        is_read = np.zeros(len(batch), dtype=np.bool_)
+        spans = batch.shard_spans
+        for first in range(0, len(spans), _OPEN_FILES):
+            group = spans[first : first + _OPEN_FILES]
+            with self._opened({shard: names[shard] for shard, _, _ in group}) as descriptors:
+                start, stop = group[0][1], group[-1][2]
+                is_read[start:stop] = self._read(batch[start:stop], descriptors, destination, start)
+        read = np.flatnonzero(is_read)
+        if len(read):
+            expected = self._checksums.check(batch[read]).expected
+            addresses = destination.records.ctypes.data + destination.record_indices[read] * self._size
+            # A hole of the file would pass for a record of zeros.
+            is_read[read] = (checksums_at(addresses, self._size) == expected) & (expected != self._zeros_crc)
+        return is_read
+
+    def write(self, name: str, position: int, records: memoryview) -> None:
+        """Store neighbouring records in the file `name`. `position` is the position of the first of them."""
+        self._files.write(name, position * self._size, records)
+
+    def _read(
+        self, batch: Batch, descriptors: dict[int, int], destination: Destination, start: int
+    ) -> NDArray[np.bool_]:
+        """Read the records of the open files. Return which records were read, bool [n]; their bytes may be wrong."""
+        is_read = np.zeros(len(batch), dtype=np.bool_)
+        runs = list(_runs(batch, descriptors, self._size)) if descriptors else []
+        for run in runs:
+            if hasattr(os, "posix_fadvise"):  # not on macOS
+                length = run.count * self._size
+                os.posix_fadvise(run.descriptor, run.position * self._size, length, os.POSIX_FADV_WILLNEED)
+        for run in runs:
+            indices = destination.record_indices[start + run.first : start + run.first + run.count].tolist()
+            buffers = [destination.records[index].data for index in indices]
+            with contextlib.suppress(OSError):
+                count = os.preadv(run.descriptor, buffers, run.position * self._size)
+                is_read[run.first : run.first + count // self._size] = True
+        return is_read
+
+    @contextlib.contextmanager
+    def _opened(self, names: Mapping[int, str]) -> Iterator[dict[int, int]]:
+        """Context manager that opens the files that exist and yields their descriptors, keyed by shard."""
+        descriptors: dict[int, int] = {}
+        try:
+            for shard, name in names.items():
+                if (descriptor := self._files.open(name)) is not None:
+                    descriptors[shard] = descriptor
+            yield descriptors
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring records of one cached file: `count` records of a batch, from index `first` of the batch on."""
+
+    descriptor: int
+    position: int
+    first: int
+    count: int
+
+
+def _runs(batch: Batch, descriptors: dict[int, int], record_bytes: int) -> Iterator[_Run]:
+    runs = Runs.of(batch, record_bytes, longest_bytes=_RUN_RECORDS * record_bytes)
+    shards, positions = batch.shards[runs.first].tolist(), batch.positions[runs.first].tolist()
+    for shard, position, first, count in zip(shards, positions, runs.first.tolist(), runs.count.tolist(), strict=True):
+        if shard in descriptors:
+            yield _Run(descriptors[shard], position, first, count)
+
+
+class CacheFiles:
+    """The files of the block cache, which all processes of a user share. Thread-safe.
+
+    After every sixteenth of the limit that this process writes, the files that were not used for longest are removed.
+
+    Args:
+        root: directory of the files.
+        limit: maximum disk space of the files in bytes. Each further process that writes at the same time can exceed it
+            by a sixteenth.
+    """
+
+    def __init__(self, root: Path, limit: int) -> None:
+        self._root = root
+        self._limit = limit
+        self._step = max(1, limit // 16)
+        self._unchecked = self._step  # bytes written since the last removal; a new process removes files first
+        self._paused_until = 0.0
+        self._lock = threading.Lock()
+
+    def open(self, name: str) -> int | None:
+        """Open a file for reading and note its use. Return the descriptor, or None if the file cannot be opened."""
+        try:
+            descriptor = os.open(self._root / name, os.O_RDONLY | _FLAGS)
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):
+            if time.time() - os.fstat(descriptor).st_mtime > _USE_SECONDS:
+                os.utime(descriptor)
+        return descriptor
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        """Write `data` to a file, if the disk has room. Errors are ignored."""
+        if time.monotonic() < self._paused_until:
+            return
+        try:
+            if not self._has_room(len(data) + _WRITE_OVERHEAD):
+                return
+            path = self._root / name
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _FLAGS, 0o600)
+            try:
+                os.pwrite(descriptor, data, offset)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+
+    def _has_room(self, size: int) -> bool:
+        """Return True if `size` more bytes may be written. Removes files if necessary."""
+        if size > self._step:
+            return False
+        with self._lock:
+            self._unchecked += size
+            if self._unchecked <= self._step:
+                return True
+            self._unchecked = size
+        return self._remove_unused()
+
+    def _remove_unused(self) -> bool:
+        """Remove the files that were not used for longest until there is room for more.
+
+        Return False, and pause, if the disk has no room even without the files.
+        """
+        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files = sorted(_used_files(self._root))
+        size = sum(allocated for _, allocated, _ in files)
+        room = min(self._limit, size + shutil.disk_usage(self._root).free - _FREE_BYTES) - self._step
+        for _, allocated, path in files:
+            if size <= room:
+                break
+            with contextlib.suppress(FileNotFoundError):  # another process may be faster
+                os.unlink(path)
+            size -= allocated
+        if room < 0:
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+        return room >= 0
+
+
+@functools.cache
+def cache_files(root: Path, limit: int) -> CacheFiles:
+    """Return the files of the block cache in `root`. All stores of a process share them."""
+    return CacheFiles(root, limit)
+
+
+def _used_files(root: Path) -> Iterator[tuple[float, int, str]]:
+    """Yield (time of the last use, allocated bytes, path) of each file below `root`."""
+    for folder in os.scandir(root):
+        for entry in os.scandir(folder.path):
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat()
+                yield status.st_mtime, status.st_blocks * 512, entry.path

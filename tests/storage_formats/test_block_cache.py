@@ -1,0 +1,280 @@
+"""Blocks of an object store that are cached on the local disk equal the blocks of a local index, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines import copy_index
+from storage_formats import CorruptIndexError, IndexSpec, TokenStore, UsageError
+from storage_formats.format.object_store import ObjectFolder
+from storage_formats.reading import block_cache
+from storage_formats.reading.block_cache import CacheFiles, cache_files
+from tests.command_line import environment
+from tests.conftest import same_bits, write_random_index
+from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
+from tests.storage_formats.reading_cases import SPEC
+
+URL = "s3://bucket/photos.edje"
+LARGER, LESS = "s3://bucket/larger.edje", "600000"
+TOKENS = "tokens/bf16/c."
+numbers = itertools.count()
+slow = pytest.mark.slow  # they start a server
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="module")
+def stored(server, built):
+    with pytest.MonkeyPatch.context() as patch:
+        use_endpoint(patch, server)
+        copy_index(built[0], URL)
+    return built[0]
+
+
+@pytest.fixture
+def proxy(stored, server, monkeypatch, tmp_path):
+    """An empty cache, and a proxy that counts the requests."""
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("EDJE_CACHE_BYTES", raising=False)
+    cache_files.cache_clear()
+    with FaultyProxy(server).running() as running:
+        use_endpoint(monkeypatch, running.url)
+        yield running
+    cache_files.cache_clear()
+
+
+def larger_index(tmp_path: Path) -> np.ndarray:
+    """Copy an index of 20 shards of 64 KiB to `LARGER`. Return its blocks. About nine shards fit in `LESS` bytes."""
+    blocks = write_random_index(tmp_path / "larger", IndexSpec(80, 4, block_shape=(64, 128), embed_dim=4))
+    copy_index(tmp_path / "larger", LARGER, replace=True)
+    return blocks
+
+
+def cached_paths(tmp_path: Path) -> list[Path]:
+    return sorted(path for path in (tmp_path / "cache/blocks").rglob("*") if path.is_file())
+
+
+@slow
+@pytest.mark.parametrize("precision", SPEC.precisions)
+def test_random_fetches_equal_local_ones_and_read_each_block_once(proxy, stored, whole, precision):
+    rng, part = np.random.default_rng(5), f"tokens/{precision}/c."
+    with TokenStore.open(URL, precision) as store, TokenStore.open(stored, precision) as local:
+        for _ in range(20):
+            row_ids = rng.integers(0, SPEC.rows, rng.integers(1, 60))
+            assert same_bits(store.fetch(row_ids), whole[precision][row_ids])
+            before = proxy.count("GET", part)
+            assert same_bits(store.fetch(row_ids[::-1]), whole[precision][row_ids[::-1]])
+            assert (store.fetch_records(row_ids) == local.fetch_records(row_ids)).all()
+            assert proxy.count("GET", part) == before
+    with TokenStore.open(URL, precision) as another:
+        before = proxy.count("GET", part)
+        assert same_bits(another.fetch(row_ids), whole[precision][row_ids])
+        assert proxy.count("GET", part) == before
+
+
+@slow
+def test_a_limit_of_0_and_reads_without_checks_cache_nothing(proxy, tmp_path, monkeypatch):
+    TokenStore.open(URL, verify_reads=False).fetch([1])
+    monkeypatch.setenv("EDJE_CACHE_BYTES", "0")
+    store = TokenStore.open(URL)
+    for _ in range(2):
+        store.fetch([1, 100])
+    assert proxy.count("GET", TOKENS) == 5
+    assert cached_paths(tmp_path) == []
+    monkeypatch.setenv("EDJE_CACHE_BYTES", "10 GB")
+    with pytest.raises(UsageError, match="EDJE_CACHE_BYTES must be a number of bytes, not '10 GB'"):
+        TokenStore.open(URL)
+
+
+@slow
+def test_a_tiny_cache_stays_below_its_limit(proxy, tmp_path, monkeypatch):
+    blocks = larger_index(tmp_path)
+    monkeypatch.setenv("EDJE_CACHE_BYTES", LESS)
+    rng, before = np.random.default_rng(6), proxy.count("GET", TOKENS)
+    with TokenStore.open(LARGER) as store:
+        for _ in range(40):
+            row_ids = rng.integers(0, len(blocks), 5)
+            assert same_bits(store.fetch(row_ids), blocks[row_ids])
+            assert sum(path.stat().st_blocks * 512 for path in cached_paths(tmp_path)) <= int(LESS)
+    assert len(cached_paths(tmp_path)) > 3
+    assert proxy.count("GET", TOKENS) - before < 150
+
+
+@slow
+@pytest.mark.parametrize("damage", ["flip", "truncate", "zeros", "directory", "unreadable"])
+def test_a_damaged_cache_is_read_around_and_heals(proxy, whole, tmp_path, damage):
+    row_ids = np.arange(60, 130)
+    with TokenStore.open(URL) as store:
+        store.fetch(row_ids)
+        for path in cached_paths(tmp_path):
+            data = bytearray(path.read_bytes())
+            if damage == "flip":
+                data[len(data) // 2] ^= 1
+                path.write_bytes(data)
+            elif damage == "truncate":
+                os.truncate(path, len(data) // 2 + 3)
+            elif damage == "zeros":
+                path.write_bytes(bytes(len(data)))
+            else:
+                path.unlink()
+                path.mkdir() if damage == "directory" else path.symlink_to("/proc/self/mem")
+        before = proxy.count("GET", TOKENS)
+        assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+        assert before < proxy.count("GET", TOKENS) <= before + 3
+        before = proxy.count("GET", TOKENS)
+        assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+        assert (proxy.count("GET", TOKENS) == before) == (damage in ("flip", "truncate", "zeros"))
+
+
+@slow
+def test_a_block_of_zeros_is_never_taken_from_a_hole(proxy, stored, tmp_path, server):
+    """The file has a hole before the cached record, and the block in it consists of zeros."""
+    spec = IndexSpec(rows=8, shard_size=8, block_shape=(64, 32), embed_dim=4)
+    blocks = write_random_index(tmp_path / "zeros", spec, zeros=frozenset({0}))
+    url = f"s3://bucket/zeros-{next(numbers)}.edje"
+    copy_index(tmp_path / "zeros", url)
+    with TokenStore.open(url) as store:
+        store.fetch([7])
+        before = proxy.count("GET", TOKENS)
+        assert same_bits(store.fetch([0]), blocks[:1])
+        assert proxy.count("GET", TOKENS) == before + 1
+
+
+@slow
+def test_an_index_that_replaces_another_gets_its_own_blocks(proxy, tmp_path):
+    url = f"s3://bucket/replaced-{next(numbers)}.edje"
+    for seed in (1, 2):
+        blocks = write_random_index(tmp_path / f"index-{seed}", SPEC, seed=seed)
+        copy_index(tmp_path / f"index-{seed}", url, replace=True)
+        with TokenStore.open(url) as store:
+            for _ in range(2):
+                assert same_bits(store.fetch(range(SPEC.rows)), blocks)
+    assert len(cached_paths(tmp_path)) == 2 * SPEC.shards
+
+
+@slow
+def test_a_damaged_object_stays_an_error(proxy, stored, tmp_path):
+    url, key = f"s3://bucket/damaged-{next(numbers)}.edje", f"{TOKENS}0.0.0"
+    copy_index(stored, url)
+    data = bytearray((stored / key).read_bytes())
+    data[5] ^= 1
+    ObjectFolder.open(url).put(key, lambda: (piece for piece in (bytes(data),)), length=len(data), metadata={})
+    store = TokenStore.open(url)
+    for _ in range(2):
+        with pytest.raises(CorruptIndexError, match="row 0 is damaged"):
+            store.fetch([0, 1])
+
+
+@slow
+def test_a_full_disk_and_lost_rights_are_no_errors(proxy, whole, tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    row_ids = np.arange(0, SPEC.rows, 7)
+    with TokenStore.open(URL) as store, monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        for _ in range(2):
+            assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+    cache_files.cache_clear()
+    monkeypatch.setattr(block_cache, "_FREE_BYTES", 1 << 60)
+    with TokenStore.open(URL) as store:
+        assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+    assert sum(path.stat().st_size for path in cached_paths(tmp_path)) == 0
+    cache_files.cache_clear()
+    shutil.rmtree(tmp_path / "cache/blocks")
+    (tmp_path / "cache/blocks").write_text("not a directory")
+    with TokenStore.open(URL) as store:
+        assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+
+
+_READER = """
+import sys, numpy as np
+from storage_formats import TokenStore
+expected = np.load(sys.argv[1], mmap_mode="r")
+rng = np.random.default_rng(int(sys.argv[2]))
+with TokenStore.open("s3://bucket/larger.edje") as store:
+    print("ready", flush=True)
+    for _ in range(int(sys.argv[3])):
+        row_ids = rng.integers(0, len(expected), 7)
+        assert (store.fetch(row_ids).view(np.uint16) == expected[row_ids]).all()
+"""
+
+
+def start_reader(tmp_path: Path, seed: int, fetches: int) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", _READER, str(tmp_path / "expected.npy"), str(seed), str(fetches)]
+    return subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@slow
+def test_processes_share_a_tiny_cache_and_killed_writers_do_no_harm(proxy, tmp_path, monkeypatch):
+    blocks = larger_index(tmp_path)
+    np.save(tmp_path / "expected.npy", blocks.view(np.uint16))
+    monkeypatch.setenv("EDJE_CACHE_BYTES", LESS)
+    readers = [start_reader(tmp_path, seed, 60) for seed in (1, 2)]
+    killed = [start_reader(tmp_path, seed, 1 << 30) for seed in (3, 4)]
+    for number, process in enumerate(killed):
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.1 + 0.1 * number)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    for process in readers:
+        _, error = process.communicate(timeout=120)
+        assert (process.returncode, error) == (0, "")
+    with TokenStore.open(LARGER) as store:
+        assert same_bits(store.fetch(range(len(blocks))), blocks)
+
+
+@slow
+def test_a_disturbed_store_fills_the_cache_with_whole_blocks(proxy, whole):
+    proxy.fault = every(3, "truncate", TOKENS)
+    row_ids = np.arange(0, SPEC.rows, 13)
+    with TokenStore.open(URL) as store:
+        for _ in range(2):
+            assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+
+
+def test_the_files_used_last_stay(tmp_path):
+    files, data = CacheFiles(tmp_path / "blocks", 1 << 20), memoryview(os.urandom(50_000))
+    for number in range(16):
+        files.write(f"index/{number}", 0, data)
+        past = time.time() - 1000 + number
+        os.utime(tmp_path / f"blocks/index/{number}", (past, past))
+    os.close(files.open("index/0"))  # the file that was written first was used last
+    for number in range(16, 26):
+        files.write(f"index/{number}", 0, data)
+    left = {path.name for path in (tmp_path / "blocks/index").iterdir()}
+    assert {"0", "24", "25"} <= left
+    assert not {"1", "2", "3", "4"} & left
+    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "blocks/index").iterdir()) <= 1 << 20
+    files.write("index/large", 0, memoryview(bytes(100_000)))
+    assert not (tmp_path / "blocks/index/large").exists()
+
+
+def test_a_file_that_vanishes_or_cannot_be_opened_is_no_error(tmp_path, monkeypatch):
+    files = CacheFiles(tmp_path / "blocks", 1 << 20)
+    assert files.open("index/0") is None
+    files.write("index/0", 0, memoryview(b"content"))
+    monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")))
+    assert files.open("index/0") is None
+    files.write("index/1", 0, memoryview(b"content"))
+    monkeypatch.undo()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(tmp_path / "blocks/index/1")
+    files.write("index/1", 0, memoryview(b"content"))  # the cache pauses after an error
+    assert not (tmp_path / "blocks/index/1").exists()
