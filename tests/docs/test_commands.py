@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from pipelines.cli.main import cli
+from storage_formats import TokenStore
 from tests.command_line import environment
-from tests.conftest import REPO
+from tests.conftest import REPO, same_bits
 
 pytestmark = pytest.mark.slow
 ROWS = 1100  # guides fetch row 1023
@@ -149,6 +150,17 @@ def test_the_python_code_of_a_page_runs(page, template, home, run, request):
             shutil.copytree(template / "photos.edje", home / "photos.edje")
         code = code.replace("/photos/12.jpg", str(template / "photos/00012.png"))
         exec(compile(code, str(page), "exec"), names)
+
+
+@pytest.mark.usefixtures("home")
+def test_other_readers_return_the_blocks_of_the_store():
+    names = {}
+    for code in python_code(REPO / "docs/fetch.md"):
+        if "tokens/bf16" in code:
+            exec(code, names)
+    expected = TokenStore.open("photos.edje").fetch([17, 4, 1023])
+    assert same_bits(names["blocks"], expected)
+    assert same_bits(names["block"], expected[2])
 
 
 FETCH_BENCHMARKS = sorted(
