@@ -33,7 +33,7 @@ from storage_formats.atomic import fsync_path, fsync_paths
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import open_index_file, remote_files
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.shard_table import FileEntry
@@ -75,8 +75,9 @@ def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: O
     """
     manifest, layout = Manifest.load(root), Layout(Path(root))
     with name_missing_extra("search"):
-        # Earlier snapshots name the existing file, so the new one needs another name.
-        replace_file = not manifest.snapshot.number
+        # Earlier snapshots name the existing file, so the new one needs another name. On an object store, the current
+        # snapshot names it until the commit.
+        replace_file = not manifest.snapshot.number and remote_files(layout.root) is None
         ann = build_ann(root, manifest.spec, replace_file=replace_file, request=request, on_progress=on_progress)
     changed = replace(manifest, ann=ann)
     changed.write(layout)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.options import json_option, location, quiet_option
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
     from edje_index.indexing.ann_info import AnnInfo
 
-_INDEX = click.argument("index", type=PATH)
+_INDEX = click.argument("index", type=location)
 _RECALL = click.option(
     "--recall",
     type=click.FloatRange(0, 1, min_open=True),
@@ -52,8 +52,10 @@ def group() -> None:
 @_RECALL
 @quiet_option
 @json_option
-def build(index: Path, ann: str, recall: float, quiet: bool, as_json: bool) -> None:
+def build(index: IndexLocation, ann: str, recall: float, quiet: bool, as_json: bool) -> None:
     """Build the nearest-neighbour index of INDEX from the stored embeddings, and replace the existing one.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
     With --ann auto, a search of up to 100,000 rows compares the query with every embedding. For more rows, the
     embeddings are divided into inverted lists and compressed to short codes. A search then reads only some lists. The
@@ -77,8 +79,10 @@ def build(index: Path, ann: str, recall: float, quiet: bool, as_json: bool) -> N
 @click.command()
 @_INDEX
 @json_option
-def info(index: Path, as_json: bool) -> None:
+def info(index: IndexLocation, as_json: bool) -> None:
     """Describe the nearest-neighbour index of INDEX, and say whether to rebuild it.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
     An append adds rows to the nearest-neighbour index without rebuilding it. The drift shows how much worse the
     appended rows fit. It is their mean distance to the nearest centroid of an inverted list, divided by the mean
@@ -98,8 +102,10 @@ def info(index: Path, as_json: bool) -> None:
 @_RECALL
 @quiet_option
 @json_option
-def tune(index: Path, recall: float, quiet: bool, as_json: bool) -> None:
+def tune(index: IndexLocation, recall: float, quiet: bool, as_json: bool) -> None:
     """Choose the number of inverted lists that a search reads.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
     The command measures recall and time for increasing numbers of lists, and stores the first number that reaches
     --recall. The queries are 200 stored embeddings, so the recall of text queries can differ.
@@ -126,7 +132,7 @@ def tune(index: Path, recall: float, quiet: bool, as_json: bool) -> None:
         print_line(f"{index}: a search compares the query with every embedding, so there is nothing to tune")
 
 
-def _show(index: Path, described: AnnInfo, as_json: bool) -> None:
+def _show(index: IndexLocation, described: AnnInfo, as_json: bool) -> None:
     if as_json:
         print_json({"index": str(index), **asdict(described)})
         return

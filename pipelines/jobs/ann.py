@@ -2,65 +2,104 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.lock import locked_index
-from pipelines.planning.machine import available_memory
-from pipelines.progress.events import OnEvent, progress_callback
+from pipelines.planning.machine import available_memory, free_disk
+from pipelines.progress.events import OnEvent, Progress, progress_callback
+from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.indexing.ann_info import AnnInfo
     from edje_index.indexing.ann_recall import Measurement
+    from storage_formats.format.object_store import IndexLocation
+    from storage_formats.writing.working_copy import WorkingCopy
+
+_SHARDS_PER_DOWNLOAD = 64
 
 
-def run_ann_build(root: Path, ann: str, recall: float, on_event: OnEvent) -> AnnInfo:
-    """Build the nearest-neighbour index of the index at `root`, and replace the existing one.
+def run_ann_build(location: IndexLocation, ann: str, recall: float, on_event: OnEvent) -> AnnInfo:
+    """Build the nearest-neighbour index of the index at `location`, and replace the existing one.
 
     Args:
-        root: directory of the index.
+        location: directory or URL of the index. The embeddings of an index at a URL are downloaded first.
         ann: "auto" or a FAISS factory string; see `AnnRequest`.
         recall: target share of the 100 nearest rows that a search finds, between 0 and 1.
         on_event: called with each progress event.
 
     Raises:
-        UsageError: there is no index at `root`, or `ann` or `recall` is invalid.
+        UsageError: there is no index at `location`, `ann` or `recall` is invalid, or the disk is too small.
         CorruptIndexError: the index is damaged.
         EdjeError: another process is changing the index.
         OSError: a file cannot be written.
     """
     from edje_index.indexing.ann_info import describe_ann
     from edje_index.indexing.faiss_index import AnnRequest, add_ann
-    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.working_copy import working_copy
 
-    CommittedIndex.open(root)  # fails before the lock makes a directory
-    with locked_index(root):
+    with working_copy(location) as copy, _embeddings_at_hand(copy, on_event):
         request = AnnRequest(ann, recall, available_memory())
-        return describe_ann(add_ann(root, request, progress_callback(on_event)))
+        built = describe_ann(add_ann(copy.root, request, progress_callback(on_event)))
+        copy.remove_unnamed_objects()
+    return built
 
 
-def run_ann_tune(root: Path, recall: float, on_event: OnEvent) -> list[Measurement]:
+def run_ann_tune(location: IndexLocation, recall: float, on_event: OnEvent) -> list[Measurement]:
     """Choose the number of inverted lists that a search reads; see `tune_ann`.
 
-    Return the measurements, the chosen number last. The list is empty if a search reads all embeddings.
+    `location` is the directory or URL of the index, as for `run_ann_build`. Return the measurements, the chosen number
+    last. The list is empty if a search reads all embeddings.
 
     Raises:
-        UsageError: there is no index at `root`, the index has no nearest-neighbour index, or `recall` is out of range.
+        UsageError: there is no index at `location`, the index has no nearest-neighbour index, `recall` is out of range,
+            or the disk is too small.
         CorruptIndexError: the index is damaged.
         EdjeError: another process is changing the index.
         OSError: a file cannot be written.
     """
     from edje_index.indexing.faiss_index import tune_ann
+    from storage_formats.writing.working_copy import working_copy
+
+    with working_copy(location) as copy, _embeddings_at_hand(copy, on_event):
+        return tune_ann(copy.root, recall, progress_callback(on_event))
+
+
+def ann_info(location: IndexLocation) -> AnnInfo:
+    """Describe the nearest-neighbour index of the index at `location`, a directory or a URL.
+
+    For the errors, see `open_index`.
+    """
+    from edje_index.indexing.ann_info import describe_ann
+    from storage_formats.format.mirror import open_index
+
+    return describe_ann(open_index(location).manifest)
+
+
+@contextlib.contextmanager
+def _embeddings_at_hand(copy: WorkingCopy, on_event: OnEvent) -> Iterator[None]:
+    """Context manager that locks the index. It first downloads the embeddings of an index on an object store.
+
+    Raises:
+        UsageError: there is no index, or the disk has no room for the embeddings.
+    """
+    from storage_formats.format.index_files import download_missing
+    from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
 
-    CommittedIndex.open(root)
-    with locked_index(root):
-        return tune_ann(root, recall, progress_callback(on_event))
-
-
-def ann_info(root: Path) -> AnnInfo:
-    """Describe the nearest-neighbour index of the index at `root`. Raises the same errors as `Manifest.load`."""
-    from edje_index.indexing.ann_info import describe_ann
-    from storage_formats.format.manifest import Manifest
-
-    return describe_ann(Manifest.load(root))
+    spec, layout = CommittedIndex.open(copy.root).manifest.spec, Layout(copy.root)  # before the lock makes a directory
+    with locked_index(copy.root):
+        if copy.remote is not None:
+            shards = [shard for shard in spec.shard_numbers() if not layout.embedding_shard(shard).exists()]
+            need, free = len(shards) * spec.shard_size * spec.embed_dim * 4, free_disk(copy.root)
+            if need > free:
+                raise UsageError(
+                    f"the embeddings of {copy.remote.url} need {need} bytes of disk, but only {free} are free at "
+                    f"{copy.root}; free some space, or set EDJE_CACHE to a directory on a larger disk"
+                )
+            for first in range(0, len(shards), _SHARDS_PER_DOWNLOAD):
+                on_event(Progress("downloading", first, len(shards)))
+                part = shards[first : first + _SHARDS_PER_DOWNLOAD]
+                download_missing(copy.root, [layout.embedding_shard(shard) for shard in part])
+        yield
