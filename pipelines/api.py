@@ -455,7 +455,7 @@ def repair_index(
     stored only if they have the original checksums.
 
     Args:
-        index: directory of the index.
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
         dry_run: return what would be repaired without changing the index.
         model: directory of the model bundle; None takes the bundle that built the index.
         on_event: as in `build_index`.
@@ -476,7 +476,7 @@ def repair_index(
     from pipelines.jobs.repair import run_repair
 
     bundle = None if model is None else Path(model)
-    return run_repair(Path(index), on_event, dry_run=dry_run, model=bundle)
+    return run_repair(index, on_event, dry_run=dry_run, model=bundle)
 
 
 @name_missing_extra("build")

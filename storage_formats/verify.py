@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import json
 import math
-import os
 import random
 import re
 from collections import Counter
@@ -21,11 +21,13 @@ from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
+from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import check_shard_tables
 from storage_formats.format.tombstones import read_tombstones
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.shard_check import Problem, ShardCheck
+from storage_formats.verified_files import VerifiedFiles, verified_files
 from storage_formats.writing.publish import add_counts
 from storage_formats.writing.snapshots import kept_snapshots, named_files
 
@@ -34,12 +36,14 @@ _SHARD_TABLE = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
 
 def verify_index(
-    root: str | Path, on_progress: Callable[[int, int], None] | None = None, *, sample: float | None = None
+    root: IndexLocation, on_progress: Callable[[int, int], None] | None = None, *, sample: float | None = None
 ) -> list[Problem]:
     """Check every file of an index, or a random sample of its shards.
 
+    The objects of an index on an object store are downloaded to the cache directory, one shard at a time, and removed.
+
     Args:
-        root: directory of the index.
+        root: directory of the index, or its URL on an object store.
         on_progress: called as `on_progress(done, total)` after each shard. Both arguments are numbers of shards.
         sample: number of shards to check. Each call draws other shards at random. A number below 1 is a share of all
             shards. None checks everything. A sample skips three checks: the totals in `index.json`, the search for
@@ -49,8 +53,10 @@ def verify_index(
         All problems that were found. The list is empty if the index, or the sample, is undamaged.
 
     Raises:
-        UsageError: there is no index at `root`, or `sample` is not positive.
+        UsageError: there is no index at `root`, `sample` is not positive, or the disk has no room for a shard of an
+            index on an object store.
         IncompleteIndexError: the build of the index has not finished.
+        ObjectStoreError: the object store refused a request or cannot be reached.
 
     Example:
         >>> from storage_formats import verify_index
@@ -58,20 +64,30 @@ def verify_index(
         >>> verify_index(example_index())
         []
     """
-    layout = Layout(Path(root))
-    try:
-        manifest = Manifest.load(root)
-        manifest_bytes = read_index_file(root, layout.manifest)
-    except (CorruptIndexError, OSError) as error:
-        return [Problem("index.json", "manifest", str(error))]
-    shards = sampled_shards(manifest.spec, sample)
+    with contextlib.ExitStack() as opened:
+        try:
+            files = opened.enter_context(verified_files(root))
+            manifest, manifest_bytes = Manifest.load(files.root), files.manifest_bytes()
+        except (CorruptIndexError, OSError) as error:
+            return [Problem("index.json", "manifest", str(error))]
+        problems = [files.describe(each) for each in _verify(files, manifest, on_progress, sample=sample)]
+        if problems and files.manifest_bytes() != manifest_bytes:
+            return [Problem("index.json", "changed", "changed while the index was verified; verify the index again")]
+    return problems
+
+
+def _verify(
+    files: VerifiedFiles, manifest: Manifest, on_progress: Callable[[int, int], None] | None, *, sample: float | None
+) -> list[Problem]:
+    root, layout, shards = files.root, Layout(files.root), sampled_shards(manifest.spec, sample)
     try:
         check_shard_tables(root, manifest.shard_tables)
-        problems = [*_check_erasure(layout), *_check_metadata(layout, manifest.spec)]
+        problems = [*_check_erasure(layout), *_check_metadata(files, manifest.spec)]
         totals = _Totals(Counts(0, 0, 0), Counter())
-        for done, (shard, files) in enumerate(iter_shard_files(CommittedIndex(layout.root, manifest), shards), 1):
-            check = ShardCheck(layout, manifest, shard, files)
-            problems += check.run()
+        for done, (shard, entries) in enumerate(iter_shard_files(CommittedIndex(layout.root, manifest), shards), 1):
+            check = ShardCheck(layout, manifest, shard, entries)
+            with files.at_hand(entries):
+                problems += check.run()
             totals = totals.plus(check)
             if on_progress:
                 on_progress(done, len(shards))
@@ -83,10 +99,8 @@ def verify_index(
         problems += _check_tombstones(root, manifest)
         problems += _check_row_maps(root, manifest)
         if sample is None:
-            problems += _check_strays(layout, manifest)
-        problems += _check_ann(layout, manifest, reads_files=sample is None)
-    if problems and read_index_file(root, layout.manifest) != manifest_bytes:
-        return [Problem("index.json", "changed", "changed while the index was verified; verify the index again")]
+            problems += _check_strays(files, manifest)
+        problems += _check_ann(files, manifest, reads_files=sample is None)
     return problems
 
 
@@ -144,8 +158,9 @@ def _check_erasure(layout: Layout) -> Iterator[Problem]:
         yield Problem(layout.relative(layout.erasure), "erasure", message)
 
 
-def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
+def _check_metadata(files: VerifiedFiles, spec: IndexSpec) -> Iterator[Problem]:
     """Compare each `zarr.json` with SPEC.md, and check that zarr-python can open the arrays."""
+    layout, is_changing = Layout(files.root), files.is_changing()
     for path, document in zarr_documents(layout, spec).items():
         where = layout.relative(path)
         try:
@@ -153,7 +168,7 @@ def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
         except (OSError, ValueError, RecursionError) as error:
             yield Problem(where, "zarr-metadata", f"cannot be read: {error}")
             continue
-        if layout.build.exists() and _differs_in_rows(actual, document):
+        if is_changing and _differs_in_rows(actual, document):
             continue
         if actual != document:
             yield Problem(where, "zarr-metadata", "is not the document that SPEC.md prescribes for this manifest")
@@ -203,19 +218,19 @@ def _check_row_maps(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(row_map.file.path, "row-map", str(error))
 
 
-def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
+def _check_strays(files: VerifiedFiles, manifest: Manifest) -> Iterator[Problem]:
     """Yield a problem for each data file that belongs to no snapshot and no unfinished change."""
+    layout, is_changing = Layout(files.root), files.is_changing()
     try:
         named = named_files(layout, kept_snapshots(CommittedIndex(layout.root, manifest)))
     except EdjeError as error:
         yield Problem("snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}")
         return
-    for path in (path for folder in layout.data_folders() for path in sorted(folder.rglob("*"))):
-        where = layout.relative(path)
+    for where in files.names():
         is_table = _SHARD_TABLE.fullmatch(where) is not None  # a conversion keeps the earlier shard tables
-        belongs = path.name == "zarr.json" or is_table or where in named
-        if not path.is_dir() and not belongs and not (layout.build.exists() and _is_unfinished(where, manifest)):
-            yield Problem(where, "stray-file", "does not belong to this index; delete the file")
+        belongs = where.endswith("/zarr.json") or is_table or where in named
+        if not belongs and not (is_changing and _is_unfinished(where, manifest)):
+            yield Problem(where, "stray-file", files.stray_message)
 
 
 def _is_unfinished(path: str, manifest: Manifest) -> bool:
@@ -231,12 +246,13 @@ def _precision_of(path: str) -> str | None:
     return rest.partition("/")[0] if first in ("tokens", "checksums") and "/" in rest else None
 
 
-def _check_ann(layout: Layout, manifest: Manifest, *, reads_files: bool) -> Iterator[Problem]:
+def _check_ann(files: VerifiedFiles, manifest: Manifest, *, reads_files: bool) -> Iterator[Problem]:
     for entry in manifest.ann_files:
         try:
-            with open_index_file(layout.root, layout.root / entry.path) as file:
-                is_sound = os.fstat(file.fileno()).st_size == entry.bytes
-                is_sound = is_sound and (not reads_files or crc32c_stream(file) == entry.crc32c)
+            is_sound = files.length(entry.path) == entry.bytes
+            if is_sound and reads_files:
+                with files.at_hand({entry.path: entry}), open_index_file(files.root, files.root / entry.path) as file:
+                    is_sound = crc32c_stream(file) == entry.crc32c
         except OSError as error:
             yield Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
             continue

@@ -7,19 +7,22 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option, model_option, quiet_option
+from pipelines.cli.options import json_option, location, model_option, quiet_option
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.wording import counted
+from storage_formats.format.object_store import IndexLocation
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@click.argument("index", type=location)
 @click.option("--dry-run", is_flag=True, help="Show what would be repaired and change nothing.")
 @model_option
 @quiet_option
 @json_option
-def repair(index: Path, dry_run: bool, model: Path | None, quiet: bool, as_json: bool) -> int:
+def repair(index: IndexLocation, dry_run: bool, model: Path | None, quiet: bool, as_json: bool) -> int:
     """Rebuild damaged or missing files of INDEX from its other files, or from the images.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
     Damaged tokens are converted again from another precision, and stored only if they have the original checksums.
     Damaged checksums are computed again from the tokens. A damaged nearest-neighbour index is built again from the

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option
+from pipelines.cli.options import json_option, location, quiet_option
 from pipelines.cli.output import note, print_json, print_line
+from pipelines.progress.events import Progress
 from pipelines.progress.wording import counted
+from storage_formats.format.object_store import IndexLocation
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@click.argument("index", type=location)
 @click.option(
     "--sample",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SHARE|N",
     help="Check only a random sample of the shards: a share below 1, or a number of shards.  [default: all shards]",
 )
+@quiet_option
 @json_option
-def verify(index: Path, sample: float | None, as_json: bool) -> int:
+def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: bool) -> int:
     """Check every file of INDEX: lengths, checksums, rows and counts.
+
+    INDEX is a directory, or the URL of an index on an object store. The command downloads the objects of one shard at a
+    time, and then the nearest-neighbour index. It keeps none of them.
 
     If zarr-python is installed, the command also checks that zarr-python can open the arrays. The exit code is 1 if
     the command finds a problem.
@@ -35,16 +40,20 @@ def verify(index: Path, sample: float | None, as_json: bool) -> int:
       edje-index verify photos.edje
       edje-index verify photos.edje --sample 0.01
       edje-index verify photos.edje --sample 100 --json
+      edje-index verify s3://my-bucket/photos.edje --sample 20
     """
+    from pipelines.progress.display import progress_display
     from storage_formats.verify import verify_index
 
     checked = 0
+    with progress_display(quiet=quiet) as show:
 
-    def count(done: int, total: int) -> None:
-        nonlocal checked
-        checked = done
+        def count(done: int, total: int) -> None:
+            nonlocal checked
+            checked = done
+            show(Progress("verifying", done, total))
 
-    problems = verify_index(index, count, sample=sample)
+        problems = verify_index(index, count, sample=sample)
     drawn = {} if sample is None else {"sample": {"shards": checked, "of": _shards_of(index)}}
     if as_json:
         listed = [asdict(problem) for problem in problems]
@@ -58,13 +67,13 @@ def verify(index: Path, sample: float | None, as_json: bool) -> int:
     return 1 if problems else 0
 
 
-def _shards_of(index: Path) -> int:
+def _shards_of(index: IndexLocation) -> int:
     """Return the number of shards of `index` that have files; 0 if `index.json` cannot be read."""
     from storage_formats.errors import CorruptIndexError
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.mirror import open_index
 
     try:
-        spec = Manifest.load(index).spec
+        spec = open_index(index).manifest.spec
     except CorruptIndexError:
         return 0
     return sum(len(spec.segment_shards(segment)) for segment in spec.used_segments)

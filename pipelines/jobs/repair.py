@@ -18,9 +18,12 @@ from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.object_store import IndexLocation
     from storage_formats.format.shard_table import FileEntry
     from storage_formats.shard_check import Problem
+    from storage_formats.verified_files import VerifiedFiles
     from storage_formats.writing.repair import RepairedFile
+    from storage_formats.writing.working_copy import WorkingCopy
 
 
 @dataclass(frozen=True)
@@ -47,53 +50,64 @@ class RepairResult:
 
 
 def run_repair(
-    root: Path,
+    location: IndexLocation,
     on_event: OnEvent,
     should_stop: ShouldStop = lambda: False,
     *,
     dry_run: bool = False,
     model: Path | None = None,
 ) -> RepairResult:
-    """Verify the index at `root`, and rebuild damaged files from the other files of the index.
+    """Verify the index at `location`, and rebuild damaged files from the other files of the index.
 
     Tokens that no other file determines are encoded again from the sources.
 
     Args:
-        root: directory of the index.
+        location: directory or URL of the index. The objects of an index at a URL are downloaded one shard at a time.
         on_event: function that receives progress events.
         should_stop: function that is called between batches of images.
         dry_run: True to find out what can be repaired, without a change to the index.
         model: directory of the model bundle; None selects the bundle that built the index.
 
     Raises:
-        UsageError: there is no index at `root`.
+        UsageError: there is no index at `location`.
         CorruptIndexError: `index.json` is damaged.
         EdjeError: another process is changing the index, or an append, update or retry has not finished.
         JobStopped: `should_stop()` returned True. Files that were repaired stay repaired.
         OSError: the index cannot be written.
     """
-    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.verified_files import verified_files
     from storage_formats.verify import verify_index
+    from storage_formats.writing.working_copy import working_copy
 
-    index = CommittedIndex.open(root)
-    with contextlib.nullcontext() if dry_run else locked_index(root):
-        index = CommittedIndex.open(root)
-        if not dry_run:
-            refuse_unfinished_append(Layout(root))
-        problems = verify_index(root, lambda done, total: on_event(Progress("verifying", done, total)))
-        sources = SourceEncoder(index, model, on_event, should_stop)
-        repaired, settled, refusals = _repair(index, problems, sources, on_event, dry_run=dry_run)
+    with working_copy(location, read_only=dry_run) as copy:
+        CommittedIndex.open(copy.root)  # fails before the lock makes a directory
+        with contextlib.nullcontext() if dry_run else locked_index(copy.root), verified_files(location) as files:
+            if not dry_run:
+                refuse_unfinished_append(Layout(copy.root))
+            problems = verify_index(location, lambda done, total: on_event(Progress("verifying", done, total)))
+            index = CommittedIndex(files.root.absolute(), Manifest.load(files.root))
+            sources = SourceEncoder(index, model, on_event, should_stop)
+            repaired, settled, refusals = _repair(files, index, problems, sources, on_event, dry_run=dry_run)
+            repaired += _repair_ann(index, copy, {each.path for each in problems}, on_event, dry_run=dry_run)
+    settled |= {file.path for file in repaired}
     if not dry_run and repaired:
         on_event(StatusMessage("verifying the repaired index"))
-        problems, settled = verify_index(root), set()
+        problems, settled = verify_index(location), set()
     left = [each for each in problems if each.path not in settled]
-    return RepairResult(tuple(repaired), (*left, *refusals), dry_run)
+    return RepairResult(tuple(repaired), (*left, *map(files.describe, refusals)), dry_run)
 
 
 def _repair(
-    index: CommittedIndex, problems: list[Problem], sources: SourceEncoder, on_event: OnEvent, *, dry_run: bool
+    files: VerifiedFiles,
+    index: CommittedIndex,
+    problems: list[Problem],
+    sources: SourceEncoder,
+    on_event: OnEvent,
+    *,
+    dry_run: bool,
 ) -> tuple[list[RepairedFile], set[str], list[Problem]]:
-    """Repair Zarr metadata, tokens, checksums and the nearest-neighbour index.
+    """Repair Zarr metadata, tokens and checksums.
 
     Returns:
         The repaired files, the paths of all files that have no problem after the repair, and the reasons why token
@@ -102,24 +116,30 @@ def _repair(
     from storage_formats.writing.repair import ShardRepair
 
     damaged = {problem.path for problem in problems}
-    repaired, settled = list(_repair_metadata(index, damaged, dry_run=dry_run)), set[str]()
+    repaired, settled = list(_repair_metadata(files, index, damaged, dry_run=dry_run)), set[str]()
     refusals: list[Problem] = []
     shards = _damaged_shards(index, damaged)
-    for done, (shard, files) in enumerate(shards.items()):
+    for done, (shard, entries) in enumerate(shards.items()):
         on_event(Progress("repairing", done, len(shards)))
         encode_again = functools.partial(sources.encode, shard)
-        repair = ShardRepair(index, shard, files, dry_run=dry_run, encode_again=encode_again)
-        repaired += repair.run()
+        repair = ShardRepair(index, shard, entries, dry_run=dry_run, encode_again=encode_again)
+        with files.at_hand(entries):
+            of_shard = list(repair.run())
+            if not dry_run:
+                files.publish([entries[file.path] for file in of_shard])
+            tokens = {path for path in damaged.intersection(entries) if path.startswith("tokens/")}
+            refusals += sources.problems(shard, tokens - repair.settled)
+        repaired += of_shard
         settled |= repair.settled
-        tokens = {path for path in damaged.intersection(files) if path.startswith("tokens/")}
-        refusals += sources.problems(shard, tokens - settled)
     with contextlib.suppress(OSError):
         Layout(index.root).staging.rmdir()
-    repaired += _repair_ann(index, damaged, on_event, dry_run=dry_run)
-    return repaired, settled | {file.path for file in repaired}, refusals
+    return repaired, settled, refusals
 
 
-def _repair_metadata(index: CommittedIndex, damaged: set[str], *, dry_run: bool) -> Iterator[RepairedFile]:
+def _repair_metadata(
+    files: VerifiedFiles, index: CommittedIndex, damaged: set[str], *, dry_run: bool
+) -> Iterator[RepairedFile]:
+    from storage_formats.writing.remote_writes import zarr_entries
     from storage_formats.writing.repair import RepairedFile
     from storage_formats.writing.snapshots import write_array_shapes
 
@@ -128,6 +148,7 @@ def _repair_metadata(index: CommittedIndex, damaged: set[str], *, dry_run: bool)
     yield from (RepairedFile(path, "index.json") for path in paths if path in damaged)
     if not dry_run and damaged.intersection(paths):
         write_array_shapes(layout, spec)
+        files.publish([entry for entry in zarr_entries(index) if entry.path in damaged])
 
 
 def _damaged_shards(index: CommittedIndex, damaged: set[str]) -> dict[int, dict[str, FileEntry]]:
@@ -141,7 +162,7 @@ def _damaged_shards(index: CommittedIndex, damaged: set[str]) -> dict[int, dict[
 
 
 def _repair_ann(
-    index: CommittedIndex, damaged: set[str], on_event: OnEvent, *, dry_run: bool
+    index: CommittedIndex, copy: WorkingCopy, damaged: set[str], on_event: OnEvent, *, dry_run: bool
 ) -> Iterator[RepairedFile]:
     """Build a damaged nearest-neighbour index again, and yield its files. If embeddings are damaged too, do nothing."""
     from storage_formats.writing.repair import RepairedFile
@@ -151,7 +172,13 @@ def _repair_ann(
         return
     if not dry_run:
         from edje_index.indexing.faiss_index import add_ann
+        from storage_formats.format.manifest import CommittedIndex
+        from storage_formats.writing.remote_writes import overwrite_file
 
         on_event(StatusMessage("building the nearest-neighbour index"))
-        add_ann(index.root)
+        built = CommittedIndex(copy.root, add_ann(copy.root))
+        for file in built.manifest.ann_files:
+            if copy.remote is not None and file.path in damaged:  # a change uploads no file that the index has already
+                overwrite_file(copy.remote, built, file)
+        copy.remove_unnamed_objects()
     yield from (RepairedFile(path, "the embeddings") for path in paths)

@@ -164,8 +164,17 @@ def put_file(folder: ObjectFolder, index: CommittedIndex, entry: FileEntry) -> b
     info, checksum = folder.info(entry.path), to_hex(entry.crc32c)
     if info is not None and info.size == entry.bytes and info.metadata.get(_CHECKSUM) == checksum:
         return False
-    folder.put(entry.path, lambda: contents(index, entry), length=entry.bytes, metadata={_CHECKSUM: checksum})
+    overwrite_file(folder, index, entry)
     return True
+
+
+def overwrite_file(folder: ObjectFolder, index: CommittedIndex, entry: FileEntry) -> None:
+    """Write a file of `index` to an object store, also if an object is there that seems to be the same.
+
+    Raises the same error as `put_file`.
+    """
+    metadata = {_CHECKSUM: to_hex(entry.crc32c)}
+    folder.put(entry.path, lambda: contents(index, entry), length=entry.bytes, metadata=metadata)
 
 
 def put_root(folder: ObjectFolder, data: bytes, replaced: ObjectVersion | None) -> ObjectVersion:

@@ -1,0 +1,223 @@
+"""The files that `verify_index` checks: those in a directory, or copies of objects of an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.index_files import (
+    RemoteFiles,
+    add_remote_files,
+    check_inside,
+    download_missing,
+    forget_remote_files,
+    open_index_file,
+    read_index_file,
+)
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Manifest
+from storage_formats.format.mirror import (
+    CLAIM,
+    absent,
+    cache_directory,
+    download_snapshots,
+    named_by_manifest,
+    read_root,
+)
+from storage_formats.format.object_store import CHUNK_BYTES, IndexLocation, ObjectFolder, is_url
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.shard_check import Problem
+from storage_formats.writing.remote_writes import overwrite_file
+from storage_formats.writing.snapshots import DATA_FILE
+
+_REQUESTS = 8  # each takes the memory of a chunk
+_MAX_UNLISTED_BYTES = 1 << 20
+_ABANDONED_SECONDS = 86400.0
+_PREFIX = "verify-"
+
+
+@dataclass(frozen=True)
+class VerifiedFiles:
+    """The files of an index in a directory.
+
+    Attributes:
+        root: the directory. For an index on an object store, missing files are downloaded to it, also damaged ones.
+        stray_message: message about a file that does not belong to the index.
+    """
+
+    root: Path
+    stray_message: str = "does not belong to this index; delete the file"
+
+    def manifest_bytes(self) -> bytes:
+        """Return the current contents of `index.json`."""
+        return read_index_file(self.root, Layout(self.root).manifest)
+
+    @contextlib.contextmanager
+    def at_hand(self, files: Mapping[str, FileEntry]) -> Iterator[None]:
+        """Context manager in which `files`, file entries by relative path, are on this machine."""
+        yield
+
+    def length(self, path: str) -> int:
+        """Return the length of the file with the relative path `path` in bytes. Raises OSError like `open`."""
+        with open_index_file(self.root, self.root / path) as file:
+            return os.fstat(file.fileno()).st_size
+
+    def names(self) -> list[str]:
+        """Return the relative paths of all files in the data folders."""
+        layout = Layout(self.root)
+        paths = (path for folder in layout.data_folders() for path in sorted(folder.rglob("*")))
+        return [layout.relative(path) for path in paths if not path.is_dir()]
+
+    def is_changing(self) -> bool:
+        """Return True if the index has an unfinished change, whose files may be there already."""
+        return Layout(self.root).build.exists()
+
+    def describe(self, problem: Problem) -> Problem:
+        """Return `problem` with a message that names the index as the caller does."""
+        return problem
+
+    def publish(self, entries: Iterable[FileEntry]) -> None:
+        """Replace the damaged files of the index with the files that were repaired in `root`."""
+
+
+@dataclass(frozen=True)
+class _Objects(VerifiedFiles):
+    folder: ObjectFolder = field(kw_only=True)
+    entries: dict[str, FileEntry] = field(kw_only=True)
+
+    def manifest_bytes(self) -> bytes:
+        return self.folder.read("index.json", MAX_MANIFEST_BYTES).data
+
+    @contextlib.contextmanager
+    def at_hand(self, files: Mapping[str, FileEntry]) -> Iterator[None]:
+        named = {path: entry for path, entry in files.items() if DATA_FILE.fullmatch(path)}  # the others lead elsewhere
+        need, free = sum(entry.bytes for entry in named.values()), shutil.disk_usage(self.root).free
+        if need > free:
+            raise UsageError(
+                f"the check of {self.folder.url} needs {need} bytes of disk, but only {free} are free at {self.root}; "
+                "free some space, or set EDJE_CACHE to a directory on a larger disk"
+            )
+        self.entries.update(named)
+        try:
+            download_missing(self.root, [self.root / path for path in named])
+            yield
+        finally:
+            for path in named:
+                self.entries.pop(path, None)
+                (self.root / path).unlink(missing_ok=True)
+
+    def length(self, path: str) -> int:
+        if (info := self.folder.info(path)) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.folder.url_of(path))
+        return info.size
+
+    def names(self) -> list[str]:
+        folders = tuple(f"{Layout(self.root).relative(folder)}/" for folder in Layout(self.root).data_folders())
+        return sorted(key for key in self.folder.list_keys() if key.startswith(folders))
+
+    def is_changing(self) -> bool:
+        return self.folder.info(CLAIM) is not None
+
+    def describe(self, problem: Problem) -> Problem:
+        return replace(problem, message=problem.message.replace(str(self.root), self.folder.url))
+
+    def publish(self, entries: Iterable[FileEntry]) -> None:
+        index = CommittedIndex(self.root, Manifest.load(self.root))
+        for entry in entries:
+            overwrite_file(self.folder, index, entry)
+
+
+@contextlib.contextmanager
+def verified_files(location: IndexLocation) -> Iterator[VerifiedFiles]:
+    """Context manager that yields the files of the index at `location`, a directory or a URL.
+
+    Raises:
+        UsageError: there is no index at the URL.
+        CorruptIndexError: the `index.json` at the URL is damaged.
+    """
+    if not is_url(location):
+        yield VerifiedFiles(Path(location))
+        return
+    folder = ObjectFolder.open(str(location))
+    version, manifest = read_root(folder)
+    if version is None or manifest is None:
+        raise absent(folder)
+    with _temporary_directory() as root:
+        write_bytes_atomic(root / "index.json", version.data)
+        download_snapshots(folder, Layout(root))
+        entries = {entry.path: entry for each in [*_earlier(root), manifest] for entry in named_by_manifest(each)}
+        remote = RemoteFiles(folder, functools.partial(_download, folder, Layout(root), entries))
+        add_remote_files(root, remote)
+        try:
+            message = "does not belong to this index; run 'edje-index gc', or delete the object"
+            yield _Objects(root, message, folder=folder, entries=entries)
+        finally:
+            forget_remote_files(root, remote)
+
+
+def _earlier(root: Path) -> Iterator[Manifest]:
+    """Yield the manifests of the earlier snapshots, apart from damaged ones."""
+    for path in sorted(Layout(root).snapshot(0).parent.glob("*.json")):
+        with contextlib.suppress(CorruptIndexError):
+            yield Manifest.parse(path.read_bytes(), path)
+
+
+@contextlib.contextmanager
+def _temporary_directory() -> Iterator[Path]:
+    """Context manager that makes a directory in the cache. Also removes directories that killed processes have left."""
+    parent = cache_directory()
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for other in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(other)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as name:
+        yield Path(name).resolve()
+
+
+def _download(folder: ObjectFolder, layout: Layout, entries: Mapping[str, FileEntry], paths: list[Path]) -> None:
+    """Download objects as they are. An object with a wrong length becomes an empty sparse file of its length.
+
+    Args:
+        folder: the objects of the index.
+        layout: layout of the directory for the files.
+        entries: the known file entries, by relative path.
+        paths: the files to download.
+    """
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        for path in paths:
+            key = layout.relative(check_inside(layout.root, path))
+            info, entry = folder.info(key), entries.get(key)
+            if info is None:
+                continue  # opening the file raises FileNotFoundError
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_expected = info.size == entry.bytes if entry else info.size <= _MAX_UNLISTED_BYTES
+            with open(path, "xb") as file:
+                if is_expected:
+                    copy = functools.partial(_copy, folder, key, file.fileno(), info.size)
+                    list(pool.map(copy, range(0, info.size, CHUNK_BYTES)))
+                else:
+                    with contextlib.suppress(OSError):  # longer than any file; its length stays wrong
+                        os.truncate(file.fileno(), info.size)
+
+
+def _copy(folder: ObjectFolder, key: str, descriptor: int, length: int, start: int) -> None:
+    """Copy the bytes of an object from `start` on to a file, at most `CHUNK_BYTES`."""
+    try:
+        data = folder.read_range(key, start, min(length, start + CHUNK_BYTES))
+    except (FileNotFoundError, EOFError):  # replaced in the meantime; its checksum will be wrong
+        return
+    while data:
+        written = os.pwrite(descriptor, data, start)
+        data, start = data[written:], start + written

@@ -1,0 +1,254 @@
+"""`verify`, `repair` and `ann` with the URL of an index on an S3-compatible server do what they do with a directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from edje_index import add_ann
+from pipelines import copy_index, delete_rows, quantize_index, repair_index
+from pipelines.jobs.ann import ann_info, run_ann_build, run_ann_tune
+from storage_formats import EdjeError, IndexSpec, UsageError, verify_index
+from storage_formats.format.checksum import json_checksum
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import Manifest
+from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
+from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.verify import Problem
+from tests.conftest import write_random_index
+from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
+
+pytestmark = pytest.mark.slow  # they start a server
+SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+URL = "s3://bucket/verified.edje"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def local(server, tmp_path, monkeypatch):
+    """An index with two snapshots and a nearest-neighbour index on disk. The same index is at `URL`."""
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    use_endpoint(monkeypatch, server)
+    root = tmp_path / "local"
+    write_random_index(root, SPEC, failed=frozenset({5}))
+    add_ann(root)
+    copy_index(root, URL, replace=True)
+    ObjectFolder.open(URL).delete(["ann/stray.faiss"])  # which is no file of an index, so no copy deletes it
+    delete_rows(root, rows=[3])
+    copy_index(root, URL)
+    return root
+
+
+def put(key: str, data: bytes) -> None:
+    ObjectFolder.open(URL).put(key, lambda: (piece for piece in (data,)), length=len(data), metadata={})
+
+
+def flipped(data: bytes, offset: int) -> bytes:
+    return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
+
+
+DAMAGES = {
+    "tokens/bf16/c.1.0.0": lambda data: flipped(data, 40),
+    "tokens/fp8/c.0.0": lambda data: data[:-1],
+    "tokens/fp8/c.2.0": lambda data: data + b"more",
+    "tokens/fp8/zarr.json": lambda data: b"{}",
+    "checksums/bf16/00000000.crc32c": lambda data: None,
+    "checksums/fp8/00000001.crc32c": lambda data: flipped(data, 3),
+    "embeddings/c.1.0": lambda data: flipped(data, 9),
+    "rows/00000002.parquet": lambda data: data[: len(data) // 2],
+    "ann/index.faiss": lambda data: flipped(data, len(data) - 1),
+    "ann/stray.faiss": lambda data: b"stray",
+}
+
+
+def normal(problem: Problem, root: Path) -> tuple[str, str, str]:
+    """A problem without the name of the index. What to do about a file that does not belong to it differs."""
+    message = problem.message.replace(URL, "INDEX").replace(str(root), "INDEX")
+    return problem.path, problem.code, "" if problem.code == "stray-file" else message
+
+
+def test_a_sound_index_has_no_problem_and_leaves_no_files(local, run, tmp_path):
+    progress = []
+
+    def note(done: int, total: int) -> None:
+        progress.append((done, total))
+        assert not list((tmp_path / "cache").rglob("c.*"))
+
+    assert verify_index(URL, note) == []
+    assert progress == [(1, 3), (2, 3), (3, 3)]
+    assert not list((tmp_path / "cache").glob("verify-*"))
+    code, out, error = run("verify", URL, "--json", "--sample", 2)
+    assert (code, json.loads(out)) == (
+        0, {"index": URL, "sound": True, "problems": [], "sample": {"shards": 2, "of": 3}},
+    ), error  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [*([key] for key in DAMAGES), list(DAMAGES)], ids=lambda keys: "+".join(keys)[:60])
+def test_damage_gives_the_same_problems_as_on_disk(local, keys):
+    for key in keys:
+        path = local / key
+        data = DAMAGES[key](path.read_bytes() if path.exists() else b"")
+        if data is None:
+            path.unlink()
+            ObjectFolder.open(URL).delete([key])
+        else:
+            path.write_bytes(data)
+            put(key, data)
+    expected = verify_index(local)
+    assert expected
+    assert len(keys) == 1 or {each.path for each in expected} >= set(DAMAGES)
+    assert sorted(normal(each, local) for each in verify_index(URL)) == sorted(normal(each, local) for each in expected)
+
+
+METADATA = ["manifest/shards-*.parquet", "snapshots/*.json", "index.json", "manifest/deleted-*"]
+
+
+@pytest.mark.parametrize("pattern", METADATA)
+def test_damaged_metadata_is_a_problem(local, pattern):
+    (path,) = sorted(local.glob(pattern))[:1]
+    put(path.relative_to(local).as_posix(), flipped(path.read_bytes(), path.stat().st_size // 2))
+    problems = verify_index(URL)
+    assert problems
+    assert not [each for each in problems if "cache" in each.message]
+
+
+def test_a_shard_table_cannot_make_verify_touch_other_files(local, tmp_path):
+    """The files are downloaded to a directory in the cache, and deleted afterwards."""
+    outside = tmp_path / "cache/outside"
+    outside.parent.mkdir(exist_ok=True)
+    outside.write_text("precious")
+    layout, manifest = Layout(local), Manifest.load(local)
+    lines = [*read_shard_table(local, manifest.shard_table), (0, FileEntry("../outside", 8, 0))]
+    lines.append((1, FileEntry(str(outside), 8, 0)))
+    table = write_shard_table(layout, sorted(lines, key=lambda line: (line[0], line[1].path)))
+    value = json.loads(layout.manifest.read_text())
+    value["shard_table"] = table.to_json()
+    value["crc32c"] = json_checksum(value)
+    put(table.path, (local / table.path).read_bytes())
+    put("index.json", json.dumps(value).encode())
+    problems = {each.path: each.code for each in verify_index(URL)}
+    assert problems["../outside"] == problems[str(outside)] == "shard-table"
+    assert outside.read_text() == "precious"
+
+
+def test_what_cannot_be_verified_is_an_error(local, server, monkeypatch):
+    with pytest.raises(UsageError, match="there is no index at s3://bucket/nothing"):
+        verify_index("s3://bucket/nothing")
+    monkeypatch.setattr("storage_formats.format.object_store._RETRIES", 0)
+    monkeypatch.setattr("storage_formats.format.object_store._ATTEMPTS", 2)
+    with FaultyProxy(server, every(1, "503", "c.1.0")).running() as proxy:
+        use_endpoint(monkeypatch, proxy.url)
+        with pytest.raises(ObjectStoreError, match=r"c\.1\.0"):
+            verify_index(URL)
+
+
+@pytest.fixture
+def repairable(local):
+    """The index at `URL`, with a precision that was converted from `bf16`."""
+    quantize_index(local, ["int8"])
+    copy_index(local, URL, replace=True)
+    return local
+
+
+REPAIRED = {
+    "tokens/int8/c.1.0": "precision bf16",
+    "checksums/bf16/00000000.crc32c": "the tokens",
+    "tokens/bf16/zarr.json": "index.json",
+    "ann/index.faiss": "the embeddings",
+}
+
+
+def test_a_repair_makes_damaged_objects_sound(repairable, run, tmp_path):
+    before = {key: (repairable / key).read_bytes() for key in REPAIRED}
+    for key, data in before.items():
+        put(key, flipped(data, 20))
+    tried = repair_index(URL, dry_run=True)
+    assert {file.path: file.source for file in tried.repaired} == REPAIRED
+    assert {each.path for each in verify_index(URL)} >= set(REPAIRED)
+    assert "build/claim.json" not in ObjectFolder.open(URL).list_keys()
+    result = repair_index(URL)
+    assert ({file.path: file.source for file in result.repaired}, result.left) == (REPAIRED, ())
+    assert verify_index(URL) == []
+    for key, data in before.items():
+        if not key.startswith("ann"):
+            assert ObjectFolder.open(URL).read(key, 1 << 20).data == data
+    copy_index(URL, tmp_path / "copy")
+    assert verify_index(tmp_path / "copy") == []
+    assert not [path for path in (tmp_path / "cache").glob("*") if path.name.startswith("verify")]
+    code, out, error = run("repair", URL, "--json")
+    assert (code, json.loads(out)["repaired"]) == (0, []), error
+
+
+def test_an_object_that_only_seems_to_be_the_committed_one_is_replaced(repairable):
+    """The damaged object has the length and the recorded checksum of the committed file."""
+    key = "tokens/int8/c.0.0"
+    folder, data = ObjectFolder.open(URL), (repairable / key).read_bytes()
+    info = folder.info(key)
+    damaged = flipped(data, 7)
+    folder.put(key, lambda: (piece for piece in (damaged,)), length=len(data), metadata=info.metadata)
+    assert [file.path for file in repair_index(URL).repaired] == [key]
+    assert folder.read(key, 1 << 20).data == data
+
+
+def test_what_cannot_be_repaired_stays_a_problem(repairable):
+    put("tokens/bf16/c.0.0.0", b"too short")
+    put("embeddings/c.0.0", b"too short")
+    result = repair_index(URL)
+    assert result.repaired == ()
+    assert {"tokens/bf16/c.0.0.0", "embeddings/c.0.0"} <= {each.path for each in result.left}
+    assert not [each for each in result.left if "cache" in each.message]
+
+
+def test_a_repair_waits_for_no_other_writer(repairable):
+    put("tokens/int8/c.1.0", b"damaged")
+    put("build/claim.json", b'{"writer": "another", "owner": "process 1 on elsewhere"}')
+    with pytest.raises(EdjeError, match="process 1 on elsewhere"):
+        repair_index(URL)
+    assert [file.path for file in repair_index(URL, dry_run=True).repaired] == ["tokens/int8/c.1.0"]
+    ObjectFolder.open(URL).delete(["build/claim.json"])
+
+
+def test_a_disk_without_room_for_a_shard_is_named(local, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 900, 100))
+    with pytest.raises(UsageError, match=f"the check of {URL} needs .* bytes of disk, but only 100 are free"):
+        verify_index(URL)
+    with pytest.raises(UsageError, match=f"the embeddings of {URL} need .* bytes of disk, but only 100 are free"):
+        run_ann_build(URL, "auto", 0.95, lambda event: None)
+
+
+def test_ann_commands_take_a_url(local, run, tmp_path):
+    events = []
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    built = run_ann_build(URL, "IVF2,Flat", 0.95, events.append)
+    assert built.kind != "flat"
+    assert run_ann_build(local, "IVF2,Flat", 0.95, events.append).factory == built.factory
+    assert ann_info(URL) == built
+    assert [each.probes for each in run_ann_tune(URL, 1.0, events.append)]
+    copy_index(URL, tmp_path / "copy")
+    assert verify_index(tmp_path / "copy") == verify_index(URL) == []
+    assert Manifest.load(tmp_path / "copy").ann["factory"] == built.factory
+    assert [key for key in ObjectFolder.open(URL).list_keys() if key.startswith("build/")] == []
+    code, out, error = run("ann", "info", URL, "--json")
+    assert (code, json.loads(out)["factory"]) == (0, built.factory), error
+
+
+def test_a_new_ann_of_the_first_snapshot_leaves_the_old_file_until_the_commit(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    url = "s3://bucket/ann.edje"
+    with FaultyProxy(server).running() as proxy:
+        use_endpoint(monkeypatch, proxy.url)
+        write_random_index(tmp_path / "local", SPEC)
+        add_ann(tmp_path / "local")
+        copy_index(tmp_path / "local", url)
+        run_ann_build(url, "auto", 0.95, lambda event: None)
+        puts = [path for method, path, _ in proxy.requests if method == "PUT"]
+        assert sum(path.endswith("ann/index.faiss") for path in puts) == 1
+        assert verify_index(url) == []
