@@ -21,7 +21,7 @@ EXTRAS_OF_MODULE = {
     "obstore": ("remote",),
     "onnx": ("towers", "demo"),
     "open_clip": ("search", "build", "train"),
-    "prometheus_client": ("serve",),
+    "prometheus_client": ("build", "serve"),
     "pydantic": ("train", "serve"),
     "PIL": ("search", "build", "train"),
     "qdrant_edge": ("bench",),

@@ -25,7 +25,15 @@ from storage_formats.format.object_store import IndexLocation
 @max_failed_option
 @dry_run_option
 @new_rows_options
-def append(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **options: Any) -> None:
+def append(
+    root: IndexLocation,
+    as_json: bool,
+    quiet: bool,
+    log: Path | None,
+    metrics: Path | None,
+    dry_run: bool,
+    **options: Any,
+) -> None:
     """Add the images of every SOURCE to INDEX.
 
     'edje-index build --help' describes SOURCE. New rows are encoded with the settings of INDEX. Images that INDEX
@@ -52,9 +60,9 @@ def append(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, dr
 
         with working_copy(root, read_only=True) as copy:
             trial = functools.partial(try_append, make_config(copy.root))
-            show_dry_run(trial, root, quiet=quiet, as_json=as_json)
+            show_dry_run(trial, root, quiet=quiet, log=log, metrics=metrics, as_json=as_json)
         return
-    result = run_job(run_append, make_config, root, quiet=quiet, log=log)
+    result = run_job(run_append, make_config, root, quiet=quiet, log=log, metrics=metrics)
     if as_json:
         print_json(asdict(result))
     else:

@@ -23,6 +23,7 @@ from pipelines.cli.options import (
     json_option,
     log_option,
     max_failed_option,
+    metrics_option,
     quiet_option,
     shard_size_option,
     stored_precisions_option,
@@ -78,9 +79,10 @@ _NO_MODEL = (
 @frames_option
 @dry_run_option
 @log_option
+@metrics_option
 @quiet_option
 @json_option
-def build(as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **options: Any) -> None:
+def build(as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, dry_run: bool, **options: Any) -> None:
     """Build a new index of the images in every SOURCE.
 
     A SOURCE is a directory, a tar or zip archive, a Parquet file of images, an image file, or a list of paths (Parquet,
@@ -114,10 +116,14 @@ def build(as_json: bool, quiet: bool, log: Path | None, dry_run: bool, **options
     if dry_run:
         from pipelines.jobs.dry_run import try_build
 
-        show_dry_run(functools.partial(try_build, config), config.out, quiet=quiet, as_json=as_json)
+        show_dry_run(
+            functools.partial(try_build, config), config.out, quiet=quiet, log=log, metrics=metrics, as_json=as_json
+        )
         return
     can_resume = Layout(config.out).plan.exists
-    with running_job(quiet=quiet, can_resume=can_resume, log=log, root=config.out) as (on_event, should_stop):
+    with running_job(
+        quiet=quiet, can_resume=can_resume, log=log, root=config.out, metrics=metrics, index=config.out
+    ) as (on_event, should_stop):
         try:
             result = run_build(config, on_event, should_stop)
         except FailedInputsError as error:

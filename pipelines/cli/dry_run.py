@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.cli.output import print_json, print_line, running_job
@@ -17,10 +18,19 @@ if TYPE_CHECKING:
 
 
 def show_dry_run(
-    job: Callable[[OnEvent, ShouldStop], DryRun], root: IndexLocation, *, quiet: bool, as_json: bool
+    job: Callable[[OnEvent, ShouldStop], DryRun],
+    root: IndexLocation,
+    *,
+    quiet: bool,
+    log: Path | None,
+    metrics: Path | None,
+    as_json: bool,
 ) -> None:
     """Run `job`, and print its result."""
-    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
+    with running_job(quiet=quiet, can_resume=lambda: False, log=log, metrics=metrics, index=root) as (
+        on_event,
+        should_stop,
+    ):
         estimate = job(on_event, should_stop)
     if as_json:
         print_json(asdict(estimate))

@@ -14,6 +14,7 @@ from pipelines.cli.options import (
     engine_option,
     json_option,
     log_option,
+    metrics_option,
     model_option,
     quiet_option,
 )
@@ -35,6 +36,7 @@ _OPTIONS = (
     click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']"),
     address_option,
     log_option,
+    metrics_option,
     quiet_option,
     json_option,
 )
@@ -66,6 +68,7 @@ def run_job(
     *,
     quiet: bool,
     log: Path | None,
+    metrics: Path | None,
     read_only: bool = False,
 ) -> _Result:
     """Run `job` with a progress display and a log. If a resumable job stops, its error message says how to resume.
@@ -77,13 +80,17 @@ def run_job(
         index: path or URL of the index.
         quiet: True to show no progress.
         log: see `running_job`.
+        metrics: see `running_job`.
         read_only: True if `job` does not change the index.
     """
     from storage_formats.writing.working_copy import working_copy
 
     with working_copy(index, read_only=read_only) as copy:
         config, can_resume = make_config(copy.root), Layout(copy.root).append_plan.exists
-        with running_job(quiet=quiet, can_resume=can_resume, log=log, root=copy.root) as (on_event, should_stop):
+        with running_job(quiet=quiet, can_resume=can_resume, log=log, root=copy.root, metrics=metrics, index=index) as (
+            on_event,
+            should_stop,
+        ):
             return job(config, on_event, should_stop)
 
 

@@ -36,6 +36,13 @@ log_option = click.option(
     metavar="FILE",
     help="Append every event of the job to FILE, one JSON object per line. The file is not part of the index.",
 )
+metrics_option = click.option(
+    "--metrics",
+    type=FILE,
+    metavar="FILE",
+    help="Write metrics of the job for Prometheus to FILE. FILE must end in .prom and lie in the directory that the "
+    "textfile collector of node_exporter reads.",
+)
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Estimate the disk space, memory and time of the command, and write nothing."
 )

@@ -16,6 +16,7 @@ import click
 from pipelines.progress.events import Event, OnEvent
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from pipelines.progress.wording import printable
+from storage_formats.format.object_store import IndexLocation
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -45,6 +46,8 @@ def running_job(
     can_resume: Callable[[], bool] = lambda: True,
     log: Path | None = None,
     root: Path | None = None,
+    metrics: Path | None = None,
+    index: IndexLocation = "",
 ) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield two callbacks for a job: `on_event` shows progress, and `should_stop` returns True after a signal to stop.
 
@@ -55,6 +58,8 @@ def running_job(
         can_resume: function that returns True if a stopped job can be resumed.
         log: file to append the events to; None writes no log.
         root: directory of the index that the job writes; the log names the failed inputs of this index.
+        metrics: file of metrics for Prometheus; None writes no metrics.
+        index: path or URL of the index, which the metrics name.
     """
     # Standard output carries only the result, so text that libraries print goes to standard error.
     from pipelines.progress.display import progress_display
@@ -65,7 +70,7 @@ def running_job(
             contextlib.redirect_stdout(sys.stderr),
             stop_on_signals() as should_stop,
             progress_display(quiet=quiet) as show,
-            _logging(show, log, root) as on_event,
+            _recording(show, log, root, metrics, index) as on_event,
         ):
             yield on_event, should_stop
     except (JobStopped, KeyboardInterrupt) as error:
@@ -75,19 +80,26 @@ def running_job(
 
 
 @contextlib.contextmanager
-def _logging(show: OnEvent, log: Path | None, root: Path | None) -> Iterator[OnEvent]:
-    """Yield a callback that passes events to `show`, and to the log file `log` if it is not None."""
-    if log is None:
-        yield show
-        return
-    from pipelines.cli.failed_rows import failed_rows_of_shard
-    from pipelines.progress.event_log import event_log
+def _recording(
+    show: OnEvent, log: Path | None, root: Path | None, metrics: Path | None, index: IndexLocation
+) -> Iterator[OnEvent]:
+    """Yield a callback that passes events to `show`, and to the files `log` and `metrics` if they are not None."""
+    receivers = [show]
+    with contextlib.ExitStack() as stack:
+        if log is not None:
+            from pipelines.cli.failed_rows import failed_rows_of_shard
+            from pipelines.progress.event_log import event_log
 
-    failures = functools.partial(failed_rows_of_shard, root) if root is not None else lambda shard: ()
-    with event_log(log, this_command(), failures) as write:
+            failures = functools.partial(failed_rows_of_shard, root) if root is not None else lambda shard: ()
+            receivers.append(stack.enter_context(event_log(log, this_command(), failures)))
+        if metrics is not None:
+            from pipelines.progress.metrics_file import metrics_file
 
-        def show_and_write(event: Event) -> None:
-            show(event)
-            write(event)
+            command = click.get_current_context().info_name or ""
+            receivers.append(stack.enter_context(metrics_file(metrics, command, str(index))))
 
-        yield show_and_write
+        def on_event(event: Event) -> None:
+            for receiver in receivers:
+                receiver(event)
+
+        yield on_event

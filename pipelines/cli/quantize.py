@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import POSITIVE, engine_option, json_option, location, log_option, quiet_option
+from pipelines.cli.options import (
+    POSITIVE,
+    engine_option,
+    json_option,
+    location,
+    log_option,
+    metrics_option,
+    quiet_option,
+)
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.cli.quantization_report import ReportRequest, measure, report_options
 from pipelines.progress.wording import counted
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --engine ray.")
 @report_options
 @log_option
+@metrics_option
 @quiet_option
 @json_option
 def quantize(
@@ -46,6 +55,7 @@ def quantize(
     address: str | None,
     request: ReportRequest | None,
     log: Path | None,
+    metrics: Path | None,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -68,6 +78,8 @@ def quantize(
     """
     if not (to or drop or request):
         raise UsageError("nothing to do: give --to, --drop or --report")
+    if (log or metrics) and not (to or drop):
+        raise UsageError("--log and --metrics need --to or --drop; a report has neither")
     output: dict[str, Any] = {}
     if request is not None:
         if not isinstance(index, Path):
@@ -80,7 +92,7 @@ def quantize(
         from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 
         chosen_engine = _engine(engine, workers, address)
-        with running_job(quiet=quiet, log=log) as (on_event, should_stop):
+        with running_job(quiet=quiet, log=log, metrics=metrics, index=index) as (on_event, should_stop):
             make_config = functools.partial(QuantizeConfig, to=to, drop=drop, source=source)
             result = quantize_at(index, make_config, chosen_engine, on_event, should_stop)
         if not as_json:

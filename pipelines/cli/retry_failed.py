@@ -20,7 +20,9 @@ from storage_formats.format.object_store import IndexLocation
 @click.command("retry-failed")
 @click.argument("root", type=location, metavar="INDEX")
 @new_rows_options
-def retry_failed(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
+def retry_failed(
+    root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, **options: Any
+) -> None:
     """Try to index the failed inputs of INDEX again.
 
     'edje-index failures' lists these inputs. The old failed rows are deleted, and each input gets a new row. Inputs
@@ -38,7 +40,7 @@ def retry_failed(root: IndexLocation, as_json: bool, quiet: bool, log: Path | No
     from pipelines.jobs.retry_failed import run_retry_failed
 
     make_config = functools.partial(AppendConfig, sources=(), **options)
-    result = run_job(run_retry_failed, make_config, root, quiet=quiet, log=log)
+    result = run_job(run_retry_failed, make_config, root, quiet=quiet, log=log, metrics=metrics)
     if as_json:
         print_json(asdict(result))
     else:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 @column_option
 @max_failed_option
 @new_rows_options
-def update(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, **options: Any) -> None:
+def update(
+    root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, **options: Any
+) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
 
     Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE, name all sources of INDEX,
@@ -56,7 +58,7 @@ def update(root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, **
     from pipelines.jobs.update import run_update
 
     make_config = functools.partial(UpdateConfig, **{**options, "sources": tuple(options["sources"])})
-    result = run_job(run_update, make_config, root, quiet=quiet, log=log, read_only=options["dry_run"])
+    result = run_job(run_update, make_config, root, quiet=quiet, log=log, metrics=metrics, read_only=options["dry_run"])
     if as_json:
         print_json(asdict(result))
     else:

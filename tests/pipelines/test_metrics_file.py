@@ -1,0 +1,81 @@
+"""Metrics of a job in a file. The parser of the Prometheus client reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipelines.progress.events import FinishedShard, PlanReady, Progress, ShardCounts
+from pipelines.progress.metrics_file import STATES, JobMetrics, metrics_file
+from pipelines.progress.stopping import JobStopped
+from storage_formats.errors import UsageError
+from tests.pipelines.test_event_log import Clock, lines
+
+
+def samples(path: Path) -> dict[tuple[str, str], float]:
+    """Values by name without prefix, and by the label that is neither the command nor the index."""
+    families = text_string_to_metric_families(path.read_text())
+    read = [sample for family in families for sample in family.samples]
+    labels = [dict(sample.labels) for sample in read]
+    assert {(each.pop("command"), each.pop("index")) for each in labels} == {("build", "a.edje")}
+    values = ["".join(each.values()) for each in labels]
+    return {(each.name.removeprefix("edje_job_"), label): each.value for each, label in zip(read, values, strict=True)}
+
+
+def test_a_build_and_its_dry_run_write_metrics_and_log(run, photos, tiny_bundle, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fixed = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu", "--quiet"]
+    build = ["build", photos, "--out", "a.edje", "--model", tiny_bundle, *fixed, "--metrics", "a.prom", "--log", "log"]
+    assert run(*build, "--dry-run")[0] == 0
+    assert samples(tmp_path / "a.prom")["state", "finished"] == 1
+    assert lines(tmp_path / "log")[-1]["event"] == "end"
+    assert "images to estimate the time" in (tmp_path / "log").read_text()
+    assert not (tmp_path / "a.edje").exists()
+    assert run(*build)[0] == 0
+    values = samples(tmp_path / "a.prom")
+    assert [values["state", state] for state in STATES] == [0, 1, 0, 0]
+    assert (values["done", "indexing"], values["total", "indexing"]) == (10, 10)
+    assert (values["shards_finished", ""], values["shards_total", ""], values["failed_rows", ""]) == (3, 3, 1)
+    assert values["stage_seconds", "encode"] > 0
+    assert values["start_seconds", ""] > 1.7e9
+    assert [path.name for path in tmp_path.glob("a.prom*")] == ["a.prom"]
+
+
+def test_the_file_is_replaced_every_ten_seconds(tmp_path):
+    clock, path = Clock(), tmp_path / "a.prom"
+    metrics = JobMetrics(path, "build", "a.edje", clock)
+    metrics(PlanReady(30, 3, finished_shards=1))
+    for step in range(1, 250):
+        clock.now += 0.125
+        shard = FinishedShard(step, 1, 0, {"encode": 0.5})
+        metrics(Progress("indexing", step, None, ShardCounts(2, 3, 1), shard))
+        values = samples(path)
+        written = step // 80 * 80
+        assert values.get(("done", "indexing"), 0) == written
+        assert values.get(("stage_seconds", "encode"), 0) == written * 0.5
+    assert ("total", "indexing") not in values
+    assert values["state", "running"] == 1
+
+
+@pytest.mark.parametrize(("error", "state"), [(JobStopped("x"), "stopped"), (OSError(5, "x"), "failed")])
+def test_the_state_says_how_a_job_ended(tmp_path, error, state):
+    with pytest.raises(type(error)), metrics_file(tmp_path / "a.prom", "build", "a.edje"):
+        raise error
+    assert samples(tmp_path / "a.prom")["state", state] == 1
+
+
+def test_a_file_that_cannot_be_written(tmp_path, capsys):
+    with (
+        pytest.raises(UsageError, match=r"cannot write the metrics .*nowhere/a\.prom: No such file.*choose another"),
+        metrics_file(tmp_path / "nowhere/a.prom", "build", "a.edje"),
+    ):
+        pass
+    folder = tmp_path / "vanishing"
+    folder.mkdir()
+    with metrics_file(folder / "a.prom", "build", "s3://key:secret@bucket/a.edje"):
+        assert "secret" not in (folder / "a.prom").read_text()
+        (folder / "a.prom").unlink()
+        folder.rmdir()
+    assert capsys.readouterr().err.count("the job goes on") == 1
