@@ -46,8 +46,9 @@ def stored(server, built):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch, server):
-    """An empty cache directory for each test."""
+    """An empty cache directory for each test. Blocks are not cached, because most tests fetch the same ones again."""
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("EDJE_CACHE_BYTES", "0")
     use_endpoint(monkeypatch, server)
     return tmp_path / "cache"
 
