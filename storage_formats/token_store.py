@@ -90,7 +90,8 @@ class TokenStore:
                 engine for URLs.
             snapshot: number of the snapshot to read. None reads the current snapshot. If the index changes, the store
                 still reads this snapshot until `refresh` is called.
-            verify_reads: whether to compare the CRC-32C of every record with the stored checksum.
+            verify_reads: whether to compare the CRC-32C of every record with the stored checksum. False also turns off
+                the block cache, which an index at a URL has on the local disk (`EDJE_CACHE_BYTES`).
 
         Raises:
             UsageError: there is no index at `root`, the index does not have `snapshot` or `precision`, or `engine` does
@@ -378,7 +379,7 @@ class TokenStore:
         token_path = files.path if isinstance(files, StoreFiles) else files.url
         checksums = BlockChecksums(index, checksum_path, token_path) if self._verify_reads else None
         if isinstance(files, RemoteFiles) and checksums is not None:
-            files = _with_cache(files, index, codec, checksums)
+            files = _with_cache(files, checksums)
         return _View(index, codec, files, index.deleted, checksums)
 
     def _engines_of(self, view: _View) -> ReadEngines | RemoteEngines:
@@ -473,17 +474,12 @@ def _token_files(index: CommittedIndex, token_codec: Codec) -> StoreFiles | Remo
     )
 
 
-def _with_cache(
-    files: RemoteFiles, index: CommittedIndex, token_codec: Codec, checksums: BlockChecksums
-) -> RemoteFiles:
+def _with_cache(files: RemoteFiles, checksums: BlockChecksums) -> RemoteFiles:
     """Return `files` with a block cache, unless the cache is off."""
     if not (limit := cache_bytes()):
         return files
-    layout, dimensions = Layout(index.root), len(token_codec.record_shape)
-    token_path = functools.partial(layout.token_shard, token_codec.name, record_ndim=dimensions)
     cached_files = cache_files(cache_directory() / "blocks", limit)
-    cache = BlockCache(index, token_path, checksums, token_codec.record_bytes, cached_files)
-    return replace(files, cache=cache)
+    return replace(files, cache=BlockCache(files.folder.url, checksums, files.record_bytes, cached_files))
 
 
 def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:

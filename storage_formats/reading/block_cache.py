@@ -4,9 +4,9 @@ Each cached shard is a sparse file, in which a record has the same offset as in 
 which records it has: a record is cached if it matches its stored checksum. Holes of the file, records that a killed
 process has half written, and damaged records do not match. They are read from the object store and written again.
 
-The name of the file contains the checksum of the token object, so an index that replaces another index at the same URL
-gets files of its own. Processes share the files without locks. An error of the file system disables caching for a
-while and is never reported, because the object store has all blocks.
+The name of the file contains the checksum of all checksums of the shard, so an index that replaces another index at the
+same URL gets files of its own. Processes share the files without locks. An error of the file system disables caching
+for a while and is never reported, because the object store has all blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import UsageError
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.base import Batch, Destination, Runs
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.memory import checksums_at
@@ -60,23 +58,14 @@ class BlockCache:
     """The cached blocks of one precision of an index on an object store. Thread-safe.
 
     Args:
-        index: the index.
-        token_path: function that takes a shard number and returns the path of the token file below `index.root`.
+        url: URL of the index.
         checksums: the stored checksums of the blocks.
         record_bytes: length of a record in bytes.
         files: the files of all cached blocks on this machine, see `cache_files`.
     """
 
-    def __init__(
-        self,
-        index: CommittedIndex,
-        token_path: Callable[[int], Path],
-        checksums: BlockChecksums,
-        record_bytes: int,
-        files: CacheFiles,
-    ) -> None:
-        self._entries = CommittedFiles(index, token_path)
-        self._folder = hashlib.sha256(str(index.location).encode()).hexdigest()[:32]
+    def __init__(self, url: str, checksums: BlockChecksums, record_bytes: int, files: CacheFiles) -> None:
+        self._folder = hashlib.sha256(url.encode()).hexdigest()[:32]
         self._checksums = checksums
         self._size = record_bytes
         self._zeros_crc = crc32c(bytes(record_bytes))
@@ -84,8 +73,8 @@ class BlockCache:
 
     def names(self, batch: Batch) -> dict[int, str]:
         """Return the name of the cached file of each shard of `batch`, keyed by shard number."""
-        entries = self._entries.files([shard for shard, _, _ in batch.shard_spans])
-        return {shard: f"{self._folder}/{self._size}-{shard}-{entry.crc32c:08x}" for shard, entry in entries.items()}
+        checksums = self._checksums.file_checksums([shard for shard, _, _ in batch.shard_spans])
+        return {shard: f"{self._folder}/{self._size}-{shard}-{crc:08x}" for shard, crc in checksums.items()}
 
     def read(self, batch: Batch, names: Mapping[int, str], destination: Destination) -> NDArray[np.bool_]:
         """Read the cached records of `batch` into `destination.records`. Return which records were cached, bool [n].

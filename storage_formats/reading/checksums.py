@@ -101,6 +101,14 @@ class BlockChecksums:
             lambda row_id: self._token_path(row_id // self._shard_size),
         )
 
+    def file_checksums(self, shards: list[int]) -> dict[int, int]:
+        """Return the CRC-32C of the checksum file of each of `shards`. It identifies all blocks of the shard.
+
+        Raises:
+            CorruptIndexError: a shard table cannot be read, or does not list one of `shards`.
+        """
+        return {shard: entry.crc32c for shard, entry in self._committed.files(shards).items()}
+
     def close(self) -> None:
         """Free the loaded checksums."""
         with self._lock:

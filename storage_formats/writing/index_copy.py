@@ -17,7 +17,7 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.mirror import CLAIM, named_by_manifest, open_remote, read_root
-from storage_formats.format.object_store import ObjectChangedError, ObjectFolder, ObjectVersion
+from storage_formats.format.object_store import ObjectChangedError, ObjectFolder, ObjectVersion, UncertainWriteError
 from storage_formats.format.shard_table import FileEntry, read_shard_tables
 from storage_formats.writing.file_copy import copy_file
 from storage_formats.writing.remote_writes import (
@@ -140,6 +140,11 @@ class RemoteTarget:
             if not holds_claim(self.folder, self.writer) and not self._has_root(data):
                 raise ObjectChangedError(f"another writer removed {self.folder.url_of(CLAIM)}")
             put_root(self.folder, data, self.replaced)
+        except UncertainWriteError as error:
+            raise EdjeError(
+                f"the copy may be complete: {error}. Once the store responds, run the copy again, which then copies "
+                "only what is missing"
+            ) from error
         except ObjectChangedError as error:
             if self.owns_claim:
                 release_claim(self.folder, self.writer)

@@ -143,6 +143,24 @@ def test_a_commit_whose_response_is_lost_has_succeeded(index, url, tmp_path, pro
     check_equal(url, index, tmp_path)
 
 
+def test_a_commit_whose_fate_is_unknown_says_so(index, url, tmp_path, proxy, monkeypatch):
+    monkeypatch.setattr(object_store, "_RETRIES", 0)
+    monkeypatch.setattr(object_store, "_ATTEMPTS", 2)
+
+    def fault(method: str, path: str) -> str | None:
+        puts = proxy.count("PUT", "/index.json")
+        if not path.endswith("/index.json") or not puts:
+            return None
+        return "lost" if method == "PUT" and puts == 1 else "503"
+
+    proxy.fault = fault
+    with pytest.raises(EdjeError, match=r"^the copy may be complete: .*run the copy again"):
+        copy_index(index, url)
+    proxy.fault = lambda method, path: None
+    copy_index(index, url)
+    check_equal(url, index, tmp_path)
+
+
 def test_another_index_is_refused_or_replaced_on_request(index, other, url, tmp_path):
     copy_index(other, url)
     with pytest.raises(UsageError, match=r"contains another index: its file .* differs.*choose another destination"):
