@@ -461,7 +461,7 @@ def test_two_hundred_changes_of_which_many_are_killed(cli, tmp_path, tiny_bundle
     trial = run_trial(cli, tmp_path, tiny_bundle, seed=2, changes=200, kills=0.4)
     assert trial.model.commits > 80
     assert trial.merges > 2
-    assert trial.splits > 2
+    assert trial.splits > 0
     assert sum(trial.model.killed.values()) > 20, trial.model.killed
 
 
