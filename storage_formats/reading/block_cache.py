@@ -33,6 +33,7 @@ from storage_formats.reading.memory import checksums_at
 
 SETTING = "EDJE_CACHE_BYTES"
 _DEFAULT_BYTES = 10 << 30
+_MAX_DIGITS = 18
 _FREE_BYTES = 1 << 30  # free disk space that the cache leaves to others
 _PAUSE_SECONDS = 60.0  # without writes after an error of the file system
 _USE_SECONDS = 60.0  # resolution of the time of the last use
@@ -49,7 +50,7 @@ def cache_bytes() -> int:
         UsageError: the value is not a number of bytes.
     """
     value = os.environ.get(SETTING, str(_DEFAULT_BYTES))
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > _MAX_DIGITS:
         raise UsageError(f"the environment variable {SETTING} must be a number of bytes, not {value!r}; 0 is no cache")
     return int(value)
 
@@ -236,8 +237,9 @@ def cache_files(root: Path, limit: int) -> CacheFiles:
 
 def _used_files(root: Path) -> Iterator[tuple[float, int, str]]:
     """Yield (time of the last use, allocated bytes, path) of each file below `root`."""
-    for folder in os.scandir(root):
-        for entry in os.scandir(folder.path):
+    folders = [entry.path for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
+    for folder in folders:
+        for entry in os.scandir(folder):
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat()
                 yield status.st_mtime, status.st_blocks * 512, entry.path

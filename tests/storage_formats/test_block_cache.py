@@ -20,7 +20,7 @@ from pipelines import copy_index
 from storage_formats import CorruptIndexError, IndexSpec, TokenStore, UsageError
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.reading import block_cache
-from storage_formats.reading.block_cache import CacheFiles, cache_files
+from storage_formats.reading.block_cache import CacheFiles, cache_bytes, cache_files
 from tests.command_line import environment
 from tests.conftest import same_bits, write_random_index
 from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
@@ -97,9 +97,6 @@ def test_a_limit_of_0_and_reads_without_checks_cache_nothing(proxy, tmp_path, mo
         store.fetch([1, 100])
     assert proxy.count("GET", TOKENS) == 5
     assert cached_paths(tmp_path) == []
-    monkeypatch.setenv("EDJE_CACHE_BYTES", "10 GB")
-    with pytest.raises(UsageError, match="EDJE_CACHE_BYTES must be a number of bytes, not '10 GB'"):
-        TokenStore.open(URL)
 
 
 @slow
@@ -264,6 +261,23 @@ def test_the_files_used_last_stay(tmp_path):
     assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "blocks/index").iterdir()) <= 1 << 20
     files.write("index/large", 0, memoryview(bytes(100_000)))
     assert not (tmp_path / "blocks/index/large").exists()
+
+
+@pytest.mark.parametrize("value", ["10 GB", "-1", "", "1e9", "9" * 5000])
+def test_a_limit_that_is_no_number_of_bytes_is_refused(monkeypatch, value):
+    monkeypatch.setenv("EDJE_CACHE_BYTES", value)
+    with pytest.raises(UsageError, match="EDJE_CACHE_BYTES must be a number of bytes, not '"):
+        cache_bytes()
+
+
+def test_other_files_in_the_directory_are_left_alone(tmp_path):
+    files = CacheFiles(tmp_path / "blocks", 1 << 20)
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks/README").write_text("made by hand")
+    for number in range(40):
+        files.write(f"index/{number}", 0, memoryview(bytes(50_000)))
+    assert 4 < len(list((tmp_path / "blocks/index").iterdir())) < 21
+    assert (tmp_path / "blocks/README").exists()
 
 
 def test_a_file_that_vanishes_or_cannot_be_opened_is_no_error(tmp_path, monkeypatch):
