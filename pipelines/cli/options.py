@@ -23,6 +23,20 @@ def location(value: str) -> Path | str:
     return value if is_url(value) else Path(value)
 
 
+def local_index(value: str) -> Path:
+    """Return the path of an index on a file system.
+
+    Raises:
+        click.BadParameter: `value` is a URL.
+    """
+    if is_url(value):
+        raise click.BadParameter(
+            f"{value} is a URL, but this command needs a directory; 'edje-index copy' copies an index to a directory "
+            "and to a URL"
+        )
+    return Path(value)
+
+
 FILE = click.Path(path_type=Path, dir_okay=False)
 POSITIVE = click.IntRange(min=1)
 DEVICE = click.Choice(["auto", "cpu", "cuda"])

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.options import json_option, local_index, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
 
 @click.command()
-@click.argument("index", type=PATH)
-@click.argument("outs", nargs=-1, required=True, type=PATH, metavar="OUT...")
+@click.argument("index", type=local_index)
+@click.argument("outs", nargs=-1, required=True, type=local_index, metavar="OUT...")
 @quiet_option
 @json_option
 def split(index: Path, outs: tuple[Path, ...], quiet: bool, as_json: bool) -> None:
@@ -46,8 +46,8 @@ def split(index: Path, outs: tuple[Path, ...], quiet: bool, as_json: bool) -> No
         print_json(asdict(result))
         return
     for part in result.parts:
-        failed = f"; {part.lost_duplicates:,} duplicates failed" if part.lost_duplicates else ""
+        lost = f"; {counted(part.lost_duplicates, 'duplicate')} failed" if part.lost_duplicates else ""
         print_line(
             f"{part.index}: {counted(part.rows, 'row')} in {counted(part.shards, 'shard')}, row ids {part.first_row:,} "
-            f"to {part.last_row:,}{failed}"
+            f"to {part.last_row:,}{lost}"
         )

@@ -21,10 +21,15 @@ def partial_directory(out: Path) -> Path:
     return out.absolute().with_name(f".{out.name}.partial")
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise UsageError if `out` exists, unless `out` is an empty directory."""
+def check_free(out: Path) -> None:
+    """Raise UsageError if a new index cannot be written to `out`: it exists and is not empty, or is inside an index."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out.absolute()} exists already; choose another output directory", parameter="out")
+    for parent in out.resolve().parents:
+        if Layout(parent).manifest.exists():
+            raise UsageError(
+                f"{out.absolute()} is inside the index {parent}; choose another output directory", parameter="out"
+            )
 
 
 @contextlib.contextmanager
@@ -40,7 +45,7 @@ def new_index(out: Path, plan: str, spec: IndexSpec) -> Iterator[Path]:
         spec: sizes and precisions of the new index.
 
     Raises:
-        UsageError: `out` exists already.
+        UsageError: `out` exists already, or is inside an index.
         JobStopped: a file cannot be written.
         EdjeError: another process is writing the same index.
     """
@@ -48,7 +53,7 @@ def new_index(out: Path, plan: str, spec: IndexSpec) -> Iterator[Path]:
     from storage_formats.writing.publish import remove_build
 
     out = out.absolute()
-    refuse_existing(out)
+    check_free(out)
     partial = partial_directory(out)
     try:
         with locked_index(partial):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.jobs.copy_shards import CopyJob, build_copied_ann, copy_shards
-from pipelines.jobs.new_index import new_index, refuse_existing
+from pipelines.jobs.new_index import check_free, new_index
 from pipelines.planning.recorded_sources import SOURCES_MEMBER
 from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.stopping import ShouldStop
@@ -111,7 +111,7 @@ def _finished(part: IndexPart, out: Path) -> Manifest | None:
         manifest = None
     if manifest is not None and manifest.plan == part.plan and manifest.snapshot.number == 0:
         return manifest
-    refuse_existing(out)
+    check_free(out)
     return None
 
 

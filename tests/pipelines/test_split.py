@@ -218,6 +218,8 @@ def test_refusals(index, tmp_path):
         split_index(tmp_path / "nothing", [a, b])
     with pytest.raises(UsageError, match="whole exists already"):
         split_index(whole, [a, whole])
+    with pytest.raises(UsageError, match=r"whole/part is inside the index .*whole; choose another output directory"):
+        split_index(whole, [a, whole / "part"])
     b.write_text("a file")
     with pytest.raises(UsageError, match="b exists already"):
         split_index(whole, [a, b])
@@ -294,8 +296,13 @@ def test_the_command_prints_row_ids(index, tmp_path, run):
     assert [(part["first_row"], part["last_row"]) for part in json.loads(out)["parts"]] == [(0, 15), (16, 36)]
     assert "part 2 of 2" in error
     code, out, _ = run("split", whole, tmp_path / "c", tmp_path / "d", "--quiet")
-    assert out.splitlines()[1] == f"{tmp_path / 'd'}: 21 rows in 3 shards, row ids 16 to 36; 1 duplicates failed"
+    assert out.splitlines()[1] == f"{tmp_path / 'd'}: 21 rows in 3 shards, row ids 16 to 36; 1 duplicate failed"
     assert "split" in run("history", tmp_path / "a")[1]
+    for arguments in (["split", "s3://b/i", "a", "b"], ["split", whole, "a", "s3://b/i"]):
+        code, _, error = run(*arguments)
+        assert (code, "s3://b/i is a URL, but this command needs a directory" in error) == (2, True)
+    code, _, error = run("merge", whole, tmp_path / "a", "--out", "gs://b/i")
+    assert (code, "gs://b/i is a URL" in error) == (2, True)
 
 
 def test_an_update_of_a_part_needs_its_sources(tmp_path, tiny_bundle):
