@@ -1,18 +1,20 @@
-# Four commands do everything on a machine that has Python 3.11 or newer, git and make:
+# Five commands do everything on a machine that has Python 3.11 or newer, git and make:
 #   make demo      index a folder of photos with a trained model, then quantize, verify, fetch and search
 #   make test      run the linters and the tests
 #   make docs      build the site of the documentation in site/, and check its links
 #   make release   build wheel and sdist in dist/, and try them with each extra
+#   make image     build the container image of the service with docker, and try it
 # They create the virtual environment .venv and install the extras that they need.
 
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= .demo
+CONTAINER_TOOL ?= docker
 BIN := $(VENV)/bin
 # scikit-image ships photos with its wheel, so the demo needs no network beyond the package registry.
 PHOTOS = $$($(BIN)/python -c "import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / 'data')")
 
-.PHONY: demo docs release test test-slow oracles lint clean
+.PHONY: demo docs release image test test-slow oracles lint clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +61,10 @@ release: $(VENV)/.release
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m tests.smoke dist/*.whl
 	$(BIN)/python -m tests.smoke dist/*.tar.gz --extra ''
+
+# It needs no environment. `make image CONTAINER_TOOL=podman` uses podman.
+image:
+	$(PYTHON) -m tests.container --tool $(CONTAINER_TOOL)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
