@@ -160,6 +160,13 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     show_default=True,
     help="Execution engine to measure: inline or ray; repeatable.",
 )
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Data type of the model's matrix products.",
+)
 @json_option
 def build_command(
     photos: Path,
@@ -169,26 +176,24 @@ def build_command(
     threads: int,
     repeats: int,
     engines: tuple[str, ...],
+    dtype: str,
     as_json: bool,
 ) -> None:
     """Compare the cost of `edje-index build` with a loop that only decodes and encodes images. Linux only.
 
-    The cost is processor time and memory.
+    The cost is processor time and memory. A second line shows the seconds per stage, the images per second of the model
+    alone, and the share of the processor's limit that the model reaches. A large matrix product measures the limit. In
+    a build, "read" and "decode" run beside the model, and "wait" is the time that the model waits for them.
 
     \b
     Example:
       edje-index bench build ~/photos --model model/ --folder /tmp/bench --images 2000
     """
-    from benchmarks.build import BuildBench, bench_build
+    from benchmarks.build import BuildBench, bench_build, report_lines
 
     paths = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
     if not paths:
         raise click.UsageError(f"{photos} contains no .jpg files; choose another directory")
     chosen = list(itertools.islice(itertools.cycle(paths), images))
-    report = bench_build(BuildBench(chosen, model, folder, threads, repeats=repeats, engines=engines))
-    lines = [
-        f"{name:10} cpu {row['cpu']:8.1f} s  x{row['cpu_ratio']:.3f}   wall {row['wall']:8.1f} s   "
-        f"memory {row['peak_pss'] / 2**20:6.0f} MiB ({row['extra_pss'] / 2**20:+.0f})"
-        for name, row in report["summary"].items()
-    ]
-    show(report, as_json, lines)
+    report = bench_build(BuildBench(chosen, model, folder, threads, dtype=dtype, repeats=repeats, engines=engines))
+    show(report, as_json, report_lines(report))

@@ -29,6 +29,9 @@ class BuildResult:
         seconds: wall time of this run.
         images_per_second: rows that this run encoded per second; 0 if this run encoded no row.
         bottleneck: stage in which the workers spent the most time; None if no times are known.
+        stage_seconds: seconds per stage, summed over all shards. In `wait` (for decoded images), `encode` (the model)
+            and `write`, they are seconds of the workers. `read` and `decode` are sums over the decoding threads. Empty
+            if an earlier run had finished the index.
         already_finished: True if an earlier run had finished the index.
         truncated: number of indexed images that could be decoded only in part; None if an earlier run had finished the
             index.
@@ -50,6 +53,7 @@ class BuildResult:
     seconds: float
     images_per_second: float
     bottleneck: Bottleneck | None
+    stage_seconds: dict[str, float]
     already_finished: bool = False
     truncated: int | None = None
 
@@ -74,6 +78,7 @@ def build_result(manifest: Manifest, run: ShardRun | None, seconds: float) -> Bu
         seconds=seconds,
         images_per_second=run.rows / run.seconds if run and run.rows else 0.0,
         bottleneck=bottleneck(stage_seconds),
+        stage_seconds=dict(stage_seconds),
         already_finished=run is None,
         truncated=sum(receipt.truncated for receipt in run.receipts) if run else None,
     )

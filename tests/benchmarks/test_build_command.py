@@ -20,3 +20,6 @@ def test_relative_paths(tmp_path, monkeypatch):
     assert report["runs"]["inline"][0]["stdout"]["indexed"] == 8
     assert report["runs"]["bare loop"][0]["stdout"]["images"] == 8
     assert set(report["summary"]) == {"bare loop", "inline"}
+    assert set(report["summary"]["bare loop"]["stage_seconds"]) == {"decode", "encode"}
+    assert set(report["summary"]["inline"]["stage_seconds"]) == {"read", "decode", "wait", "encode", "write"}
+    assert all(0 < row["flop_share"] < 1 for row in report["summary"].values())
