@@ -35,7 +35,7 @@ class BuildOptions(TypedDict, total=False):
     shard_size: int
     batch_size: int
     device: str
-    dtype: str
+    dtype: str | None
     precisions: Sequence[str]
     dedupe: bool
     column: str | None

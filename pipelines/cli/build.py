@@ -66,9 +66,8 @@ _NO_MODEL = (
 @click.option(
     "--dtype",
     type=DTYPE,
-    default="auto",
-    show_default=True,
-    help="Data type of the model's matrix products. auto is bfloat16 on cuda and float32 on cpu.",
+    help="Data type of the model's matrix products. auto is bfloat16 on cuda and on CPUs with bfloat16 instructions, "
+    "and float32 on other CPUs.  [default: bfloat16 on cuda, float32 on cpu]",
 )
 @stored_precisions_option
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images only once.")

@@ -27,7 +27,9 @@ class BuildConfig:
         shard_size: number of rows per shard.
         batch_size: number of images per forward pass.
         device: device of the encoder: "auto", "cpu" or "cuda".
-        dtype: data type of the encoder's matrix products: "auto", "float32" or "bfloat16".
+        dtype: data type of the encoder's matrix products: "float32", "bfloat16" or "auto". "auto" is bfloat16 on cuda,
+            and on a CPU if the CPU of the process that plans the build has bfloat16 instructions. None is bfloat16 on
+            cuda and float32 on every CPU. A resumed build keeps the type of the first run.
         precisions: precisions of the stored tokens.
         dedupe: True to encode byte-identical inputs only once.
         column: name of the path column in lists of paths; None selects the first column with a name in
@@ -53,7 +55,7 @@ class BuildConfig:
     shard_size: int = SHARD_SIZE
     batch_size: int = BATCH_SIZE
     device: str = "auto"
-    dtype: str = "auto"
+    dtype: str | None = None
     precisions: tuple[str, ...] = ("bf16",)
     dedupe: bool = False
     column: str | None = None

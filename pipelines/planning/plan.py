@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.machine import cuda_devices
 from storage_formats.atomic import write_json_atomic
-from storage_formats.cpus import usable_cpus
+from storage_formats.cpus import has_bfloat16, usable_cpus
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
@@ -60,8 +60,10 @@ class BuildSettings:
         device, dtype, threads = config.device, config.dtype, config.threads
         if device == "auto":
             device = stored.device if stored else "cuda" if cuda_devices() else "cpu"
-        if dtype == "auto":
-            dtype = stored.dtype if stored else "bfloat16" if device == "cuda" else "float32"
+        if dtype is None or dtype == "auto":
+            # Without "auto", equal devices choose alike, so that the bytes do not depend on the model of the CPU.
+            is_fast = device == "cuda" or (dtype == "auto" and has_bfloat16())
+            dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
             threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
         return cls(

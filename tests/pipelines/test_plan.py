@@ -13,9 +13,10 @@ import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.input_lists import read_shard_inputs
+from pipelines.planning import plan as planning
 from pipelines.planning import resources
 from pipelines.planning.output import check_output
-from pipelines.planning.plan import read_plan
+from pipelines.planning.plan import BuildSettings, read_plan
 from pipelines.planning.prepare import prepare_build
 from pipelines.planning.resources import choose_workers, disk_need
 from pipelines.progress.stopping import JobStopped
@@ -107,6 +108,32 @@ def test_engine_and_workers_may_change(config):
 def test_what_the_machine_chose_is_taken_from_the_begun_index(config):
     begun = plan(config(threads=3))
     assert plan(config(threads=None, device="auto", dtype="auto")).settings == begun.settings
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "has_bfloat16", "chosen"),
+    [
+        (None, "cpu", True, "float32"),
+        (None, "cuda", False, "bfloat16"),
+        ("auto", "cpu", True, "bfloat16"),
+        ("auto", "cpu", False, "float32"),
+        ("auto", "cuda", False, "bfloat16"),
+        ("bfloat16", "cpu", False, "bfloat16"),
+        ("float32", "cuda", True, "float32"),
+    ],
+)
+def test_only_auto_depends_on_the_model_of_the_cpu(config, monkeypatch, dtype, device, has_bfloat16, chosen):
+    monkeypatch.setattr(planning, "has_bfloat16", lambda: has_bfloat16)
+    assert BuildSettings.choose(config(dtype=dtype, device=device)).dtype == chosen
+
+
+@pytest.mark.parametrize("dtype", [None, "auto"])
+def test_another_machine_goes_on_with_the_data_type_of_the_first(config, monkeypatch, dtype):
+    monkeypatch.setattr(planning, "has_bfloat16", lambda: True)
+    begun = plan(config(dtype="auto"))
+    assert begun.settings.dtype == "bfloat16"
+    monkeypatch.setattr(planning, "has_bfloat16", lambda: False)
+    assert plan(config(dtype=dtype)) == begun
 
 
 def test_a_model_bundle_may_move(config, tmp_path, tiny_bundle):

@@ -22,3 +22,11 @@ def test_images_that_cannot_be_read_are_named_with_what_to_do(tmp_path, tiny_bun
     assert message.endswith(
         f"Correct the captions or inputs.images; then remove the run folder {run.folder} and train again"
     )
+
+
+def test_auto_builds_as_the_training_loop_computes(tmp_path, tiny_bundle, photos, monkeypatch):
+    monkeypatch.setattr("pipelines.planning.plan.has_bfloat16", lambda: True)
+    run = RunSettings(out=tmp_path / "out", device="cpu", threads=1)
+    builder = IndexBuilder(run.folder, run, "auto", lambda _: None, lambda: False)
+    index = builder.build("features.edje", tiny_bundle, (str(photos),), "computing features")
+    assert index.manifest.settings["dtype"] == "float32"

@@ -46,7 +46,7 @@ class IndexBuilder:
     Attributes:
         folder: the run folder.
         run: hardware settings, which also select the execution engine.
-        dtype: data type of matrix products.
+        dtype: data type of matrix products; "auto" is bfloat16 on CUDA and float32 on a CPU, as in training.
         on_event: called with each progress event.
         should_stop: the build stops once `should_stop()` returns True.
         truncated: "load" or "fail", see `BuildConfig`.
@@ -87,7 +87,7 @@ class IndexBuilder:
             engine="ray" if self.run.distributed else "inline",
             threads=self.run.threads,
             device=self.run.device,
-            dtype=self.dtype,
+            dtype=None if self.dtype == "auto" else self.dtype,
             address=self.run.address,
             column=_path_column(sources),
             truncated=self.truncated,
