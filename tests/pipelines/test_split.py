@@ -326,7 +326,7 @@ def test_an_update_of_a_part_needs_its_sources(tmp_path, tiny_bundle):
 def test_a_killed_split_resumes(tmp_path):
     """Processes killed at random moments leave the index, the finished parts and the finished shards as they were."""
     whole = tmp_path / "whole"
-    spec = IndexSpec(4000, 16, (2, 8), 4)
+    spec = IndexSpec(4000, 16, (2, 8), 3)
     write_searchable(whole, spec, duplicates=frozenset({3999}), failed=frozenset({9}))
     before, outs = files_of(whole), [tmp_path / name for name in ("a", "b", "c")]
     command = [sys.executable, "-m", "pipelines.cli", "split", whole, *outs, "--quiet"]
