@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import sqlite3
@@ -99,7 +100,7 @@ EXPRESSIONS = st.recursive(
 
 
 def by_sqlite(rows: list[dict], condition: str) -> list[bool]:
-    with sqlite3.connect(":memory:") as database:
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.execute("PRAGMA case_sensitive_like = ON")
         names = ", ".join(f'"{name}"' for name in SCHEMA.names)
         database.execute(f"CREATE TABLE t ({names})")
