@@ -19,14 +19,14 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
         refs: inputs.
         digest: `hashlib` hash object to update.
         on_event: called with each progress event.
-        should_stop: called before each input; the listing stops once `should_stop()` returns True.
+        should_stop: called before each input and after the last input; the listing stops once `should_stop()` returns
+            True.
 
     Raises:
         JobStopped: `should_stop()` returned True.
     """
     for number, ref in enumerate(refs, 1):
-        if should_stop():
-            raise JobStopped("stopped while listing the sources; nothing was stored")
+        _stop_if(should_stop)
         digest.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
         if ref.container is not None:
             digest.update(str(ref.container).encode())
@@ -35,3 +35,9 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
         if number % _REPORT_EVERY == 0:
             on_event(Progress("listing the sources", number))
         yield ref
+    _stop_if(should_stop)  # Ctrl-C also ends the program that writes a list to standard input, so the list may be cut
+
+
+def _stop_if(should_stop: ShouldStop) -> None:
+    if should_stop():
+        raise JobStopped("stopped while listing the sources; nothing was stored")

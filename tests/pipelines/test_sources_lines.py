@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from edje_index.images.inputs import InputRef
-from pipelines.sources import open_source, open_sources
+from pipelines.progress.stopping import JobStopped
+from pipelines.sources import digested, open_source, open_sources
 from storage_formats.errors import UsageError
 
 
@@ -98,3 +100,13 @@ def test_quoted_patterns(tmp_path: Path) -> None:
     assert names("[x].jpg") == ["[x].jpg"]
     with pytest.raises(UsageError, match=r"no file matches .*\*\.png"):
         names("*.png")
+
+
+def test_a_stop_after_the_last_line_is_not_the_end_of_the_list(tmp_path):
+    listing = tmp_path / "list.txt"
+    listing.write_text("a.jpg\nb.jpg\n")
+    source = open_source(str(listing))
+    is_stopped = iter([False, False, True])  # before each of the two lines, and after them
+    with pytest.raises(JobStopped, match="nothing was stored"):
+        list(digested(source.iter_inputs(), hashlib.sha256(), lambda _: None, lambda: next(is_stopped)))
+    assert list(is_stopped) == []
