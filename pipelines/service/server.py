@@ -54,7 +54,7 @@ def run_service(
         indexes: the open indexes.
         settings: limits, API keys and accepted host names.
         listener: a socket that `listen` returned.
-        on_ready: called once, before the service answers the first request.
+        on_ready: called once, when the service answers, and SIGTERM and SIGINT stop it.
     """
     limits = settings.limits
     config = uvicorn.Config(
@@ -71,17 +71,37 @@ def run_service(
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(limits.deadline_seconds) + 1,
     )
-    with _signals_end_quietly():
-        on_ready()
-        uvicorn.Server(config).run(sockets=[listener])
+    server = _Server(config, on_ready)
+    with _signals_end_quietly(server):
+        server.run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """A server that calls `on_ready` when it answers and handles signals."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
 
 
 @contextmanager
-def _signals_end_quietly() -> Iterator[None]:
-    """Context manager that ignores SIGTERM and SIGINT, except while uvicorn handles them."""
+def _signals_end_quietly(server: uvicorn.Server) -> Iterator[None]:
+    """Context manager that ignores SIGTERM and SIGINT when `server` has started, except while uvicorn handles them."""
     # Uvicorn raises a signal again after it has stopped. Without this context, a requested stop looks like a failure.
-    stops = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda *_: None) for number in stops}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number: int, _frame: object) -> None:
+        if not server.started:
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+
+    for number in before:
+        signal.signal(number, handle)
     try:
         yield
     finally:
