@@ -110,7 +110,9 @@ print(TokenStore.open({str(INDEX)!r}, "nvfp4").fetch([11, 0]).shape, verify_inde
     assert done.stdout.strip() == "(2, 4, 16) []", done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", str(INDEX)], ["verify", str(INDEX)], ["bench", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["info", str(INDEX)], ["verify", str(INDEX), "--quiet"], ["bench", "--help"]]
+)
 def test_commands_that_work_without_extras(arguments):
     done = run_without_extras(f"from pipelines.cli import main\nsys.exit(main({arguments}))")
     assert (done.returncode, done.stderr) == (0, "")
