@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -153,9 +153,14 @@ class RemoteTarget:
                 "process writes to the destination"
             ) from error
         if self.cleans:
-            named = {entry.path for entry in entries}
-            self.folder.delete([key for key in self.folder.list_keys() if is_data(key) and key not in named])
+            self._clean({entry.path for entry in entries})
         release_claim(self.folder, self.writer)
+
+    def _clean(self, named: Collection[str]) -> None:
+        """Delete the data files that are not in `named`, unless another writer may already need some of them."""
+        unnamed = [key for key in self.folder.list_keys() if is_data(key) and key not in named]
+        if holds_claim(self.folder, self.writer):  # a copy of the same snapshot may have removed the shared claim
+            self.folder.delete(unnamed)
 
     def _has_root(self, data: bytes) -> bool:
         """Return True if another copy of the same snapshot has ended and removed the claim that both share."""
@@ -189,10 +194,10 @@ def begin_remote_copy(
         if version is None or manifest is None:
             cleans = claim.contents.get("replace") is True
             return RemoteTarget(folder, writer, cleans=cleans, owns_claim=claim.is_new)
-        if not _has_snapshot(index, manifest):
+        if change := _reverted_change(index, manifest):
             raise UsageError(
-                f"{folder.url} is at snapshot {manifest.snapshot.number}, which {index.location} does not have; choose "
-                "another destination. To discard the changes of that index, copy with replace=True",
+                f"{folder.url} {change}; choose another destination. To discard the changes of that index, copy with "
+                "replace=True",
                 parameter="out",
             )
         if path := _conflict(folder, manifest, entries):
@@ -208,18 +213,37 @@ def begin_remote_copy(
     return RemoteTarget(folder, writer, version, owns_claim=claim.is_new)
 
 
-def _has_snapshot(index: CommittedIndex, manifest: Manifest) -> bool:
-    """Return True if `manifest` describes the open snapshot of `index` or an earlier snapshot that `index` keeps."""
+def _reverted_change(index: CommittedIndex, manifest: Manifest) -> str | None:
+    """Return what a copy of `index` would revert in the index that `manifest` describes. None if there is nothing."""
+    source = _same_snapshot(index, manifest)
+    if source is None:
+        return f"is at snapshot {manifest.snapshot.number}, which {index.location} does not have"
+    # A conversion and a new nearest-neighbour index keep the snapshot number.
+    stored = {*source.spec.precisions, *index.manifest.spec.precisions}
+    if lost := [name for name in manifest.spec.precisions if name not in stored]:
+        return f"has the precision {', '.join(lost)}, which {index.location} does not have"
+    if manifest.ann != source.ann and manifest.ann.get("kind", "none") != "none":
+        return f"has a nearest-neighbour index that differs from that of {index.location}"
+    return None
+
+
+def _same_snapshot(index: CommittedIndex, manifest: Manifest) -> Manifest | None:
+    """Return the manifest that `index` has of the snapshot of `manifest`, its open one or an earlier one.
+
+    Return None if `index` lacks this snapshot.
+    """
     number = manifest.snapshot.number
-    if number >= index.manifest.snapshot.number:
-        return manifest.snapshot == index.manifest.snapshot
-    try:
-        earlier = (
-            CommittedIndex.open(index.root, number) if index.remote is None else open_remote(index.remote.url, number)
-        )
-    except EdjeError:
-        return False
-    return manifest.snapshot == earlier.manifest.snapshot
+    source = index.manifest
+    if number < source.snapshot.number:
+        try:
+            source = (
+                CommittedIndex.open(index.root, number)
+                if index.remote is None
+                else open_remote(index.remote.url, number)
+            ).manifest
+        except EdjeError:
+            return None
+    return source if manifest.snapshot == source.snapshot else None
 
 
 def _conflict(folder: ObjectFolder, manifest: Manifest, entries: Sequence[FileEntry]) -> str | None:

@@ -14,7 +14,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +68,12 @@ class WorkingCopy:
     Attributes:
         root: the directory of the index, or a working copy of an index on an object store.
         remote: the objects of the index; None for an index on a file system.
+        writer: members that identify the claim of this change. None if the index is only read, or on a file system.
     """
 
     root: Path
     remote: ObjectFolder | None = None
+    writer: Mapping[str, str] | None = None
 
     def remove_unnamed_objects(self, *, tables: bool = False) -> list[int]:
         """Remove the objects that no kept snapshot names. Return the length of each removed data file in bytes.
@@ -80,8 +82,11 @@ class WorkingCopy:
 
         Args:
             tables: whether to remove shard tables too, see `remove_unnamed_files`.
+
+        Raises:
+            EdjeError: the claim of this change is gone, so that the objects may belong to another writer.
         """
-        if self.remote is None:
+        if self.remote is None or self.writer is None:
             return []
         layout = Layout(self.root)
         kept = kept_snapshots(CommittedIndex.open(self.root))
@@ -89,6 +94,12 @@ class WorkingCopy:
         sizes = {key: size for key, size in self.remote.list_sizes().items() if is_data(key) and key not in named}
         snapshots = {key for key in sizes if key.startswith(_SNAPSHOTS)}
         data_keys = [key for key in sizes if key not in snapshots and (tables or not key.startswith(_TABLES))]
+        if not holds_claim(self.remote, self.writer):
+            raise EdjeError(
+                f"the object {self.remote.url_of(CLAIM)}, which keeps other writers away, is gone or was replaced, so "
+                "the objects that no snapshot needs were not deleted. Once no other process changes the index, run "
+                f"'edje-index gc {self.remote.url}' to delete them"
+            )
         self.remote.delete(sorted(snapshots))  # first, so that no kept snapshot lacks files
         self.remote.delete(data_keys)
         return [sizes[key] for key in data_keys]
@@ -128,7 +139,7 @@ def working_copy(location: IndexLocation, *, read_only: bool = False) -> Iterato
         try:
             change = _RemoteChange.begin(folder, root, writer)
             with change.connected(), _naming_url(root, folder.url):
-                yield WorkingCopy(root, folder)
+                yield WorkingCopy(root, folder, writer)
             _remove_token_files(root)
         finally:
             release_claim(folder, writer)

@@ -272,6 +272,22 @@ def test_a_writer_never_takes_the_place_of_another_snapshot(url, monkeypatch, tm
     assert len(read_rows(url)) == 19
 
 
+@pytest.mark.parametrize("claim", ["gone", "replaced"])
+def test_a_writer_without_its_claim_deletes_no_objects(url, claim):
+    folder, key = ObjectFolder.open(url), "tokens/fp8/c.0.0"
+    with working_copy(url) as copy:
+        folder.delete([CLAIM])
+        if claim == "replaced":
+            folder.put(CLAIM, lambda: (piece for piece in (b"{}",)), length=2, metadata={})
+        folder.put(key, lambda: (piece for piece in (b"new",)), length=3, metadata={})
+        with pytest.raises(EdjeError, match=f"{CLAIM}.* is gone or was replaced, so .* run 'edje-index gc {url}'"):
+            copy.remove_unnamed_objects()
+    assert key in keys_of(url)
+    folder.delete([CLAIM])
+    run_gc(url, None)
+    assert key not in keys_of(url)
+
+
 def test_a_writer_leaves_the_claim_of_another(url, monkeypatch, tmp_path):
     folder = ObjectFolder.open(url)
     with working_copy(url):

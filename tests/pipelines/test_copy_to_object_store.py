@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import JobStopped, copy_index, delete_rows
+from pipelines import JobStopped, copy_index, delete_rows, quantize_index
+from pipelines.jobs.ann import ann_info, run_ann_build
 from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, verify_index
 from storage_formats.format import object_store
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.writing.index_copy import begin_remote_copy, files_to_copy
 from storage_formats.writing.remote_writes import holds_claim, is_data, take_claim
@@ -185,6 +187,57 @@ def test_a_copy_never_reverts_changes_of_the_destination(index, url, tmp_path):
     assert len(CommittedIndex.open(index).deleted) == 1
     copy_index(url, tmp_path / "changed")
     assert CommittedIndex.open(tmp_path / "changed").deleted.row_ids().tolist() == [3]
+
+
+def test_a_copy_never_reverts_changes_that_keep_the_snapshot(index, url):
+    copy_index(index, url)
+    quantize_index(url, ["int8"])
+    with pytest.raises(UsageError, match=r"has the precision int8, which .*photos\.edje does not have"):
+        copy_index(index, url)
+    delete_rows(index, rows=[3])  # the source is at a later snapshot now
+    with pytest.raises(UsageError, match=r"has the precision int8, which"):
+        copy_index(index, url)
+    assert open_index(url).manifest.spec.precisions == ("bf16", "fp8", "int8")
+    quantize_index(index, ["int8"])
+    copy_index(index, url)
+    quantize_index(index, drop=["fp8"])
+    with pytest.raises(UsageError, match=r"has the precision fp8, which"):
+        copy_index(index, url)
+    copy_index(index, url, replace=True)
+    assert open_index(url).manifest.spec.precisions == ("bf16", "int8")
+
+
+def test_a_precision_that_a_later_snapshot_dropped_is_not_in_the_way(index, url):
+    copy_index(index, url)
+    delete_rows(index, rows=[3])
+    quantize_index(index, drop=["fp8"])
+    copy_index(index, url)
+    assert open_index(url).manifest == CommittedIndex.open(index).manifest
+
+
+def test_a_copy_never_reverts_a_new_nearest_neighbour_index(index, url):
+    copy_index(index, url)
+    run_ann_build(index, "Flat", 0.95, lambda event: None)
+    copy_index(index, url)  # the destination has no nearest-neighbour index that could be lost
+    built = run_ann_build(url, "IVF2,Flat", 0.95, lambda event: None)
+    with pytest.raises(UsageError, match=r"has a nearest-neighbour index that differs from that of .*photos\.edje;"):
+        copy_index(index, url)
+    assert ann_info(url) == built
+    copy_index(index, url, replace=True)
+    assert ann_info(url) == ann_info(index)
+
+
+def test_the_end_of_a_replacement_deletes_nothing_of_a_later_writer(index, url):
+    folder, opened = ObjectFolder.open(url), CommittedIndex.open(index)
+    entries = files_to_copy(opened)
+    begun = [begin_remote_copy(opened, folder, entries, replace=True) for _ in range(2)]  # both share the claim
+    for entry in entries:
+        begun[0].copy(opened, entry)
+    begun[0].commit(opened, entries)
+    take_claim(folder, {"writer": "a later one"})
+    folder.put("tokens/int8/c.0.0", lambda: (piece for piece in (b"new",)), length=3, metadata={})
+    begun[1].commit(opened, entries)
+    assert "tokens/int8/c.0.0" in folder.list_keys()
 
 
 def test_the_claim_of_a_later_writer_outlives_a_copy(index, url):
