@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import os
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -35,16 +37,16 @@ from storage_formats.format.mirror import (
     named_by_manifest,
     read_root,
 )
-from storage_formats.format.object_store import CHUNK_BYTES, IndexLocation, ObjectFolder, is_url
+from storage_formats.format.object_store import CHUNK_BYTES, WEB_SCHEMES, IndexLocation, ObjectFolder, is_url
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.shard_check import Problem
 from storage_formats.writing.remote_writes import overwrite_file
-from storage_formats.writing.snapshots import DATA_FILE
+from storage_formats.writing.snapshots import DATA_FILE, kept_snapshots, named_files
 
 _REQUESTS = 8  # each takes the memory of a chunk
 _MAX_UNLISTED_BYTES = 1 << 20
 _ABANDONED_SECONDS = 86400.0
-_PREFIX = "verify-"
+_PREFIX, _LOCK = "verify-", ".lock"
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,23 @@ class VerifiedFiles:
     root: Path
     stray_message: str = "does not belong to this index; delete the file"
 
-    def manifest_bytes(self) -> bytes:
-        """Return the current contents of `index.json`."""
-        return read_index_file(self.root, Layout(self.root).manifest)
+    def version(self) -> tuple[bytes, list[str]]:
+        """Return the current contents of `index.json`, and the relative paths of the earlier snapshots."""
+        layout = Layout(self.root)
+        return read_index_file(self.root, layout.manifest), _paths_of_snapshots(layout)
+
+    def named(self, manifest: Manifest) -> set[str]:
+        """Return the relative paths of all files that a kept snapshot names. `manifest` is the current snapshot.
+
+        Raises:
+            CorruptIndexError: a snapshot cannot be read.
+        """
+        layout = Layout(self.root)
+        try:
+            manifests = kept_snapshots(CommittedIndex(layout.root, manifest))
+        except UsageError as error:  # the format version of a snapshot, for example
+            raise CorruptIndexError(str(error)) from error
+        return named_files(layout, manifests)
 
     @contextlib.contextmanager
     def at_hand(self, files: Mapping[str, FileEntry]) -> Iterator[None]:
@@ -96,8 +112,19 @@ class _Objects(VerifiedFiles):
     folder: ObjectFolder = field(kw_only=True)
     entries: dict[str, FileEntry] = field(kw_only=True)
 
-    def manifest_bytes(self) -> bytes:
-        return self.folder.read("index.json", MAX_MANIFEST_BYTES).data
+    def version(self) -> tuple[bytes, list[str]]:
+        below = Layout(self.root).relative(Layout(self.root).snapshot(0).parent)
+        return self.folder.read("index.json", MAX_MANIFEST_BYTES).data, sorted(self.folder.list_sizes(below))
+
+    def named(self, manifest: Manifest) -> set[str]:
+        layout = Layout(self.root)
+        with _writing_to(self.root):
+            download_snapshots(self.folder, layout)
+        for path in _paths_of_snapshots(layout):
+            with contextlib.suppress(CorruptIndexError, UsageError):
+                earlier = Manifest.parse((self.root / path).read_bytes(), path)
+                self.entries.update((entry.path, entry) for entry in named_by_manifest(earlier))
+        return super().named(manifest)
 
     @contextlib.contextmanager
     def at_hand(self, files: Mapping[str, FileEntry]) -> Iterator[None]:
@@ -143,47 +170,73 @@ def verified_files(location: IndexLocation) -> Iterator[VerifiedFiles]:
     """Context manager that yields the files of the index at `location`, a directory or a URL.
 
     Raises:
-        UsageError: there is no index at the URL.
+        UsageError: there is no index at the URL, its objects cannot be listed, or the cache cannot be written.
         CorruptIndexError: the `index.json` at the URL is damaged.
     """
     if not is_url(location):
         yield VerifiedFiles(Path(location))
         return
     folder = ObjectFolder.open(str(location))
+    if folder.scheme in WEB_SCHEMES:
+        raise UsageError(
+            f"{folder.url} cannot be checked, because a web server does not list files; copy the index to a directory, "
+            "which checks every file, or give a URL that begins with s3://, gs:// or az://"
+        )
     version, manifest = read_root(folder)
     if version is None or manifest is None:
         raise absent(folder)
     with _temporary_directory() as root:
-        write_bytes_atomic(root / "index.json", version.data)
-        download_snapshots(folder, Layout(root))
-        entries = {entry.path: entry for each in [*_earlier(root), manifest] for entry in named_by_manifest(each)}
+        with _writing_to(root):
+            write_bytes_atomic(root / "index.json", version.data)
+        entries = {entry.path: entry for entry in named_by_manifest(manifest)}
         remote = RemoteFiles(folder, functools.partial(_download, folder, Layout(root), entries))
         add_remote_files(root, remote)
         try:
             message = "does not belong to this index; run 'edje-index gc', or delete the object"
             yield _Objects(root, message, folder=folder, entries=entries)
+        except CorruptIndexError as error:  # its message names a file of `root`, which users do not know
+            error.args = (str(error).replace(str(root), folder.url), *error.args[1:])
+            raise
         finally:
             forget_remote_files(root, remote)
 
 
-def _earlier(root: Path) -> Iterator[Manifest]:
-    """Yield the manifests of the earlier snapshots, apart from damaged ones."""
-    for path in sorted(Layout(root).snapshot(0).parent.glob("*.json")):
-        with contextlib.suppress(CorruptIndexError):
-            yield Manifest.parse(path.read_bytes(), path)
+def _paths_of_snapshots(layout: Layout) -> list[str]:
+    return sorted(layout.relative(path) for path in layout.snapshot(0).parent.glob("*.json"))
 
 
 @contextlib.contextmanager
 def _temporary_directory() -> Iterator[Path]:
     """Context manager that makes a directory in the cache. Also removes directories that killed processes have left."""
     parent = cache_directory()
-    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for other in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(other)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as name:
-        yield Path(name).resolve()
+    with contextlib.ExitStack() as opened:
+        with _writing_to(parent):
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for other in parent.glob(f"{_PREFIX}*"):
+                _remove_abandoned(other)
+            root = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent))).resolve()
+            fcntl.flock(opened.enter_context(open(root / _LOCK, "ab")), fcntl.LOCK_EX)
+        yield root
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove the directory of a killed process. A running process holds the lock of its directory."""
+    with contextlib.suppress(OSError):
+        if time.time() - root.stat().st_mtime > _ABANDONED_SECONDS:  # a new directory may have no lock yet
+            with open(root / _LOCK, "ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(root)
+
+
+@contextlib.contextmanager
+def _writing_to(path: Path) -> Iterator[None]:
+    """Context manager that converts errors of the local disk to UsageError, because they are no damage of the index."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to {path}: {error.strerror}; free some space, or set EDJE_CACHE to another directory"
+        ) from error
 
 
 def _download(folder: ObjectFolder, layout: Layout, entries: Mapping[str, FileEntry], paths: list[Path]) -> None:
@@ -201,15 +254,19 @@ def _download(folder: ObjectFolder, layout: Layout, entries: Mapping[str, FileEn
             info, entry = folder.info(key), entries.get(key)
             if info is None:
                 continue  # opening the file raises FileNotFoundError
-            path.parent.mkdir(parents=True, exist_ok=True)
             is_expected = info.size == entry.bytes if entry else info.size <= _MAX_UNLISTED_BYTES
-            with open(path, "xb") as file:
+            with _writing_to(layout.root), _new_file(path) as file:
                 if is_expected:
                     copy = functools.partial(_copy, folder, key, file.fileno(), info.size)
                     list(pool.map(copy, range(0, info.size, CHUNK_BYTES)))
                 else:
                     with contextlib.suppress(OSError):  # longer than any file; its length stays wrong
                         os.truncate(file.fileno(), info.size)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "xb")
 
 
 def _copy(folder: ObjectFolder, key: str, descriptor: int, length: int, start: int) -> None:

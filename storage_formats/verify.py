@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.index_files import open_index_file, read_index_file
@@ -29,7 +29,6 @@ from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.shard_check import Problem, ShardCheck
 from storage_formats.verified_files import VerifiedFiles, verified_files
 from storage_formats.writing.publish import add_counts
-from storage_formats.writing.snapshots import kept_snapshots, named_files
 
 _MAX_ZARR_BYTES = 1 << 20
 _SHARD_TABLE = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
@@ -53,8 +52,8 @@ def verify_index(
         All problems that were found. The list is empty if the index, or the sample, is undamaged.
 
     Raises:
-        UsageError: there is no index at `root`, `sample` is not positive, or the disk has no room for a shard of an
-            index on an object store.
+        UsageError: there is no index at `root`, `sample` is not positive, the disk has no room for a shard of an
+            index on an object store, or the URL begins with `http://` or `https://`.
         IncompleteIndexError: the build of the index has not finished.
         ObjectStoreError: the object store refused a request or cannot be reached.
 
@@ -67,11 +66,11 @@ def verify_index(
     with contextlib.ExitStack() as opened:
         try:
             files = opened.enter_context(verified_files(root))
-            manifest, manifest_bytes = Manifest.load(files.root), files.manifest_bytes()
-        except (CorruptIndexError, OSError) as error:
+            manifest, version = Manifest.load(files.root), files.version()
+        except CorruptIndexError as error:
             return [Problem("index.json", "manifest", str(error))]
         problems = [files.describe(each) for each in _verify(files, manifest, on_progress, sample=sample)]
-        if problems and files.manifest_bytes() != manifest_bytes:
+        if problems and files.version() != version:
             return [Problem("index.json", "changed", "changed while the index was verified; verify the index again")]
     return problems
 
@@ -220,10 +219,10 @@ def _check_row_maps(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
 
 def _check_strays(files: VerifiedFiles, manifest: Manifest) -> Iterator[Problem]:
     """Yield a problem for each data file that belongs to no snapshot and no unfinished change."""
-    layout, is_changing = Layout(files.root), files.is_changing()
+    is_changing = files.is_changing()
     try:
-        named = named_files(layout, kept_snapshots(CommittedIndex(layout.root, manifest)))
-    except EdjeError as error:
+        named = files.named(manifest)
+    except CorruptIndexError as error:
         yield Problem("snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}")
         return
     for where in files.names():

@@ -103,7 +103,12 @@ def downloading(root: Path, url: str) -> Iterator[None]:
 
 
 def download_snapshots(folder: ObjectFolder, layout: Layout) -> None:
-    """Make the local directory `snapshots/` equal to that of the object store."""
+    """Make the local directory `snapshots/` equal to that of the object store.
+
+    Raises:
+        CorruptIndexError: an object is too long for the manifest of a snapshot.
+        OSError: a local file cannot be written.
+    """
     below = layout.relative(layout.snapshot(0).parent)
     keys = {key for key in folder.list_sizes(below) if re.fullmatch(rf"{below}/\d+\.json", key)}
     for path in layout.snapshot(0).parent.glob("*.json"):
@@ -111,8 +116,17 @@ def download_snapshots(folder: ObjectFolder, layout: Layout) -> None:
             path.unlink(missing_ok=True)  # another process may be faster
 
     def download(key: str) -> None:
-        if not (layout.root / key).exists():
-            write_bytes_atomic(layout.root / key, folder.read(key, MAX_MANIFEST_BYTES).data)
+        if (layout.root / key).exists():
+            return
+        try:
+            data = folder.read(key, MAX_MANIFEST_BYTES).data
+        except FileNotFoundError:  # 'gc' of another process has removed the snapshot
+            return
+        except OSError as error:
+            raise CorruptIndexError(
+                f"{folder.url_of(key)} is not the manifest of a snapshot: {error.strerror}; delete this object"
+            ) from error
+        write_bytes_atomic(layout.root / key, data)
 
     with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
         list(pool.map(download, sorted(keys)))

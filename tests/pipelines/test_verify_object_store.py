@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,12 +14,13 @@ import pytest
 from edje_index import add_ann
 from pipelines import copy_index, delete_rows, quantize_index, repair_index
 from pipelines.jobs.ann import ann_info, run_ann_build, run_ann_tune
-from storage_formats import EdjeError, IndexSpec, UsageError, verify_index
+from storage_formats import CorruptIndexError, EdjeError, IndexSpec, UsageError, verify_index
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.verified_files import verified_files
 from storage_formats.verify import Problem
 from tests.conftest import write_random_index
 from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
@@ -148,6 +152,81 @@ def test_what_cannot_be_verified_is_an_error(local, server, monkeypatch):
         use_endpoint(monkeypatch, proxy.url)
         with pytest.raises(ObjectStoreError, match=r"c\.1\.0"):
             verify_index(URL)
+
+
+def test_a_running_check_keeps_its_directory_and_a_killed_one_loses_it(local, tmp_path):
+    with verified_files(URL) as running:
+        abandoned = tmp_path / "cache/verify-abandoned"
+        abandoned.mkdir()
+        for directory in (abandoned, running.root):
+            os.utime(directory, (0, 0))
+        assert verify_index(URL) == []
+        assert (running.root.exists(), abandoned.exists()) == (True, False)
+
+
+def test_a_disk_that_cannot_be_written_is_no_damage_of_the_index(local, run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("storage_formats.verified_files.os.pwrite", full)
+        with pytest.raises(UsageError, match=r"cannot write to .*No space left.* set EDJE_CACHE"):
+            verify_index(URL)
+    monkeypatch.setenv("EDJE_CACHE", "/proc/nowhere")
+    code, out, error = run("verify", URL, "--json")
+    assert (code, set(json.loads(out))) == (2, {"error", "exit_code"}), error
+    assert "cannot write to /proc/nowhere" in out
+
+
+def test_a_snapshot_that_disappears_during_the_check_is_no_damage(local, monkeypatch):
+    folder, read = ObjectFolder.open(URL), ObjectFolder.read
+
+    def racing(self, key, max_bytes):
+        if key == "snapshots/00000000.json":
+            folder.delete([key])
+        return read(self, key, max_bytes)
+
+    monkeypatch.setattr(ObjectFolder, "read", racing)
+    assert verify_index(URL) == []
+
+
+def test_snapshots_that_are_removed_during_the_check_are_named_as_a_change(local, monkeypatch):
+    folder, list_keys = ObjectFolder.open(URL), ObjectFolder.list_keys
+
+    def racing(self):  # the objects of another process appear and disappear
+        put("rows/00000009.parquet", b"new")
+        folder.delete(["snapshots/00000000.json"])
+        return list_keys(self)
+
+    monkeypatch.setattr(ObjectFolder, "list_keys", racing)
+    assert [each.code for each in verify_index(URL)] == ["changed"]
+
+
+def test_an_oversized_snapshot_is_named(local, monkeypatch):
+    monkeypatch.setattr("storage_formats.format.mirror.MAX_MANIFEST_BYTES", 1 << 16)
+    put("snapshots/00000007.json", b"x" * (1 << 16 | 1))
+    (problem,) = verify_index(URL)
+    assert (problem.path, problem.code) == ("snapshots", "snapshot")
+    pattern = f"{URL}/snapshots/00000007.json is not the manifest of a snapshot.*delete this object"
+    assert re.search(pattern, problem.message)
+    with pytest.raises(CorruptIndexError, match=pattern):
+        delete_rows(URL, rows=[9])
+
+
+def test_web_addresses_are_refused(local, server, run):
+    copy_index(local, "s3://public/verified.edje")
+    url = f"{server}/public/verified.edje"
+    assert run("info", url)[0] == 0
+    for command in ("verify", "repair"):
+        code, _, error = run(command, url, *(["--dry-run"] if command == "repair" else []))
+        assert (code, "copy the index to a directory" in error) == (2, True), error
+
+
+def test_a_repair_names_the_object_of_a_damaged_shard_table(local):
+    table = Manifest.load(local).shard_table.path
+    put(table, b"short")
+    with pytest.raises(CorruptIndexError, match=f"the shard table {URL}/{table} does not match"):
+        repair_index(URL, dry_run=True)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 
@@ -11,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage_formats import UsageError, verify_index
+from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec, Layout, Segment
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import Manifest, Snapshot
 from storage_formats.format.rows import RowEntry
 from storage_formats.format.shard_table import read_shard_tables, write_shard_table
 from storage_formats.verify import sampled_shards
@@ -47,6 +49,23 @@ def test_sound_index_has_no_problems(sound):
 def test_verifying_no_index_is_an_error(tmp_path):
     with pytest.raises(UsageError):
         verify_index(tmp_path)
+
+
+def test_a_shard_table_of_wrong_length_is_not_read(copy, monkeypatch):
+    os.truncate(copy / Manifest.load(copy).shard_table.path, 1 << 40)
+    monkeypatch.setattr("storage_formats.format.shard_table.crc32c_stream", lambda file: pytest.fail("was read"))
+    assert codes(copy) == {("index.json", "manifest")}
+
+
+def test_a_snapshot_of_an_unknown_format_is_a_problem(copy):
+    value = json.loads((copy / "index.json").read_text())
+    Layout(copy).snapshot(0).parent.mkdir()
+    manifest = replace(Manifest.load(copy), snapshot=Snapshot(number=1))
+    manifest.write(Layout(copy))
+    value["format_version"] = "99.0"
+    value["crc32c"] = json_checksum(value)
+    Layout(copy).snapshot(0).write_text(json.dumps(value))
+    assert ("snapshots", "snapshot") in codes(copy)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
