@@ -3,7 +3,8 @@
 A worker writes a file in `build/attempts/` for each attempt at a shard, and removes the file at the end. If the process
 dies, the file remains. The next attempt at the shard is then careful: the worker prepares one input at a time, and
 writes the position of the current input to the file. After two careful attempts died at the same input, the row of this
-input gets the status "failed".
+input gets the status "failed". If the whole machine is lost, `forget_attempt` removes what the file says against an
+input.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Attempt:
             self._write(None)
 
     def _write(self, position: int | None) -> None:
-        content = {"position": position, "deaths": {str(key): count for key, count in self.deaths.items()}}
+        deaths = {str(key): count for key, count in self.deaths.items()}
+        content = {"careful": self.careful, "position": position, "deaths": deaths}
         with naming(self.path):
             self.path.write_text(json.dumps(content))
 
@@ -91,6 +93,28 @@ def _attempt_after(path: Path) -> Attempt:
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # the process died while it wrote
         return Attempt(path, careful=True)
     return Attempt(path, careful=True, deaths=deaths)
+
+
+def forget_attempt(layout: Layout, shard: int) -> None:
+    """Forget that the last attempt at `shard` died, because its machine was lost. Earlier deaths still count."""
+    path = layout.attempt(shard)
+    try:
+        content = json.loads(path.read_text())
+        if not content["careful"]:
+            path.unlink()
+        elif content["position"] is not None:
+            path.write_text(json.dumps({**content, "position": None}))
+    except FileNotFoundError:
+        return
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # counts against no input
+        return
+
+
+def forget_attempts(layout: Layout) -> None:
+    """Call `forget_attempt` for each shard with an attempt that has not ended."""
+    for path in layout.attempt(0).parent.glob("*.json"):
+        if path.stem.isdecimal():
+            forget_attempt(layout, int(path.stem))
 
 
 class OneAtATime(Executor):

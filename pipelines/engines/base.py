@@ -54,6 +54,20 @@ class TaskFailure:
 Outcome = TaskDone | TaskFailure
 
 
+@dataclass(frozen=True)
+class Notice:
+    """News about the machines that run the tasks.
+
+    Attributes:
+        message: the news for the user, in one line.
+        repeated: task that runs again because its machine was lost; None if the news are about no task. Nothing is
+            known against this task.
+    """
+
+    message: str
+    repeated: Task | None = None
+
+
 class Engine(Protocol):
     """Runs tasks on workers and yields their outcomes."""
 
@@ -66,8 +80,8 @@ class Engine(Protocol):
         *,
         on_progress: Callable[[Any], None],
         should_stop: Callable[[], bool],
-    ) -> Generator[Outcome, None, None]:
-        """Run every task and yield the outcomes in order of completion.
+    ) -> Generator[Outcome | Notice, None, None]:
+        """Run every task and yield the outcomes in order of completion, and notices between them.
 
         Once `should_stop()` returns True, no further task starts. The running tasks are told to stop, and the generator
         ends.

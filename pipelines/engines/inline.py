@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from pipelines.engines.base import Outcome, Task, WorkerFactory, build_worker, run_task
+from pipelines.engines.base import Notice, Outcome, Task, WorkerFactory, build_worker, run_task
 
 
 class InlineEngine:
@@ -20,7 +20,7 @@ class InlineEngine:
         *,
         on_progress: Callable[[Any], None],
         should_stop: Callable[[], bool],
-    ) -> Generator[Outcome, None, None]:
+    ) -> Generator[Outcome | Notice, None, None]:
         worker = build_worker(make_worker)
         for task in tasks:
             if should_stop():

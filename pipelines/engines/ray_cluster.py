@@ -70,9 +70,8 @@ class RayCluster:
         Raises:
             UsageError: every node is too small for a worker.
         """
-        needs = {name: need for name, need in (("CPU", cpus), ("GPU", gpus)) if need}
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        room = sum(min(int(node.get(name, 0) // need) for name, need in needs.items()) for node in nodes)
+        room = sum(room_on_node(node, cpus=cpus, gpus=gpus) for node in nodes)
         if room < 1:
             largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in ("CPU", "GPU")}
             raise UsageError(
@@ -92,6 +91,19 @@ class RayCluster:
                 name = daemon.name()
                 if name in ("raylet", "gcs_server") and daemon.status() == psutil.STATUS_ZOMBIE:
                     raise RayDied(f"Ray ended during the run: its {name} process is gone")
+
+
+def room_on_node(resources: dict[str, float], *, cpus: int, gpus: int) -> int:
+    """Return how many workers with `cpus` CPUs and `gpus` GPUs a node with `resources` can run at the same time."""
+    needs = {name: need for name, need in (("CPU", cpus), ("GPU", gpus)) if need}
+    return min(int(resources.get(name, 0) // need) for name, need in needs.items())
+
+
+def current_node_id() -> str:
+    """Return the id of the node that this worker process runs on."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 @contextlib.contextmanager

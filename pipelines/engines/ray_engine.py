@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from pipelines.engines.base import (
+    Notice,
     Outcome,
     Task,
     TaskFailure,
@@ -21,7 +22,8 @@ from pipelines.engines.base import (
     describe_error,
     run_task,
 )
-from pipelines.engines.ray_cluster import RayCluster, RayDied, connected_ray
+from pipelines.engines.ray_cluster import RayCluster, RayDied, connected_ray, current_node_id
+from pipelines.engines.ray_nodes import NODE_WAIT_SECONDS, RayNodes
 from pipelines.progress.wording import duration
 from storage_formats.errors import EdjeError, UsageError
 
@@ -37,17 +39,20 @@ STALL_SECONDS = 600.0
 _POLL_SECONDS = 0.5
 _MAX_POLL_SECONDS = 2.0  # a longer pause of this process (Ctrl-Z) does not count as a stall of the workers
 _STOP_GRACE_SECONDS = 60.0
+_LOSS_SECONDS = 10.0  # the raylet of a machine that goes away may answer for some seconds after its workers died
 
 
 class RayEngine:
     """Engine that runs tasks in Ray actors. See `pipelines.engines.base.Engine`.
 
     Args:
-        workers: number of actors; None starts as many actors as the cluster can run at the same time.
+        workers: largest number of actors; None starts as many actors as the cluster can run at the same time. Nodes
+            that join during the run get actors too.
         cpus: CPUs per actor.
         gpus: GPUs per actor.
         address: address of the head of a Ray cluster to join, "host:port"; None starts Ray on this machine.
         stall_seconds: seconds without progress after which a worker is killed. Its task then runs on another worker.
+        node_wait_seconds: seconds without a node with room for a worker after which a run ends with an error.
     """
 
     name = "ray"
@@ -60,6 +65,7 @@ class RayEngine:
         gpus: int = 0,
         address: str | None = None,
         stall_seconds: float = STALL_SECONDS,
+        node_wait_seconds: float = NODE_WAIT_SECONDS,
     ) -> None:
         if address is not None and not re.fullmatch(r"[^/]+:\d+", address):
             raise UsageError(f"the address '{address}' of the Ray cluster is not of the form host:port")
@@ -67,6 +73,7 @@ class RayEngine:
         self._cpus, self._gpus = cpus, gpus
         self._address = address
         self._stall_seconds = stall_seconds
+        self._node_wait_seconds = node_wait_seconds
 
     def run(
         self,
@@ -75,15 +82,17 @@ class RayEngine:
         *,
         on_progress: Callable[[Any], None],
         should_stop: Callable[[], bool],
-    ) -> Generator[Outcome, None, None]:
+    ) -> Generator[Outcome | Notice, None, None]:
         count = self._workers or 1
         with connected_ray(self._address, cpus=count * self._cpus, gpus=count * self._gpus) as cluster:
-            room = cluster.room(cpus=self._cpus, gpus=self._gpus)
+            nodes = RayNodes(cluster, cpus=self._cpus, gpus=self._gpus, wait_seconds=self._node_wait_seconds)
             options = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": 2}  # run, exchange
             actor_class = cluster.ray.remote(**options)(_WorkerActor)
-            pool = _Pool(cluster, lambda: actor_class.remote(make_worker), tasks, self._stall_seconds)
+            pool = _Pool(
+                cluster, nodes, lambda: actor_class.remote(make_worker), tasks, stall_seconds=self._stall_seconds
+            )
             try:
-                yield from pool.run(min(self._workers or room, room), on_progress, should_stop)
+                yield from pool.run(self._workers, on_progress, should_stop)
             except RayDied:
                 if not should_stop():  # a signal to the whole process group ends Ray as well
                     raise
@@ -112,6 +121,10 @@ class _WorkerActor:
             self._stop.set()
         return self._progress
 
+    def node_id(self) -> str:
+        """Return the id of the node that this actor runs on."""
+        return current_node_id()
+
     def _report(self, progress: Any) -> None:
         self._progress = progress
 
@@ -127,85 +140,127 @@ class _Assignment:
         stalled_seconds: seconds since `progress` last changed, not counting pauses of this process.
     """
 
-    actor: Any
+    actor: _Actor
     task: tuple[Task, int]
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Actor:
+    """A Ray actor, and the ids of the nodes that it may be on: one node once the actor has started."""
+
+    handle: Any
+    nodes: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Death:
+    """The death of an actor, until it is known whether its whole node is lost.
+
+    Attributes:
+        actor: the actor that died or stalled.
+        task: the task that the actor ran, as in `_Assignment`; None if the actor was starting.
+        decided_at: time from which on the death is that of a process, unless the node is lost.
+    """
+
+    actor: _Actor
+    task: tuple[Task, int] | None
+    decided_at: float
+
+
 class _Pool:
     """Gives each actor one task at a time."""
 
     def __init__(
-        self, cluster: RayCluster, start_actor: Callable[[], Any], tasks: Iterable[Task], stall_seconds: float
+        self,
+        cluster: RayCluster,
+        nodes: RayNodes,
+        start_actor: Callable[[], Any],
+        tasks: Iterable[Task],
+        *,
+        stall_seconds: float,
     ) -> None:
         self._cluster = cluster
+        self._nodes = nodes
         self._ray = cluster.ray
         self._start_actor = start_actor
         self._stall_seconds = stall_seconds
         self._tasks = ((task, 0) for task in tasks)
         self._waiting: list[tuple[Task, int]] = []
-        self._starting: dict[Any, Any] = {}  # actors, by the reference of their first answer
-        self._idle: list[Any] = []
+        self._starting: dict[Any, _Actor] = {}  # by the reference of their first answer
+        self._idle: list[_Actor] = []
         self._running: dict[Any, _Assignment] = {}  # by the reference of the actor's reply
+        self._deaths: list[_Death] = []
 
     def run(
-        self, workers: int, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
-    ) -> Generator[Outcome, None, None]:
+        self, max_workers: int | None, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
+    ) -> Generator[Outcome | Notice, None, None]:
         deadline = None
         polled_at = time.monotonic()
         while deadline is None or time.monotonic() < deadline:
             if not should_stop():
-                self._assign_tasks(workers)
+                yield from self._nodes.refresh()
+                self._assign_tasks(min(max_workers or self._nodes.room, self._nodes.room))
             elif deadline is None:
                 deadline = time.monotonic() + _STOP_GRACE_SECONDS
-            if not self._running and (deadline or not self._starting):
+            if not self._running and (deadline or not (self._starting or self._waiting or self._deaths)):
                 return
-            answers, _ = self._ray.wait([*self._starting, *self._running], timeout=_POLL_SECONDS)
-            self._cluster.check_alive()
-            for answer in answers:
-                yield from self._admit(answer) if answer in self._starting else self._end(answer)
+            for answer in self._wait():
+                if answer in self._starting:
+                    self._admit(answer)
+                else:
+                    yield from self._end(answer)
+            yield from self._judge_deaths()
             seconds, polled_at = min(time.monotonic() - polled_at, _MAX_POLL_SECONDS), time.monotonic()
             for reply, assignment in [*self._running.items()]:
                 assignment.stalled_seconds += seconds
                 self._exchange(assignment, on_progress, stop=deadline is not None)
                 if assignment.stalled_seconds > self._stall_seconds:
                     del self._running[reply]
-                    yield from self._replace(assignment.actor, assignment.task)
+                    self._bury(assignment.actor, assignment.task)
+
+    def _wait(self) -> list[Any]:
+        """Wait a moment for answers of actors. Return the references of the answers."""
+        references = [*self._starting, *self._running]
+        if references:
+            references, _ = self._ray.wait(references, timeout=_POLL_SECONDS)
+        else:
+            time.sleep(_POLL_SECONDS)
+        self._cluster.check_alive()
+        return references
 
     def _assign_tasks(self, workers: int) -> None:
-        room = workers - len(self._running)
-        self._waiting += itertools.islice(self._tasks, max(0, room - len(self._waiting)))
+        tasks_to_hold = max(workers - len(self._running), 0 if self._running else 1)
+        self._waiting += itertools.islice(self._tasks, max(0, tasks_to_hold - len(self._waiting)))
         while self._idle and self._waiting:
             actor, task = self._idle.pop(), self._waiting.pop(0)
-            self._running[actor.run.remote(task[0])] = _Assignment(actor, task)
-        while len(self._starting) < len(self._waiting):
-            actor = self._start_actor()
-            self._starting[actor.exchange.remote(False)] = actor
-        while len(self._starting) > len(self._waiting):
-            self._ray.kill(self._starting.popitem()[1])
+            self._running[actor.handle.run.remote(task[0])] = _Assignment(actor, task)
+        actors_to_start = min(len(self._waiting), max(0, workers - len(self._running)))
+        while len(self._starting) < actors_to_start:
+            handle = self._start_actor()
+            self._starting[handle.node_id.remote()] = _Actor(handle, self._nodes.ids)
+        while len(self._starting) > actors_to_start:
+            self._ray.kill(self._starting.popitem()[1].handle)
         while self._idle:  # in a busy cluster, a starting actor may wait for the CPUs of idle actors
-            self._ray.kill(self._idle.pop())
+            self._ray.kill(self._idle.pop().handle)
 
-    def _admit(self, answer: Any) -> Iterator[Outcome]:
-        """Mark a started actor as idle. If the actor died during its start, replace the actor.
-
-        Yields a `TaskFailure` if too many actors died.
-        """
+    def _admit(self, answer: Any) -> None:
+        """Mark a started actor as idle, or record its death."""
         actor = self._starting.pop(answer)
         try:
-            self._ray.get(answer)
+            node_id = self._ray.get(answer)
         except self._ray.exceptions.RayError as error:
             self._check_start(error)
-            yield from self._replace(actor, self._waiting.pop(0))
+            self._bury(actor, None)
         else:
-            self._idle.append(actor)
+            self._idle.append(_Actor(actor.handle, frozenset([node_id])))
 
     def _exchange(self, assignment: _Assignment, on_progress: Callable[[Any], None], *, stop: bool) -> None:
         """Pass the progress of a task to `on_progress`. If `stop` is True, tell the worker to stop."""
         if assignment.question is None:
-            assignment.question = assignment.actor.exchange.remote(stop)
+            assignment.question = assignment.actor.handle.exchange.remote(stop)
         elif self._ray.wait([assignment.question], timeout=0)[0]:
             question, assignment.question = assignment.question, None
             with contextlib.suppress(self._ray.exceptions.RayError):  # the reply of the task reports a dead worker
@@ -226,7 +281,7 @@ class _Pool:
             outcome = TaskFailure(None, describe_error(error.cause or error), str(error))  # an unpicklable result
         except errors.RayError as error:
             self._check_start(error)
-            yield from self._replace(assignment.actor, assignment.task)
+            self._bury(assignment.actor, assignment.task)
             return
         self._idle.append(assignment.actor)
         if outcome is not None:
@@ -241,9 +296,31 @@ class _Pool:
                 f"a worker could not start: {reason}; check that edje-index is installed on every node"
             ) from error
 
-    def _replace(self, actor: Any, task: tuple[Task, int]) -> Iterator[Outcome]:
-        """Kill an actor that died or stalled. Its task runs again, or fails after `ATTEMPTS` lost workers."""
-        self._ray.kill(actor)
+    def _bury(self, actor: _Actor, task: tuple[Task, int] | None) -> None:
+        """Kill an actor that died or stalled, and record its death."""
+        self._ray.kill(actor.handle)
+        grace = 0.0 if self._nodes.is_fixed else _LOSS_SECONDS
+        self._deaths.append(_Death(actor, task, time.monotonic() + grace))
+
+    def _judge_deaths(self) -> Iterator[Outcome | Notice]:
+        """Run the tasks of dead actors again. Only deaths on nodes that are not lost count against a task."""
+        for death in [*self._deaths]:
+            lost_node = self._nodes.find_lost(death.actor.nodes)
+            if lost_node is None and time.monotonic() < death.decided_at:
+                continue
+            self._deaths.remove(death)
+            if lost_node is None:
+                yield from self._count_death(death.task)
+            elif death.task is not None:
+                yield Notice(f"node {self._nodes.address(lost_node)} was lost", repeated=death.task[0])
+                self._waiting.insert(0, death.task)
+
+    def _count_death(self, task: tuple[Task, int] | None) -> Iterator[Outcome]:
+        """Run the task of a worker that died or stalled again, or let it fail after `ATTEMPTS` lost workers."""
+        if task is None:  # the actor died before it got a task: blame the next task, so that this ends
+            if not self._waiting:
+                return
+            task = self._waiting.pop(0)
         lost_workers = task[1] + 1
         if lost_workers < ATTEMPTS:
             self._waiting.append((task[0], lost_workers))

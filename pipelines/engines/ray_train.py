@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.engines.ray_cluster import RayDied, connected_ray
+from pipelines.engines.ray_nodes import NODE_WAIT_SECONDS, RayNodes
 from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import EdjeError, UsageError
 
@@ -30,12 +31,28 @@ _POLL_SECONDS = 0.5
 _RESTARTS = 2  # if a worker dies, the whole group restarts from the last checkpoint
 
 
-def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Callable[[dict[str, Any]], None]) -> None:
+def train_on_ray(
+    task: TrainTask,
+    should_stop: Callable[[], bool],
+    on_record: Callable[[dict[str, Any]], None],
+    *,
+    on_notice: Callable[[str], None] = lambda message: None,
+    node_wait_seconds: float = NODE_WAIT_SECONDS,
+) -> None:
     """Train `task` on several worker processes, which communicate by NCCL or Gloo.
+
+    If a worker or its node is lost, all workers start again from the last checkpoint.
+
+    Args:
+        task: what to train.
+        should_stop: returns True to stop.
+        on_record: called with new records of the log.
+        on_notice: called with news about the nodes of the cluster.
+        node_wait_seconds: seconds to wait for a new node if the cluster no longer has room for all workers.
 
     Raises:
         JobStopped: `should_stop()` returned True; the last checkpoint contains all finished steps. Also raised if the
-            local Ray died; the last checkpoint is then kept.
+            local Ray died or the cluster lost nodes; the last checkpoint is then kept.
         UsageError: the cluster cannot run the requested number of workers at the same time.
         EdjeError: Ray or the training run failed; the message gives the reason.
     """
@@ -46,11 +63,13 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
         with connected_ray(task.runtime.address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
             if (room := cluster.room(cpus=cpus, gpus=gpus)) < workers:
                 raise UsageError(f"the Ray cluster has room for only {room} of {workers} workers; use fewer workers")
+            nodes = RayNodes(cluster, cpus=cpus, gpus=gpus, min_workers=workers, wait_seconds=node_wait_seconds)
             fit = _Fit(_make_trainer(task, cpus=cpus, gpus=gpus))
             records_shown = 0
             while fit.is_alive():
                 fit.join(_POLL_SECONDS)
                 cluster.check_alive()
+                _report_nodes(nodes, on_notice)
                 if should_stop():
                     stop_file.touch()
                 records_shown = _show_new_record(task.runtime.run_dir, records_shown, on_record)
@@ -65,6 +84,15 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
     if stop_file.exists():
         stop_file.unlink()
         raise JobStopped("the training run stopped; the last checkpoint contains all finished steps")
+
+
+def _report_nodes(nodes: RayNodes, on_notice: Callable[[str], None]) -> None:
+    """Pass news about the nodes to `on_notice`. Raise JobStopped if too few nodes are left."""
+    try:
+        for notice in nodes.refresh():
+            on_notice(notice.message)
+    except EdjeError as error:
+        raise JobStopped(f"{error}, or use fewer workers; the last checkpoint is kept") from error
 
 
 def _gpus(task: TrainTask) -> int:

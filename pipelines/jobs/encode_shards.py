@@ -11,6 +11,7 @@ from pipelines.engines import open_engine
 from pipelines.engines.base import TaskInterrupted, Worker
 from pipelines.jobs.failed_inputs import FailureLimit
 from pipelines.jobs.shard_run import ShardJob, ShardRun, run_shards
+from pipelines.jobs.shared_directory import on_shared_directory
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.plan import BuildPlan, BuildSettings
 from pipelines.planning.prepare import PreparedBuild
@@ -36,28 +37,36 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
         OSError: the index cannot be written.
     """
+    from edje_index.indexing.attempts import forget_attempt, forget_attempts
     from storage_formats.writing.begin import begin_index, clear_staging
     from storage_formats.writing.pieces import rows_in_pieces
 
     plan, settings, workers = prepared.plan, prepared.plan.settings, prepared.workers
+    layout = Layout(plan.root)
     job = ShardJob(
         activity="indexing",
         shards=plan.shards,
         rows=plan.rows,
-        make_worker=functools.partial(
-            open_worker, str(plan.model["bundle"]), settings.device, settings.threads, settings.dtype
+        make_worker=on_shared_directory(
+            plan.root,
+            functools.partial(
+                open_worker, str(plan.model["bundle"]), settings.device, settings.threads, settings.dtype
+            ),
         ),
         make_task=functools.partial(_shard_task, prepared),
         state_of_report=_state_of_report,
         state_of_receipt=_state_of_receipt,
-        rows_in_pieces=functools.partial(rows_in_pieces, Layout(plan.root)),
+        rows_in_pieces=functools.partial(rows_in_pieces, layout),
         on_receipt=FailureLimit(plan, config.max_failed),
+        on_lost_machine=functools.partial(forget_attempt, layout),
     )
     gpus = 1 if settings.device == "cuda" else 0
     engine = open_engine(config.engine, workers, cpus=settings.threads, gpus=gpus, address=config.address)
     finished_shards = len(prepared.receipts)
     on_event(PlanReady(plan.rows, len(plan.shards), finished_shards, workers, plan.duplicates, plan.ignored))
     clear_staging(plan.root)
+    if config.address is not None:  # the workers were lost with the driver; no input made them die
+        forget_attempts(layout)
     if not plan.is_append:
         begin_index(plan.root, plan.spec)
     return run_shards(job, prepared.receipts, engine, on_event, should_stop)

@@ -14,6 +14,7 @@ from pipelines.engines.base import Engine, TaskInterrupted, Worker, describe_err
 from pipelines.jobs.leftovers import refuse_unfinished_append
 from pipelines.jobs.lock import locked_index
 from pipelines.jobs.shard_run import ShardJob, run_shards
+from pipelines.jobs.shared_directory import on_shared_directory
 from pipelines.planning.machine import free_disk
 from pipelines.progress.events import OnEvent, PlanReady
 from pipelines.progress.meter import ShardState
@@ -269,7 +270,7 @@ def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_
         activity="converting",
         shards=shards,
         rows=spec.used_rows,
-        make_worker=open_converter,
+        make_worker=on_shared_directory(conversion.root, open_converter),
         make_task=functools.partial(_conversion_task, conversion),
         state_of_report=_state_of_report,
         state_of_receipt=_state_of_receipt,

@@ -11,9 +11,17 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipelines.engines.base import Engine, EngineUnavailableError, Task, TaskFailure, WorkerFactory, describe_error
+from pipelines.engines.base import (
+    Engine,
+    EngineUnavailableError,
+    Notice,
+    Task,
+    TaskFailure,
+    WorkerFactory,
+    describe_error,
+)
 from pipelines.jobs.failed_inputs import FailedInputsError
-from pipelines.progress.events import OnEvent
+from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.meter import ShardMeter, ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from pipelines.progress.wording import counted
@@ -41,6 +49,8 @@ class ShardJob:
             stored.
         on_receipt: function that is called with every receipt, including receipts of earlier runs. This function may
             raise FailedInputsError.
+        on_lost_machine: function that is called with the number of a shard whose machine was lost, before the shard
+            runs again.
     """
 
     activity: str
@@ -52,6 +62,7 @@ class ShardJob:
     state_of_receipt: Callable[[ShardReceipt], ShardState]
     rows_in_pieces: Callable[[Container[int]], int] = lambda finished_shards: 0
     on_receipt: Callable[[ShardReceipt], None] = lambda receipt: None
+    on_lost_machine: Callable[[int], None] = lambda shard: None
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,9 @@ def run_shards(
         )
         with contextlib.closing(outcomes):
             for outcome in outcomes if missing else ():
+                if isinstance(outcome, Notice):
+                    _pass_on(outcome, job, on_event)
+                    continue
                 if isinstance(outcome, TaskFailure):
                     raise _failure(outcome)
                 receipt = outcome.result
@@ -120,6 +134,16 @@ def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
             f"{describe_error(error)}; {rows:,} of {counted(job.rows, 'row')} are kept, {len(receipts):,} of "
             f"{counted(len(job.shards), 'shard')} are finished"
         ) from error
+
+
+def _pass_on(notice: Notice, job: ShardJob, on_event: OnEvent) -> None:
+    """Report a notice of the engine. If a machine was lost, tell the job."""
+    if notice.repeated is None:
+        on_event(StatusMessage(notice.message))
+        return
+    shard = notice.repeated.shard
+    job.on_lost_machine(shard)
+    on_event(StatusMessage(f"{notice.message}; shard {shard} runs again on another node"))
 
 
 def _failure(failure: TaskFailure) -> EdjeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.training.progress import step_progress
-from pipelines.progress.events import OnEvent
+from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.stopping import JobStopped, ShouldStop
 
 if TYPE_CHECKING:
@@ -29,6 +29,6 @@ def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> No
         else:
             from pipelines.engines.ray_train import train_on_ray
 
-            train_on_ray(task, should_stop, report)
+            train_on_ray(task, should_stop, report, on_notice=lambda text: on_event(StatusMessage(text)))
     except TrainingStopped as error:
         raise JobStopped(str(error)) from error

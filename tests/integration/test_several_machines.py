@@ -1,0 +1,160 @@
+"""Builds on a Ray cluster of several raylets whose nodes join, leave and die in mid-run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from storage_formats import verify_index
+from tests.command_line import command, run_here
+from tests.integration.builds import contents, make_photos
+from tests.integration.ray_nodes import RayNodes, ray_nodes
+
+pytestmark = pytest.mark.slow
+
+PHOTOS, SHARD_SIZE = 160, 4
+BUILD_SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """Folder with photos, a tiny model, and an index that one process built."""
+    folder = tmp_path_factory.mktemp("machines")
+    make_photos(folder / "photos", PHOTOS)
+    create_untrained_bundle(folder / "model", sizes=TINY)
+    run_here(*build(folder, folder / "calm"), "--engine", "inline")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def nodes(cluster):
+    yield cluster
+    cluster.remove_all()
+
+
+def build(folder: Path, out: Path) -> list[str | Path]:
+    sizes = ["--shard-size", str(SHARD_SIZE), "--batch-size", "4", "--threads", "1", "--dedupe"]
+    return ["build", folder / "photos", "--out", out, "--model", folder / "model", *sizes]
+
+
+class Build:
+    """A build on the cluster, in a process of its own, which ends with the `with` block."""
+
+    def __init__(self, case: Path, out: Path, nodes: RayNodes) -> None:
+        self.out, self.log, self.nodes = out, out.with_suffix(".jsonl"), nodes
+        self.process = subprocess.Popen(
+            command(*build(case, out), "--address", nodes.address, "--log", self.log, "--json"),
+            env=nodes.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Build:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def messages(self) -> list[str]:
+        return [event["text"] for event in self.events("message")]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + BUILD_SECONDS
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, self.messages()
+            time.sleep(0.02)
+
+    def freeze(self, number: int) -> list[psutil.Process]:
+        """Suspend the workers of a node while they have a shard and other shards wait."""
+        self.wait_until(lambda: bool(self.nodes.workers(number)) and bool(self.attempts()))
+        workers = self.nodes.workers(number)
+        for worker in workers:
+            worker.suspend()
+        return workers
+
+    def attempts(self) -> list[Path]:
+        return list((self.out / "build" / "attempts").glob("*.json"))
+
+    def result(self) -> dict[str, Any]:
+        out, err = self.process.communicate(timeout=BUILD_SECONDS)
+        assert self.process.returncode == 0, err
+        assert "Traceback" not in err
+        return json.loads(out)
+
+
+def check(result: dict[str, Any], case: Path, out: Path) -> None:
+    assert result["inputs"] == result["indexed"] + result["duplicates"] + result["failed"] == PHOTOS
+    assert verify_index(out) == []
+    assert contents(out) == contents(case / "calm")
+
+
+def test_a_node_that_joins_gets_work(case, nodes, tmp_path):
+    nodes.add(2)
+    with Build(case, tmp_path / "index", nodes) as run:
+        frozen = run.freeze(2)
+        finished = len(run.events("shard"))
+        nodes.add(3)
+        run.wait_until(lambda: len(run.events("shard")) >= finished + 3)
+        for worker in frozen:
+            worker.resume()
+        check(run.result(), case, run.out)
+        assert "node 127.0.0.3 joined the cluster, which now has room for 2 workers" in run.messages()
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_the_shard_of_a_lost_node_runs_again(case, nodes, tmp_path, how):
+    nodes.add(2)
+    nodes.add(3)
+    with Build(case, tmp_path / "index", nodes) as run:
+        run.freeze(3)
+        getattr(nodes, how)(3)
+        check(run.result(), case, run.out)
+        messages = run.messages()
+        assert any(text.startswith("node 127.0.0.3 was lost; shard ") for text in messages), messages
+        assert "node 127.0.0.3 left the cluster, which now has room for 1 worker" in messages
+
+
+def test_a_killed_driver_and_node_are_no_reason_to_fail_an_image(case, nodes, tmp_path):
+    nodes.add(2)
+    nodes.add(3)
+    with Build(case, tmp_path / "index", nodes) as run:
+        run.freeze(3)
+        finished = len(run.events("shard"))
+        run.wait_until(lambda: len(run.events("shard")) > finished)
+        run.process.kill()
+        nodes.kill(3)
+    with Build(case, tmp_path / "index", nodes) as run:
+        result = run.result()
+        assert run.events("plan")[-1]["finished_shards"] > 0
+        check(result, case, run.out)
+
+
+def test_a_node_without_the_index_directory_is_named(case, nodes, tmp_path):
+    (tmp_path / "shared").mkdir()
+    nodes.add(2, hidden=tmp_path / "shared")
+    with Build(case, tmp_path / "shared" / "index", nodes) as run:
+        _, err = run.process.communicate(timeout=BUILD_SECONDS)
+        assert run.process.returncode == 1
+        assert f"does not see the index directory {tmp_path}/shared/index of this job; put the index into" in err
+        assert "Traceback" not in err
