@@ -19,7 +19,7 @@ import psutil
 
 from tests.conftest import REPO
 
-START_SECONDS = 90
+START_SECONDS = 240
 
 
 class RayNodes:
@@ -122,6 +122,10 @@ class RayNodes:
     def kill_all(self) -> None:
         for number in [*self._processes]:
             self.kill(number)
+        for process in psutil.process_iter():  # children of a node that failed while it started
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("RAY_TMPDIR") == str(self._folder):
+                    process.kill()
 
 
 @contextlib.contextmanager
