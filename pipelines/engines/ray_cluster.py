@@ -39,8 +39,8 @@ _LOCAL_OPTIONS: dict[str, Any] = {
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns if it is not set
-    # Ray prints these messages to standard output. The engine reports the same problems itself.
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Raylet is terminated",
+    # Ray prints messages about dead workers and nodes to standard output. The engine reports the same problems itself.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
 }
 _PRIVATE_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",

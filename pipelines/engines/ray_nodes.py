@@ -68,7 +68,7 @@ class RayNodes:
 
     def address(self, node_id: str) -> str:
         """Return the address of a node that is or was in the cluster."""
-        return next((str(node["NodeManagerAddress"]) for node in self._ray.nodes() if node["NodeID"] == node_id), "")
+        return next((str(node["NodeManagerAddress"]) for node in self._all() if node["NodeID"] == node_id), "")
 
     def refresh(self) -> Iterator[Notice]:
         """Look which nodes joined or left, at most every two seconds. Yield a notice for each of them.
@@ -106,18 +106,22 @@ class RayNodes:
         """Return one of the nodes if it left the cluster or if its machine does not answer, otherwise None."""
         if self.is_fixed:
             return None
-        for node in self._ray.nodes():
+        for node in self._all():
             if node["NodeID"] in node_ids and not (node["Alive"] and _answers(node)):
                 self._lost.add(node["NodeID"])
                 return str(node["NodeID"])
         return None
 
-    def _read(self) -> None:
+    def _all(self) -> list[dict[str, Any]]:
+        """Return all nodes that are or were in the cluster."""
         try:
-            nodes = self._ray.nodes()
+            nodes: list[dict[str, Any]] = self._ray.nodes()
         except Exception as error:  # Ray documents no errors of this call
             raise EdjeError(f"the Ray cluster does not answer: {describe_error(error)}") from error
-        alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
+        return nodes
+
+    def _read(self) -> None:
+        alive = {node["NodeID"]: node for node in self._all() if node["Alive"]}
         self._lost = {node_id for node_id in self._lost & alive.keys() if not _answers(alive[node_id])}
         self._nodes = {node_id: node for node_id, node in alive.items() if node_id not in self._lost}
         self._refreshed_at = time.monotonic()

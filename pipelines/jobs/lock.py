@@ -32,6 +32,7 @@ def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
         with naming(layout.lock):
             os.ftruncate(fd, 0)
             os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
+            os.fsync(fd)  # workers on other machines read it
         if layout.erasure.exists() and not erasing:
             raise EdjeError(
                 f"an erasure of rows of {root} has not finished; erase the same rows again to finish the erasure"

@@ -107,7 +107,11 @@ def run_shards(
         with contextlib.closing(outcomes):
             for outcome in outcomes if missing else ():
                 if isinstance(outcome, Notice):
-                    _pass_on(outcome, job, on_event)
+                    message = outcome.message
+                    if outcome.repeated is not None:
+                        job.on_lost_machine(outcome.repeated.shard)
+                        message += f"; shard {outcome.repeated.shard} runs again on another node"
+                    on_event(StatusMessage(message))
                     continue
                 if isinstance(outcome, TaskFailure):
                     raise _failure(outcome)
@@ -134,16 +138,6 @@ def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
             f"{describe_error(error)}; {rows:,} of {counted(job.rows, 'row')} are kept, {len(receipts):,} of "
             f"{counted(len(job.shards), 'shard')} are finished"
         ) from error
-
-
-def _pass_on(notice: Notice, job: ShardJob, on_event: OnEvent) -> None:
-    """Report a notice of the engine. If a machine was lost, tell the job."""
-    if notice.repeated is None:
-        on_event(StatusMessage(notice.message))
-        return
-    shard = notice.repeated.shard
-    job.on_lost_machine(shard)
-    on_event(StatusMessage(f"{notice.message}; shard {shard} runs again on another node"))
 
 
 def _failure(failure: TaskFailure) -> EdjeError:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from pipelines.engines.base import EngineUnavailableError, TaskDone, TaskFailure
+from pipelines.engines.base import EngineUnavailableError, Notice, TaskDone, TaskFailure
 from pipelines.jobs.shard_run import ShardJob, run_shards
+from pipelines.progress.events import StatusMessage
 from pipelines.progress.meter import ShardState
 from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import EdjeError, UsageError
@@ -27,7 +28,7 @@ def receipt(shard, stage="encode"):
 
 
 class Engine:
-    """Finishes tasks, but at one shard raises `action` or yields it as the outcome."""
+    """Finishes tasks, but at one shard raises `action`, or yields it as the outcome or as a notice before it."""
 
     def __init__(self, at=None, action=None):
         self.at, self.action, self.shards = at, action, []
@@ -38,15 +39,18 @@ class Engine:
                 return
             if task.shard == self.at and isinstance(self.action, Exception):
                 raise self.action
+            if task.shard == self.at and isinstance(self.action, Notice):
+                yield self.action
             self.shards.append(task.shard)
-            yield self.action if task.shard == self.at else TaskDone(task, receipt(task.shard))
+            failed = task.shard == self.at and isinstance(self.action, TaskFailure)
+            yield self.action if failed else TaskDone(task, receipt(task.shard))
 
 
-def run(engine, earlier=(), should_stop=lambda: False):
+def run(engine, earlier=(), should_stop=lambda: False, on_lost_machine=lambda shard: None):
     """Run with the receipts of an earlier run that spent its time waiting; returns the result and the events."""
     events = []
     state = lambda done: ShardState(done.rows, 0, done.seconds)  # noqa: E731
-    job = ShardJob("testing", range(SPEC.shards), SPEC.rows, None, Task, None, state)
+    job = ShardJob("testing", range(SPEC.shards), SPEC.rows, None, Task, None, state, on_lost_machine=on_lost_machine)
     receipts = {shard: receipt(shard, "wait") for shard in earlier}
     return run_shards(job, receipts, engine, events.append, should_stop), events
 
@@ -70,6 +74,22 @@ def test_nothing_runs_if_all_shards_are_finished():
 def test_times_of_earlier_runs_do_not_make_the_bottleneck():
     _, events = run(Engine(), earlier=[0, 1])
     assert {event.shards.bottleneck for event in events} == {"model"}
+
+
+def test_a_notice_about_a_lost_machine_names_the_shard_that_runs_again():
+    lost_shards = []
+    engine = Engine(1, Notice("node 10.0.0.2 was lost", repeated=Task(1)))
+    result, events = run(engine, on_lost_machine=lost_shards.append)
+    assert lost_shards == [1]
+    assert StatusMessage("node 10.0.0.2 was lost; shard 1 runs again on another node") in events
+    assert result.rows == SPEC.rows
+
+
+def test_other_notices_are_passed_on():
+    lost_shards = []
+    _, events = run(Engine(1, Notice("node 10.0.0.3 joined")), on_lost_machine=lost_shards.append)
+    assert StatusMessage("node 10.0.0.3 joined") in events
+    assert lost_shards == []
 
 
 @pytest.mark.parametrize(
