@@ -109,6 +109,7 @@ class RayNodes:
         for node in self._all():
             if node["NodeID"] in node_ids and not (node["Alive"] and _answers(node)):
                 self._lost.add(node["NodeID"])
+                self._refreshed_at = float("-inf")  # report the loss and the smaller room at once
                 return str(node["NodeID"])
         return None
 
