@@ -68,7 +68,6 @@ class TokenStore:
         self._engine = engine
         self._verify_reads = verify_reads
         self._view = self._view_of(index)
-        self._engines = self._engines_of(self._view)
 
     @classmethod
     def open(
@@ -130,10 +129,7 @@ class TokenStore:
         before, index = self._view.index.manifest, open_index(self._view.index.location)
         if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
             raise UsageError(f"the index at {index.location} was replaced by another index; open the index again")
-        view = self._view_of(index)
-        if isinstance(view.files, RemoteFiles):  # its block cache belongs to the snapshot
-            self._engines = self._engines_of(view)
-        self._view = view
+        self._view = self._view_of(index, self._view)
         return index.manifest.snapshot.number
 
     def row_ids(self) -> NDArray[np.int64]:
@@ -227,8 +223,8 @@ class TokenStore:
         ids = view.checked(row_ids)
         out = self.empty(len(ids)) if out is None else check_out(out, len(ids), self.block_shape)
         if len(ids):
-            destinations = block_destinations(view.codec, out, self._engines.buffers, view.checker)
-            self._read(view.batch(ids), destinations, out, hole=np.array(np.nan, dtype=out.dtype))
+            destinations = block_destinations(view.codec, out, view.engines.buffers, view.checker)
+            view.read(ids, destinations, out, hole=np.array(np.nan, dtype=out.dtype))
         if not as_torch:
             return out
         from storage_formats.torch_conversion import to_tensor
@@ -265,7 +261,7 @@ class TokenStore:
                 f"got {out.dtype} {list(out.shape)}"
             )
         if len(ids):
-            self._read(view.batch(ids), record_destinations(out, view.checker), out, hole=fill_record(view.codec)[0])
+            view.read(ids, record_destinations(out, view.checker), out, hole=fill_record(view.codec)[0])
         return out
 
     def empty(self, count: int) -> Blocks:
@@ -298,9 +294,10 @@ class TokenStore:
             >>> from storage_formats.example import example_index
             >>> TokenStore.open(example_index()).prefetch([0, 1, 2])
         """
-        requested = self._view.batch(self._view.checked(row_ids))
+        view = self._view
+        requested = view.batch(view.checked(row_ids))
         if len(requested.batch):
-            self._engines.announce(requested.batch)
+            view.engines.announce(requested.batch)
 
     def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
         """Yield the blocks of each batch of row ids, while a background thread reads the next batches.
@@ -359,9 +356,10 @@ class TokenStore:
 
     def close(self) -> None:
         """Close the shard files and free buffers. A later call of `fetch` opens the files again."""
-        self._engines.close()
-        if self._view.checksums is not None:
-            self._view.checksums.close()
+        view = self._view
+        view.engines.close()
+        if view.checksums is not None:
+            view.checksums.close()
 
     def __enter__(self) -> Self:
         return self
@@ -371,34 +369,20 @@ class TokenStore:
     ) -> None:
         self.close()
 
-    def _view_of(self, index: CommittedIndex) -> _View:
+    def _view_of(self, index: CommittedIndex, previous: _View | None = None) -> _View:
+        """Return the view of `index`. It shares the open files of a local index with the `previous` view."""
         codec = _held_codec(index, self.precision)
         files = _token_files(index, codec)
         files.check_lengths()
         checksum_path = functools.partial(Layout(index.root).checksums, codec.name)
         token_path = files.path if isinstance(files, StoreFiles) else files.url
         checksums = BlockChecksums(index, checksum_path, token_path) if self._verify_reads else None
-        if isinstance(files, RemoteFiles) and checksums is not None:
-            files = _with_cache(files, checksums)
-        return _View(index, codec, files, index.deleted, checksums)
-
-    def _engines_of(self, view: _View) -> ReadEngines | RemoteEngines:
-        if isinstance(view.files, RemoteFiles):
-            return RemoteEngines(view.files, self._engine)
-        return ReadEngines(view.files, self._engine)
-
-    def _read(
-        self, requested: _Requested, destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
-    ) -> None:
-        """Fill `out`: read each distinct row once, copy it for duplicates, and write `hole` for unused row ids."""
-        if len(requested.batch):
-            for engine, part in self._engines.split(requested.batch):
-                read_batch(engine, part, destinations)
-        if len(requested.duplicates):
-            size, start = out.strides[0], out.ctypes.data
-            copy_memory(start + requested.originals * size, start + requested.duplicates * size, size)
-        if len(requested.unused):
-            out[requested.unused] = hole
+        engines: ReadEngines | RemoteEngines
+        if isinstance(files, StoreFiles):
+            engines = previous.engines if previous else ReadEngines(files, self._engine)
+        else:  # the block cache belongs to the snapshot
+            engines = RemoteEngines(files if checksums is None else _with_cache(files, checksums), self._engine)
+        return _View(index, codec, engines, index.deleted, checksums)
 
 
 @dataclass(frozen=True)
@@ -420,11 +404,14 @@ class _Requested:
 
 @dataclass(frozen=True)
 class _View:
-    """One snapshot of an index, opened for reading in one precision."""
+    """One snapshot of an index, opened for reading in one precision.
+
+    A method of the store reads `TokenStore._view` once, because `TokenStore.refresh` may replace the view at any time.
+    """
 
     index: CommittedIndex
     codec: Codec
-    files: StoreFiles | RemoteFiles
+    engines: ReadEngines | RemoteEngines
     deleted: Tombstones
     checksums: BlockChecksums | None
 
@@ -438,6 +425,20 @@ class _View:
         self.deleted.refuse(ids)
         refuse_before_first(ids, self.index.manifest.spec)
         return ids
+
+    def read(
+        self, ids: NDArray[np.int64], destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
+    ) -> None:
+        """Fill `out`: read each distinct row once, copy it for duplicates, and write `hole` for unused row ids."""
+        requested = self.batch(ids)
+        if len(requested.batch):
+            for engine, part in self.engines.split(requested.batch):
+                read_batch(engine, part, destinations)
+        if len(requested.duplicates):
+            size, start = out.strides[0], out.ctypes.data
+            copy_memory(start + requested.originals * size, start + requested.duplicates * size, size)
+        if len(requested.unused):
+            out[requested.unused] = hole
 
     def batch(self, ids: NDArray[np.int64]) -> _Requested:
         spec = self.index.manifest.spec
