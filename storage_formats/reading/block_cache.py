@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ SETTING = "EDJE_CACHE_BYTES"
 _DEFAULT_BYTES = 10 << 30
 _MAX_DIGITS = 18
 _FREE_BYTES = 1 << 30  # free disk space that the cache leaves to others
+_MAX_STEP = 640 << 20  # a larger step would demand as much free disk space
 _PAUSE_SECONDS = 60.0  # without writes after an error of the file system
 _USE_SECONDS = 60.0  # resolution of the time of the last use
 _WRITE_OVERHEAD = 12 << 10  # disk blocks that a write covers in part, and one for the list of disk blocks
@@ -154,18 +156,19 @@ def _runs(batch: Batch, descriptors: dict[int, int], record_bytes: int) -> Itera
 class CacheFiles:
     """The files of the block cache, which all processes of a user share. Thread-safe.
 
-    After every sixteenth of the limit that this process writes, the files that were not used for longest are removed.
+    After every sixteenth of the limit that this process writes, but at least after every 640 MiB, the files that were
+    not used for longest are removed.
 
     Args:
         root: directory of the files.
         limit: maximum disk space of the files in bytes. Each further process that writes at the same time can exceed it
-            by a sixteenth.
+            by as much as it writes between two removals.
     """
 
     def __init__(self, root: Path, limit: int) -> None:
         self._root = root
         self._limit = limit
-        self._step = max(1, limit // 16)
+        self._step = max(1, min(limit // 16, _MAX_STEP))
         self._unchecked = self._step  # bytes written since the last removal; a new process removes files first
         self._paused_until = 0.0
         self._lock = threading.Lock()
@@ -212,7 +215,7 @@ class CacheFiles:
     def _remove_unused(self) -> bool:
         """Remove the files that were not used for longest until there is room for more.
 
-        Return False, and pause, if the disk has no room even without the files.
+        Return False, and pause, if there is no room even without the files that can be removed.
         """
         self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = sorted(_used_files(self._root))
@@ -221,12 +224,16 @@ class CacheFiles:
         for _, allocated, path in files:
             if size <= room:
                 break
-            with contextlib.suppress(FileNotFoundError):  # another process may be faster
+            try:
                 os.unlink(path)
+            except FileNotFoundError:
+                pass  # another process was faster
+            except OSError:
+                continue
             size -= allocated
-        if room < 0:
+        if size > room:
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
-        return room >= 0
+        return size <= room
 
 
 @functools.cache
@@ -236,10 +243,11 @@ def cache_files(root: Path, limit: int) -> CacheFiles:
 
 
 def _used_files(root: Path) -> Iterator[tuple[float, int, str]]:
-    """Yield (time of the last use, allocated bytes, path) of each file below `root`."""
+    """Yield (time of the last use, allocated bytes, path) of each regular file in the directories of `root`."""
     folders = [entry.path for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
     for folder in folders:
         for entry in os.scandir(folder):
             with contextlib.suppress(FileNotFoundError):
-                status = entry.stat()
-                yield status.st_mtime, status.st_blocks * 512, entry.path
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield status.st_mtime, status.st_blocks * 512, entry.path
