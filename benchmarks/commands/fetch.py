@@ -111,7 +111,7 @@ def fetch_command(
 
     INDEX may be the URL of an index on an object store. The command then measures the rate of large fetches. For
     queries of 100 blocks, the command measures the latency, the number of requests and the cost. Unless the block cache
-    is off, it also measures fetches of cached blocks.
+    is off or too small, it also measures fetches of cached blocks.
 
     \b
     Examples:
