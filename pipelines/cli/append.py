@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from pipelines.cli.new_rows import new_rows_options, note_failures, run_job
 from pipelines.cli.options import column_option, dry_run_option, location, max_failed_option
 from pipelines.cli.output import print_json, print_line
 from pipelines.planning.config import AppendConfig
+from pipelines.progress.events import OnEvent
+from pipelines.progress.stopping import ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.format.object_store import IndexLocation
 
@@ -55,12 +56,14 @@ def append(
         return AppendConfig(directory, **{**options, "sources": tuple(options["sources"])})
 
     if dry_run:
-        from pipelines.jobs.dry_run import try_append
+        from pipelines.jobs.dry_run import DryRun, try_append
         from storage_formats.writing.working_copy import working_copy
 
-        with working_copy(root, read_only=True) as copy:
-            trial = functools.partial(try_append, make_config(copy.root))
-            show_dry_run(trial, root, quiet=quiet, log=log, metrics=metrics, as_json=as_json)
+        def trial(on_event: OnEvent, should_stop: ShouldStop) -> DryRun:
+            with working_copy(root, read_only=True) as copy:
+                return try_append(make_config(copy.root), on_event, should_stop)
+
+        show_dry_run(trial, root, quiet=quiet, log=log, metrics=metrics, as_json=as_json)
         return
     result = run_job(run_append, make_config, root, quiet=quiet, log=log, metrics=metrics)
     if as_json:

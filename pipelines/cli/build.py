@@ -121,7 +121,7 @@ def build(as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, dr
         return
     can_resume = Layout(config.out).plan.exists
     with running_job(
-        quiet=quiet, can_resume=can_resume, log=log, root=config.out, metrics=metrics, index=config.out
+        quiet=quiet, can_resume=can_resume, log=log, root=lambda: config.out, metrics=metrics, index=config.out
     ) as (on_event, should_stop):
         try:
             result = run_build(config, on_event, should_stop)

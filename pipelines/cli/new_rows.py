@@ -85,13 +85,19 @@ def run_job(
     """
     from storage_formats.writing.working_copy import working_copy
 
-    with working_copy(index, read_only=read_only) as copy:
-        config, can_resume = make_config(copy.root), Layout(copy.root).append_plan.exists
-        with running_job(quiet=quiet, can_resume=can_resume, log=log, root=copy.root, metrics=metrics, index=index) as (
-            on_event,
-            should_stop,
-        ):
-            return job(config, on_event, should_stop)
+    opened: list[Path] = []  # the directory, unless the index could not be opened
+
+    def can_resume() -> bool:
+        return bool(opened) and Layout(opened[0]).append_plan.exists()
+
+    with (
+        running_job(
+            quiet=quiet, can_resume=can_resume, log=log, root=lambda: opened[0], metrics=metrics, index=index
+        ) as (on_event, should_stop),
+        working_copy(index, read_only=read_only) as copy,
+    ):
+        opened.append(copy.root)
+        return job(make_config(copy.root), on_event, should_stop)
 
 
 def note_failures(result: WithFailures, again: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shlex
 import sys
@@ -45,7 +44,7 @@ def running_job(
     quiet: bool,
     can_resume: Callable[[], bool] = lambda: True,
     log: Path | None = None,
-    root: Path | None = None,
+    root: Callable[[], Path] | None = None,
     metrics: Path | None = None,
     index: IndexLocation = "",
 ) -> Iterator[tuple[OnEvent, ShouldStop]]:
@@ -57,7 +56,8 @@ def running_job(
         quiet: True to show no progress.
         can_resume: function that returns True if a stopped job can be resumed.
         log: file to append the events to; None writes no log.
-        root: directory of the index that the job writes; the log names the failed inputs of this index.
+        root: function that returns the directory of the index that the job writes; the log names the failed inputs of
+            this index.
         metrics: file of metrics for Prometheus; None writes no metrics.
         index: path or URL of the index, which the metrics name.
     """
@@ -81,7 +81,7 @@ def running_job(
 
 @contextlib.contextmanager
 def _recording(
-    show: OnEvent, log: Path | None, root: Path | None, metrics: Path | None, index: IndexLocation
+    show: OnEvent, log: Path | None, root: Callable[[], Path] | None, metrics: Path | None, index: IndexLocation
 ) -> Iterator[OnEvent]:
     """Yield a callback that passes events to `show`, and to the files `log` and `metrics` if they are not None."""
     receivers = [show]
@@ -90,7 +90,7 @@ def _recording(
             from pipelines.cli.failed_rows import failed_rows_of_shard
             from pipelines.progress.event_log import event_log
 
-            failures = functools.partial(failed_rows_of_shard, root) if root is not None else lambda shard: ()
+            failures = (lambda shard: failed_rows_of_shard(root(), shard)) if root is not None else (lambda shard: ())
             receivers.append(stack.enter_context(event_log(log, this_command(), failures)))
         if metrics is not None:
             from pipelines.progress.metrics_file import metrics_file

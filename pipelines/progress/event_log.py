@@ -15,7 +15,7 @@ from typing import Any
 
 from edje_index.images.remote.urls import without_credentials
 from pipelines.progress.events import Event, FinishedShard, OnEvent, PlanReady, Progress, StatusMessage
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.stopping import is_stop_request
 from storage_formats.errors import EdjeError, UsageError
 
 _PROGRESS_SECONDS = 10.0
@@ -50,7 +50,7 @@ def event_log(path: Path, command: str, failures: FailuresOfShard = lambda shard
         try:
             yield log
         except BaseException as error:
-            status = "stopped" if isinstance(error, JobStopped | KeyboardInterrupt) else "failed"
+            status = "stopped" if is_stop_request(error) else "failed"
             log.write("end", status=status, seconds=_elapsed(started), error=str(error) or type(error).__name__)
             raise
         log.write("end", status="finished", seconds=_elapsed(started))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edje_index.images.remote.urls import without_credentials
 from pipelines.progress.events import Event, OnEvent, PlanReady, Progress
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.stopping import is_stop_request
 from storage_formats.errors import UsageError
 
 _WRITE_SECONDS = 10.0
@@ -36,15 +36,12 @@ def metrics_file(path: Path, command: str, index: str) -> Iterator[OnEvent]:
     except OSError as error:
         problem = f"cannot write the metrics {path}: {error.strerror}; choose another file"
         raise UsageError(problem, parameter="metrics") from error
-    state = "failed"
     try:
         yield metrics
-        state = "finished"
-    except (JobStopped, KeyboardInterrupt):
-        state = "stopped"
+    except BaseException as error:
+        metrics.try_to_write("stopped" if is_stop_request(error) else "failed")
         raise
-    finally:
-        metrics.try_to_write(state)
+    metrics.try_to_write("finished")
 
 
 class JobMetrics:

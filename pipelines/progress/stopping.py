@@ -30,6 +30,13 @@ class JobStopped(EdjeError):
     """
 
 
+def is_stop_request(error: BaseException) -> bool:
+    """Return True if a job ended with `error` because its stop was requested, and not because of another error."""
+    if isinstance(error, JobStopped):
+        return error.__cause__ is None or is_stop_request(error.__cause__)
+    return isinstance(error, KeyboardInterrupt)
+
+
 class StopFlag:
     """A `ShouldStop` callback that returns True after a call of `set`."""
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pipelines.jobs.build import run_build
+from pipelines.progress.event_log import event_log
 from pipelines.progress.events import FinishedShard, PlanReady, Progress, ShardCounts
 from pipelines.progress.metrics_file import STATES, JobMetrics, metrics_file
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.stopping import JobStopped, StopFlag
 from storage_formats.errors import UsageError
 from tests.pipelines.test_event_log import Clock, lines
 
@@ -59,11 +63,53 @@ def test_the_file_is_replaced_every_ten_seconds(tmp_path):
     assert values["state", "running"] == 1
 
 
-@pytest.mark.parametrize(("error", "state"), [(JobStopped("x"), "stopped"), (OSError(5, "x"), "failed")])
-def test_the_state_says_how_a_job_ended(tmp_path, error, state):
-    with pytest.raises(type(error)), metrics_file(tmp_path / "a.prom", "build", "a.edje"):
-        raise error
+@pytest.mark.parametrize(
+    ("error", "cause", "state"),
+    [
+        (JobStopped("x"), None, "stopped"),
+        (JobStopped("x; 1 of 2 rows are kept"), JobStopped("x"), "stopped"),
+        (KeyboardInterrupt(), None, "stopped"),
+        (JobStopped("x"), OSError(5, "x"), "failed"),
+        (OSError(5, "x"), None, "failed"),
+    ],
+)
+def test_the_state_says_how_a_job_ended(tmp_path, error, cause, state):
+    with (
+        pytest.raises(type(error)),
+        metrics_file(tmp_path / "a.prom", "build", "a.edje"),
+        event_log(tmp_path / "log", "edje-index build"),
+    ):
+        raise error from cause
     assert samples(tmp_path / "a.prom")["state", state] == 1
+    assert lines(tmp_path / "log")[-1]["status"] == state
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped"])
+def test_the_state_of_a_build_that_ends_early(config, tmp_path, state):
+    """The disk is full after the first shard, or a stop is requested then. Both raise JobStopped."""
+    stop = StopFlag()
+
+    def on_event(event):
+        if isinstance(event, Progress) and event.finished_shard is not None:
+            stop.set()
+            if state == "failed":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(JobStopped, match="rows are kept"), metrics_file(tmp_path / "a.prom", "build", "a.edje"):
+        run_build(config(), on_event, stop)
+    assert samples(tmp_path / "a.prom")["state", state] == 1
+
+
+@pytest.mark.parametrize("arguments", [["append", "photos"], ["append", "photos", "--dry-run"], ["retry-failed"]])
+def test_a_job_that_cannot_begin_has_failed(run, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    url = "http://user@host/a.edje"
+    name, *others = arguments
+    code, _, error = run(name, url, *others, "--quiet", "--metrics", "a.prom", "--log", "log")
+    assert code == 2, error
+    assert 'state="failed"} 1.0' in (tmp_path / "a.prom").read_text()
+    assert lines(tmp_path / "log")[-1]["status"] == "failed"
 
 
 def test_a_file_that_cannot_be_written(tmp_path, capsys):

@@ -31,4 +31,4 @@ def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> No
 
             train_on_ray(task, should_stop, report, on_notice=lambda text: on_event(StatusMessage(text)))
     except TrainingStopped as error:
-        raise JobStopped(str(error)) from error
+        raise JobStopped(str(error)) from None  # with a cause, the stop would not count as requested
