@@ -84,22 +84,35 @@ def _embeddings_at_hand(copy: WorkingCopy, on_event: OnEvent) -> Iterator[None]:
     Raises:
         UsageError: there is no index, or the disk has no room for the embeddings.
     """
+    from storage_formats.format.manifest import CommittedIndex
+
+    CommittedIndex.open(copy.root)  # fails before the lock makes a directory
+    with locked_index(copy.root):
+        download_embeddings(copy, on_event)
+        yield
+
+
+def download_embeddings(copy: WorkingCopy, on_event: OnEvent) -> None:
+    """Download the embeddings of an index on an object store to its working copy.
+
+    Raises:
+        UsageError: the disk has no room for the embeddings.
+    """
     from storage_formats.format.index_files import download_missing
     from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
 
-    spec, layout = CommittedIndex.open(copy.root).manifest.spec, Layout(copy.root)  # before the lock makes a directory
-    with locked_index(copy.root):
-        if copy.remote is not None:
-            shards = [shard for shard in spec.shard_numbers() if not layout.embedding_shard(shard).exists()]
-            need, free = len(shards) * spec.shard_size * spec.embed_dim * 4, free_disk(copy.root)
-            if need > free:
-                raise UsageError(
-                    f"the embeddings of {copy.remote.url} need {need} bytes of disk, but only {free} are free at "
-                    f"{copy.root}; free some space, or set EDJE_CACHE to a directory on a larger disk"
-                )
-            for first in range(0, len(shards), _SHARDS_PER_DOWNLOAD):
-                on_event(Progress("downloading", first, len(shards)))
-                part = shards[first : first + _SHARDS_PER_DOWNLOAD]
-                download_missing(copy.root, [layout.embedding_shard(shard) for shard in part])
-        yield
+    if copy.remote is None:
+        return
+    spec, layout = CommittedIndex.open(copy.root).manifest.spec, Layout(copy.root)
+    shards = [shard for shard in spec.shard_numbers() if not layout.embedding_shard(shard).exists()]
+    need, free = len(shards) * spec.shard_size * spec.embed_dim * 4, free_disk(copy.root)
+    if need > free:
+        raise UsageError(
+            f"the embeddings of {copy.remote.url} need {need} bytes of disk, but only {free} are free at "
+            f"{copy.root}; free some space, or set EDJE_CACHE to a directory on a larger disk"
+        )
+    for first in range(0, len(shards), _SHARDS_PER_DOWNLOAD):
+        on_event(Progress("downloading", first, len(shards)))
+        part = shards[first : first + _SHARDS_PER_DOWNLOAD]
+        download_missing(copy.root, [layout.embedding_shard(shard) for shard in part])

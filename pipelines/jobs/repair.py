@@ -172,9 +172,11 @@ def _repair_ann(
         return
     if not dry_run:
         from edje_index.indexing.faiss_index import add_ann
+        from pipelines.jobs.ann import download_embeddings
         from storage_formats.format.manifest import CommittedIndex
         from storage_formats.writing.remote_writes import overwrite_file
 
+        download_embeddings(copy, on_event)
         on_event(StatusMessage("building the nearest-neighbour index"))
         built = CommittedIndex(copy.root, add_ann(copy.root))
         for file in built.manifest.ann_files:

@@ -303,6 +303,14 @@ def test_a_disk_without_room_for_a_shard_is_named(local, monkeypatch):
         run_ann_build(URL, "auto", 0.95, lambda event: None)
 
 
+def test_a_repair_needs_room_for_the_embeddings(local, monkeypatch):
+    key = "ann/index.faiss"
+    put(key, flipped((local / key).read_bytes(), 20))
+    monkeypatch.setattr("pipelines.jobs.ann.free_disk", lambda path: 100)
+    with pytest.raises(UsageError, match=f"the embeddings of {URL} need .* bytes of disk, but only 100 are free"):
+        repair_index(URL)
+
+
 def test_ann_commands_take_a_url(local, run, tmp_path):
     events = []
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
