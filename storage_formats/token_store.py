@@ -146,7 +146,8 @@ class TokenStore:
     def translate(self, row_ids: RowIds) -> NDArray[np.int64]:
         """Translate row ids from before a compaction to current row ids, int64 [k].
 
-        A row that a compaction removed gets -1. Row ids from after the last compaction do not change.
+        A row that a compaction removed gets -1, and so does a row id that no row of this index has, for example that of
+        a row in an earlier part of a split index. Row ids from after the last compaction do not change.
 
         Args:
             row_ids: [k], row ids of this snapshot or of an earlier snapshot.

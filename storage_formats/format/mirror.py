@@ -252,7 +252,8 @@ def checked_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterable[memoryvie
             yield chunk
     except (FileNotFoundError, EOFError) as error:
         raise CorruptIndexError(
-            f"{folder.url_of(entry.path)} is missing or too short; copy the index again from a sound copy"
+            f"{folder.url_of(entry.path)} is missing or too short; open the index again. If the error remains, copy "
+            "the index again from a sound copy"
         ) from error
     if crc != entry.crc32c:
         raise CorruptIndexError(

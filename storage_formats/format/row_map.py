@@ -19,6 +19,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex, RowMap
 from storage_formats.format.parquet import ParquetRowGroups, iter_batches, open_parquet
 from storage_formats.format.shard_table import FileEntry, check_content
+from storage_formats.format.tombstones import rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
 
 Ints = NDArray[np.int64]
@@ -51,7 +52,7 @@ def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
     ids = check_row_ids(row_ids, index.manifest.spec.rows)
     for row_map in index.manifest.row_maps:
         ids = _translate(index, row_map, ids)
-    return ids
+    return np.where(rows_in_use(ids, index.manifest.spec), ids, -1)
 
 
 def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:

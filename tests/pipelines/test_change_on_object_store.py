@@ -15,11 +15,14 @@ import pytest
 
 from pipelines import JobStopped, append_index, compact_index, copy_index, delete_rows, quantize_index, update_index
 from pipelines.engines.inline import InlineEngine
+from pipelines.jobs.ann import run_ann_build
 from pipelines.jobs.build import run_build
 from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 from pipelines.jobs.snapshots import history, run_delete, run_gc, run_rollback
-from storage_formats import EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
+from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format import object_store
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
 from storage_formats.writing.working_copy import working_copy
 from tests.command_line import command, environment
@@ -184,6 +187,18 @@ def test_a_damaged_source_block_stops_the_conversion(url, tmp_path):
         with pytest.raises(JobStopped, match=message):
             quantize_index(url, ["fp8"])
     assert [name for name in keys_of(url) if "fp8" in name] == []
+
+
+def test_a_reader_of_a_replaced_nearest_neighbour_index_opens_the_index_again(url):
+    run_ann_build(url, "IVF4,Flat", 0.95, lambda event: None)
+    reader = open_index(url)
+    run_ann_build(url, "IVF2,Flat", 0.95, lambda event: None)
+    (replaced,) = reader.manifest.ann_files
+    with pytest.raises(CorruptIndexError, match=r"is missing or too short; open the index again\. If"):
+        read_index_file(reader.root, reader.root / replaced.path)
+    again = open_index(url)
+    (current,) = again.manifest.ann_files
+    assert len(read_index_file(again.root, again.root / current.path)) == current.bytes
 
 
 def test_a_dropped_precision_is_removed_from_the_store(url):

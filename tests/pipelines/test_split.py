@@ -131,6 +131,21 @@ def test_parts_of_indexes_that_were_compacted_and_merged(index, tmp_path):
         check_part(Path(parts[1].index), root, range(cut, shards[-1] + 1), [])
 
 
+def test_a_part_translates_no_ids_of_rows_that_it_lacks(index, tmp_path):
+    whole, _ = index
+    delete_rows(whole, rows=[0])
+    compact_index(whole)
+    first = SPEC.shards * SPEC.shard_size
+    parts = split_index(whole, [tmp_path / "a", tmp_path / "b"]).parts
+    cut = parts[1].first_row
+    with TokenStore.open(whole) as store:
+        assert store.translate([0, 1, first]).tolist() == [-1, first, first]
+    with TokenStore.open(parts[0].index) as store:
+        assert store.translate([0, 1, first, cut - 1]).tolist() == [-1, -1, first, cut - 1]
+    with TokenStore.open(parts[1].index) as store:
+        assert store.translate([1, first, cut - 1, cut]).tolist() == [-1, -1, -1, cut]
+
+
 def write_searchable(root: Path, spec: IndexSpec, *, duplicates: frozenset[int], failed: frozenset[int]) -> None:
     write_random_index(root, spec, failed=failed, duplicates=duplicates)
     rewrite(root, ann=build_ann(root, spec))
