@@ -33,6 +33,12 @@ ATTEMPTS = 4
 `edje_index.indexing.attempts` needs three attempts to find the input that makes workers die.
 """
 
+FORGIVEN_LOSSES = 5
+"""So many nodes may be lost under a task before further losses count like deaths of workers.
+
+An input that makes a whole machine fail would otherwise be tried without end.
+"""
+
 STALL_SECONDS = 600.0
 """A worker without progress for this long is replaced. One batch of a large model on few cores takes minutes."""
 
@@ -129,19 +135,28 @@ class _WorkerActor:
         self._progress = progress
 
 
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """A task, with the numbers of its workers that died or stalled, and of its nodes that were lost."""
+
+    task: Task
+    lost_workers: int = 0
+    lost_nodes: int = 0
+
+
 @dataclasses.dataclass
 class _Assignment:
     """A task that runs on an actor.
 
     Attributes:
-        task: pair of the task and the number of workers that died or stalled while running the task.
+        attempt: the task, and what happened to its workers before.
         question: pending request for the progress of the task; None if there is none.
         progress: latest progress that the worker reported.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of this process.
     """
 
     actor: _Actor
-    task: tuple[Task, int]
+    attempt: _Attempt
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
@@ -161,12 +176,12 @@ class _Death:
 
     Attributes:
         actor: the actor that died or stalled.
-        task: the task that the actor ran, as in `_Assignment`; None if the actor was starting.
+        attempt: the task that the actor ran; None if the actor was starting.
         decided_at: time from which on the death is that of a process, unless the node is lost.
     """
 
     actor: _Actor
-    task: tuple[Task, int] | None
+    attempt: _Attempt | None
     decided_at: float
 
 
@@ -187,8 +202,8 @@ class _Pool:
         self._ray = cluster.ray
         self._start_actor = start_actor
         self._stall_seconds = stall_seconds
-        self._tasks = ((task, 0) for task in tasks)
-        self._waiting: list[tuple[Task, int]] = []
+        self._tasks = map(_Attempt, tasks)
+        self._waiting: list[_Attempt] = []
         self._starting: dict[Any, _Actor] = {}  # by the reference of their first answer
         self._idle: list[_Actor] = []
         self._running: dict[Any, _Assignment] = {}  # by the reference of the actor's reply
@@ -219,7 +234,7 @@ class _Pool:
                 self._exchange(assignment, on_progress, stop=deadline is not None)
                 if assignment.stalled_seconds > self._stall_seconds:
                     del self._running[reply]
-                    self._bury(assignment.actor, assignment.task)
+                    self._bury(assignment.actor, assignment.attempt)
 
     def _wait(self) -> list[Any]:
         """Wait a moment for answers of actors. Return the references of the answers."""
@@ -235,8 +250,8 @@ class _Pool:
         tasks_to_hold = max(workers - len(self._running), 0 if self._running else 1)
         self._waiting += itertools.islice(self._tasks, max(0, tasks_to_hold - len(self._waiting)))
         while self._idle and self._waiting:
-            actor, task = self._idle.pop(), self._waiting.pop(0)
-            self._running[actor.handle.run.remote(task[0])] = _Assignment(actor, task)
+            actor, attempt = self._idle.pop(), self._waiting.pop(0)
+            self._running[actor.handle.run.remote(attempt.task)] = _Assignment(actor, attempt)
         actors_to_start = min(len(self._waiting), max(0, workers - len(self._running)))
         while len(self._starting) < actors_to_start:
             handle = self._start_actor()
@@ -281,11 +296,11 @@ class _Pool:
             outcome = TaskFailure(None, describe_error(error.cause or error), str(error))  # an unpicklable result
         except errors.RayError as error:
             self._check_start(error)
-            self._bury(assignment.actor, assignment.task)
+            self._bury(assignment.actor, assignment.attempt)
             return
         self._idle.append(assignment.actor)
         if outcome is not None:
-            yield dataclasses.replace(outcome, task=assignment.task[0])
+            yield dataclasses.replace(outcome, task=assignment.attempt.task)
 
     def _check_start(self, error: Exception) -> None:
         """Raise EdjeError if the worker could not be built, or if the local Ray died."""
@@ -296,11 +311,11 @@ class _Pool:
                 f"a worker could not start: {reason}; check that edje-index is installed on every node"
             ) from error
 
-    def _bury(self, actor: _Actor, task: tuple[Task, int] | None) -> None:
+    def _bury(self, actor: _Actor, attempt: _Attempt | None) -> None:
         """Kill an actor that died or stalled, and record its death."""
         self._ray.kill(actor.handle)
         grace = 0.0 if self._nodes.is_fixed else _LOSS_SECONDS
-        self._deaths.append(_Death(actor, task, time.monotonic() + grace))
+        self._deaths.append(_Death(actor, attempt, time.monotonic() + grace))
 
     def _judge_deaths(self) -> Iterator[Outcome | Notice]:
         """Run the tasks of dead actors again. Only deaths on nodes that are not lost count against a task."""
@@ -310,23 +325,31 @@ class _Pool:
                 continue
             self._deaths.remove(death)
             if lost_node is None:
-                yield from self._count_death(death.task)
-            elif death.task is not None:
-                yield Notice(f"node {self._nodes.address(lost_node)} was lost", repeated=death.task[0])
-                self._waiting.insert(0, death.task)
+                yield from self._count_death(death.attempt)
+            elif death.attempt is not None:
+                yield from self._forgive_loss(death.attempt, f"node {self._nodes.address(lost_node)} was lost")
 
-    def _count_death(self, task: tuple[Task, int] | None) -> Iterator[Outcome]:
+    def _forgive_loss(self, attempt: _Attempt, message: str) -> Iterator[Outcome | Notice]:
+        """Run the task of a lost node again. After `FORGIVEN_LOSSES` of the same task, count the loss as a death."""
+        if attempt.lost_nodes < FORGIVEN_LOSSES:
+            yield Notice(message, repeated=attempt.task)
+            self._waiting.insert(0, dataclasses.replace(attempt, lost_nodes=attempt.lost_nodes + 1))
+        else:
+            yield Notice(f"{message}, after {FORGIVEN_LOSSES} other nodes that had the same task")
+            yield from self._count_death(attempt)
+
+    def _count_death(self, attempt: _Attempt | None) -> Iterator[Outcome]:
         """Run the task of a worker that died or stalled again, or let it fail after `ATTEMPTS` lost workers."""
-        if task is None:  # the actor died before it got a task: blame the next task, so that this ends
+        if attempt is None:  # the actor died before it got a task: blame the next task, so that this ends
             if not self._waiting:
                 return
-            task = self._waiting.pop(0)
-        lost_workers = task[1] + 1
+            attempt = self._waiting.pop(0)
+        lost_workers = attempt.lost_workers + 1
         if lost_workers < ATTEMPTS:
-            self._waiting.append((task[0], lost_workers))
+            self._waiting.append(dataclasses.replace(attempt, lost_workers=lost_workers))
             return
         yield TaskFailure(
-            task[0],
+            attempt.task,
             f"{ATTEMPTS} worker processes died (killed, out of memory, or a crash in native code) or made no progress "
             f"for {duration(self._stall_seconds)} while running this task",
         )

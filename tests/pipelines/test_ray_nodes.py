@@ -62,7 +62,7 @@ def end(run: subprocess.Popen) -> tuple[list[list], str]:
     return [json.loads(line) for line in out.splitlines()], err
 
 
-def test_no_number_of_lost_nodes_counts_against_a_task(nodes, tmp_path):
+def test_as_many_lost_nodes_as_workers_may_die_do_not_count_against_a_task(nodes, tmp_path):
     nodes.add(2)
     with start(nodes, tmp_path, "wait_for_go") as run:
         for lost in range(ATTEMPTS):

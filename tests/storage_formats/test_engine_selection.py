@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -51,6 +52,14 @@ def test_file_systems_without_direct_io_are_read_through_the_cache(built, monkey
         for _ in range(2):
             evict(built[0])
             assert same_bits(store.fetch(range(SPEC.rows)), built[1])
+
+
+def wait_until_cached(files, batch, positions):
+    """Wait until the kernel has read the records, which `prefetch` only starts."""
+    (file,) = files.acquire(batch).values()
+    deadline = time.monotonic() + 60
+    while not resident_records(file, files.record_bytes)[positions].all() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class TestAuto:
@@ -145,8 +154,10 @@ class TestAuto:
         assert "buffered" not in seen[0]
         assert seen[-5:] == [{"buffered"}] * 5
 
-    def test_prefetched_rows_are_in_the_page_cache(self, store):
+    def test_prefetched_rows_are_in_the_page_cache(self, built, store):
         store.prefetch(range(8, 40))
+        files = ShardFiles(lambda shard: Layout(built[0]).token_shard("bf16", shard), 512)
+        wait_until_cached(files, Batch(*(np.array([0]) for _ in range(3))), range(8, 40))
         assert self.names(store, range(8, 40)) == {"mapped": 32}
         store.prefetch([])
         with pytest.raises(UsageError, match="row id -1 is out of range"):
