@@ -37,7 +37,7 @@ class BuildBench:
     model: Path
     folder: Path
     threads: int = 2
-    batch_size: int = 32
+    batch_size: int = 8
     dtype: str = "float32"
     repeats: int = 3
     engines: tuple[str, ...] = ("inline", "ray")

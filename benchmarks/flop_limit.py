@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -29,11 +30,16 @@ def flop_per_image(encoder: ImageEncoder) -> int:
     A multiplication and the following addition are two operations.
     """
     pixels = torch.zeros(1, 3, *encoder.vision.image_size)
+    formulas = {torch.ops.mkldnn._linear_pointwise: _linear_operations}
     # torch counts the products of attention only if they are separate operations.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         encoder.encode(pixels)
     operations: int = counter.get_total_flops()
     return operations
+
+
+def _linear_operations(x_shape: Sequence[int], *_: object, out_shape: Sequence[int], **__: object) -> int:
+    return 2 * math.prod(x_shape) * out_shape[-1]
 
 
 def flop_limit(dtype: torch.dtype) -> float:

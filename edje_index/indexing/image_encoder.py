@@ -18,6 +18,7 @@ from edje_index.images.preprocessing import Preprocessor
 from edje_index.models.adapter import Adapter
 from edje_index.models.bf16 import to_bf16_array
 from edje_index.models.devices import autocast, resolve_device, resolve_dtype
+from edje_index.models.linear import replace_linear_layers
 from edje_index.models.vision_tower import VisionTower
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -94,7 +95,10 @@ class ImageEncoder:
         target = resolve_device(device)
         vision, config = load_visual(info)
         adapter = load_adapter(info).to(target)
-        return cls(info, vision.to(target), adapter, Preprocessor(config), resolve_dtype(dtype, target))
+        encoder = cls(info, vision.to(target), adapter, Preprocessor(config), resolve_dtype(dtype, target))
+        if target.type == "cpu":
+            replace_linear_layers(encoder.vision, encoder.dtype)
+        return encoder
 
     @property
     def block_shape(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from pipelines.cli.options import (
     truncated_option,
 )
 from pipelines.cli.output import note, print_json, print_line, running_job, this_command
-from pipelines.planning.config import BATCH_SIZE, BuildConfig
+from pipelines.planning.config import BuildConfig
 from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import Layout
@@ -60,7 +60,7 @@ _NO_MODEL = (
 @address_option
 @shard_size_option
 @click.option(
-    "--batch-size", type=POSITIVE, default=BATCH_SIZE, show_default=True, help="Number of images per forward pass."
+    "--batch-size", type=POSITIVE, help="Number of images per forward pass.  [default: 8 on a CPU, 32 on cuda]"
 )
 @device_option
 @click.option(

@@ -9,7 +9,6 @@ from edje_index.models.frames import MAX_FRAMES
 from storage_formats.errors import UsageError
 
 SHARD_SIZE = 1024
-BATCH_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,8 @@ class BuildConfig:
         threads: number of CPU threads per worker; None derives the number from the hardware. A resumed build keeps the
             number of the first run.
         shard_size: number of rows per shard.
-        batch_size: number of images per forward pass.
+        batch_size: number of images per forward pass; None is 8 on a CPU and 32 on cuda. A resumed build keeps the
+            number of the first run.
         device: device of the encoder: "auto", "cpu" or "cuda".
         dtype: data type of the encoder's matrix products: "float32", "bfloat16" or "auto". "auto" is bfloat16 on cuda,
             and on a CPU if the CPU of the process that plans the build has bfloat16 instructions. None is bfloat16 on
@@ -53,7 +53,7 @@ class BuildConfig:
     workers: int | None = None
     threads: int | None = None
     shard_size: int = SHARD_SIZE
-    batch_size: int = BATCH_SIZE
+    batch_size: int | None = None
     device: str = "auto"
     dtype: str | None = None
     precisions: tuple[str, ...] = ("bf16",)

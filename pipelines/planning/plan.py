@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PLAN_VERSION = 2  # of the files in `build/`; version 1 had one list of inputs per shard
 _FINGERPRINT_VERSION = 1  # of the rules by which a plan determines the stored bytes
 _LATER_SETTINGS = {"truncated": "fail", "frames": None}  # with the values that earlier versions of this program used
+_BATCH_SIZES = {"cpu": 8, "cuda": 32}  # of larger batches, the activations do not fit into the caches of a CPU
 _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
 
 
@@ -66,6 +67,7 @@ class BuildSettings:
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
             threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
+        batch_size = config.batch_size or (stored.batch_size if stored else _BATCH_SIZES[device])
         return cls(
             sources=tuple(absolute_spec(source) for source in config.sources),
             column=config.column,
@@ -73,7 +75,7 @@ class BuildSettings:
             shard_size=config.shard_size,
             precisions=tuple(dict.fromkeys(config.precisions)),
             max_pixels=config.max_pixels or DEFAULT_MAX_PIXELS,
-            batch_size=config.batch_size,
+            batch_size=batch_size,
             threads=threads,
             device=device,
             dtype=dtype,

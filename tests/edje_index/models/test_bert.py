@@ -18,7 +18,6 @@ from edje_index.models.bert import Bert, BertShape, BertWeights
 from edje_index.models.bert_text_tower import BertTextTower, load_bert_text_tower
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_clip
-from edje_index.models.linear import Linear
 from edje_index.models.text_cleaning import CLEANERS
 from edje_index.models.text_tower import TextTower, text_tokenizer
 from edje_index.models.weights import save_weights
@@ -179,16 +178,3 @@ def test_other_text_towers_are_left_to_open_clip(
 @pytest.mark.parametrize("name", CLEANERS)
 def test_texts_are_cleaned_as_open_clip_does(name: str, text: str) -> None:
     assert CLEANERS[name](text) == get_clean_fn(name)(text)
-
-
-@pytest.mark.parametrize("has_operators", [True, False])
-def test_linear_layers_equal_torchs_own(has_operators: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_operators:
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    rng = torch.Generator().manual_seed(5)
-    weight, bias, x = (torch.randn(shape, generator=rng) for shape in ((7, 5), (7,), (3, 4, 5)))
-    linear = Linear(weight, bias)
-    assert (linear._product is not None) == has_operators
-    with torch.inference_mode():
-        torch.testing.assert_close(linear(x[:, :2]), torch.nn.functional.linear(x[:, :2], weight, bias))
-        torch.testing.assert_close(linear(x), x @ weight.T + bias)
