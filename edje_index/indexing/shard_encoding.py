@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _REMOTE_THREADS = 16  # requests for remote inputs that run at the same time
 _BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being decoded, one ready
+_IMAGES_AHEAD = 32  # at least as many may wait, so that the requests for remote inputs overlap
 
 
 class Encoder(Protocol):
@@ -235,9 +236,10 @@ def _batches_ahead(
     """Yield batches in row order, while the executor prepares the next batches."""
     pending: deque[list[Future[_Image]]] = deque()
     size = task.inputs_per_batch
+    ahead = max(_BATCHES_AHEAD, _IMAGES_AHEAD // task.batch_size)
     for start in range(0, len(images), size):
         pending.append([pool.submit(prepare, image) for image in images[start : start + size]])
-        if len(pending) > _BATCHES_AHEAD:
+        if len(pending) > ahead:
             yield pending.popleft()
     yield from pending
 
