@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.object_store import local_path
 
 if TYPE_CHECKING:
     from pipelines.jobs.append import AppendResult
@@ -108,7 +109,7 @@ def build_index(
 
     names = [sources] if isinstance(sources, str | Path) else sources
     settings = {**options, "precisions": tuple(options.get("precisions", BuildConfig.precisions))}
-    config = BuildConfig(tuple(map(str, names)), Path(out), Path(model), **settings)  # type: ignore[arg-type]
+    config = BuildConfig(tuple(map(str, names)), local_path(out), local_path(model), **settings)  # type: ignore[arg-type]
     return run_build(config, on_event, should_stop)
 
 
@@ -361,7 +362,7 @@ def merge_indexes(
     """
     from pipelines.jobs.merge import run_merge
 
-    return run_merge([Path(index) for index in indexes], Path(out), on_event, should_stop)
+    return run_merge([local_path(index) for index in indexes], local_path(out), on_event, should_stop)
 
 
 @name_missing_extra("search")
@@ -402,7 +403,7 @@ def split_index(
     """
     from pipelines.jobs.split import run_split
 
-    return run_split(Path(index), [Path(out) for out in outs], on_event, should_stop)
+    return run_split(local_path(index), [local_path(out) for out in outs], on_event, should_stop)
 
 
 def copy_index(
@@ -493,7 +494,7 @@ def retry_failed(
     Call the function again with the same arguments to resume a stopped retry.
 
     Args:
-        index: directory of the index.
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
         model: directory of the model bundle; None takes the bundle that built the index.
         engine: "ray" or "inline".
         workers: number of worker processes; None chooses a number that suits the machine.
@@ -512,9 +513,11 @@ def retry_failed(
     """
     from pipelines.jobs.retry_failed import run_retry_failed
     from pipelines.planning.config import AppendConfig
+    from storage_formats.writing.working_copy import working_copy
 
     bundle = None if model is None else Path(model)
-    return run_retry_failed(AppendConfig(Path(index), (), bundle, engine=engine, workers=workers), on_event)
+    with working_copy(index) as copy:
+        return run_retry_failed(AppendConfig(copy.root, (), bundle, engine=engine, workers=workers), on_event)
 
 
 @name_missing_extra("train")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import json_option, local_index, quiet_option
+from pipelines.cli.options import PATH, json_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
 
 @click.command()
-@click.argument("indexes", nargs=-1, required=True, type=local_index, metavar="INDEX...")
-@click.option("--out", required=True, type=local_index, help="New directory for the merged index.")
+@click.argument("indexes", nargs=-1, required=True, type=PATH, metavar="INDEX...")
+@click.option("--out", required=True, type=PATH, help="New directory for the merged index.")
 @quiet_option
 @json_option
 def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> None:

@@ -11,11 +11,25 @@ import click
 from edje_index.models.frames import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
 from pipelines.planning.config import SHARD_SIZE
-from storage_formats.format.object_store import is_url
+from storage_formats.errors import UsageError
+from storage_formats.format.object_store import is_url, local_path
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-PATH = click.Path(path_type=Path)
+
+class _LocalPath(click.Path):
+    """A path on this machine. A URL is refused, because it would become the path of a directory such as `s3:`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            local_path(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _LocalPath(path_type=Path)
+FILE = _LocalPath(path_type=Path, dir_okay=False)
 
 
 def location(value: str) -> Path | str:
@@ -23,21 +37,6 @@ def location(value: str) -> Path | str:
     return value if is_url(value) else Path(value)
 
 
-def local_index(value: str) -> Path:
-    """Return the path of an index on a file system.
-
-    Raises:
-        click.BadParameter: `value` is a URL.
-    """
-    if is_url(value):
-        raise click.BadParameter(
-            f"{value} is a URL, but this command needs a directory; 'edje-index copy' copies an index to a directory "
-            "and to a URL"
-        )
-    return Path(value)
-
-
-FILE = click.Path(path_type=Path, dir_okay=False)
 POSITIVE = click.IntRange(min=1)
 DEVICE = click.Choice(["auto", "cpu", "cuda"])
 DTYPE = click.Choice(["auto", "float32", "bfloat16"])

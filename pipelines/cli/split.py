@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import json_option, local_index, quiet_option
+from pipelines.cli.options import PATH, json_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
 
 @click.command()
-@click.argument("index", type=local_index)
-@click.argument("outs", nargs=-1, required=True, type=local_index, metavar="OUT...")
+@click.argument("index", type=PATH)
+@click.argument("outs", nargs=-1, required=True, type=PATH, metavar="OUT...")
 @quiet_option
 @json_option
 def split(index: Path, outs: tuple[Path, ...], quiet: bool, as_json: bool) -> None:

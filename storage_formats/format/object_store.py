@@ -60,6 +60,21 @@ def is_url(location: IndexLocation) -> bool:
     return isinstance(location, str) and location.partition("://")[0].lower() in INDEX_SCHEMES and "://" in location
 
 
+def local_path(location: IndexLocation) -> Path:
+    """Return the path of a file or directory on this machine.
+
+    Raises:
+        UsageError: `location` is a URL.
+    """
+    scheme, colon, _ = str(location).partition(":/")  # a `Path` of a URL has one slash after the colon
+    if colon and "/" not in scheme:
+        raise UsageError(
+            f"{location} is a URL, but a path on this machine is needed; 'edje-index copy' copies an index to a "
+            "directory and to a URL"
+        )
+    return Path(location)
+
+
 @dataclass(frozen=True)
 class ObjectVersion:
     """One version of an object: the contents, and the identifiers that conditional writes need.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,15 @@ def test_a_build_stops_and_resumes(photos, tiny_bundle, tmp_path):
     with pytest.raises(JobStopped):
         build_index(photos, tmp_path / "index", tiny_bundle, should_stop=lambda: True, **options)
     assert build_index(photos, tmp_path / "index", tiny_bundle, **options).inputs == 10
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/photos.edje", Path("s3://bucket/photos.edje"), "ftp://host/photos.edje"])
+def test_a_build_at_a_url_is_refused(photos, tiny_bundle, tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UsageError, match="is a URL, but a path on this machine is needed; 'edje-index copy' copies"):
+        build_index(photos, out, tiny_bundle, engine="inline")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import JobStopped, append_index, compact_index, copy_index, delete_rows, quantize_index, update_index
+from pipelines import (
+    JobStopped,
+    append_index,
+    compact_index,
+    copy_index,
+    delete_rows,
+    quantize_index,
+    retry_failed,
+    update_index,
+)
 from pipelines.engines.inline import InlineEngine
 from pipelines.jobs.ann import run_ann_build
 from pipelines.jobs.build import run_build
@@ -104,6 +113,15 @@ def test_appends_and_updates_equal_local_ones(photo_index, photos, tmp_path):
     assert files_of(url, tmp_path) == files_of(root, tmp_path)
     assert read_rows(url, columns=["row_id", "uri"]) == read_rows(root, columns=["row_id", "uri"])
     assert CLAIM not in keys_of(url)
+
+
+def test_a_retry_equals_a_local_one(photo_index, photos, tmp_path):
+    root, url = photo_index
+    for failed in (row["uri"] for row in read_rows(root).to_pylist() if row["status"] == "failed"):
+        write_photo(photos / failed, 30)
+    local, remote = (retry_failed(index, engine="inline") for index in (root, url))
+    assert (remote.indexed, remote.snapshot) == (local.indexed, local.snapshot) == (1, 1)
+    assert files_of(url, tmp_path) == files_of(root, tmp_path)
 
 
 def test_an_append_uploads_its_own_files_only_and_keeps_no_tokens(photo_index, photos, proxy, tmp_path):

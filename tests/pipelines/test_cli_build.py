@@ -52,6 +52,16 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert rows[3]["duplicate_of"] == 1
 
 
+def test_urls_in_place_of_paths_are_refused(run, build, index):
+    for option in ("--out", "--model"):
+        code, _, error = run(*build, option, "s3://bucket/name")
+        assert (code, f"'{option}': s3://bucket/name is a URL, but a path on this machine is needed" in error) == (
+            2,
+            True,
+        )
+    assert not index.exists()
+
+
 def test_failures_lists_each_failed_input_with_its_reason(run, build, index, photos):
     (photos / "08.jpg").write_bytes((photos / "08.jpg").read_bytes()[:300])
     run(*build, "--max-failed", 1)

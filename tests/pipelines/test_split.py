@@ -315,7 +315,7 @@ def test_the_command_prints_row_ids(index, tmp_path, run):
     assert "split" in run("history", tmp_path / "a")[1]
     for arguments in (["split", "s3://b/i", "a", "b"], ["split", whole, "a", "s3://b/i"]):
         code, _, error = run(*arguments)
-        assert (code, "s3://b/i is a URL, but this command needs a directory" in error) == (2, True)
+        assert (code, "s3://b/i is a URL, but a path on this machine is needed" in error) == (2, True)
     code, _, error = run("merge", whole, tmp_path / "a", "--out", "gs://b/i")
     assert (code, "gs://b/i is a URL" in error) == (2, True)
 
