@@ -215,7 +215,9 @@ def _temporary_directory() -> Iterator[Path]:
             for other in parent.glob(f"{_PREFIX}*"):
                 _remove_abandoned(other)
             root = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent))).resolve()
-            fcntl.flock(opened.enter_context(open(root / _LOCK, "ab")), fcntl.LOCK_EX)
+            lock = opened.enter_context(open(root / _LOCK, "ab"))
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield root
 
 

@@ -268,7 +268,8 @@ class _Pool:
             node_id = self._ray.get(answer)
         except self._ray.exceptions.RayError as error:
             self._check_start(error)
-            self._bury(actor, None)
+            # The actor may have waited for a node that joined after it was created.
+            self._bury(_Actor(actor.handle, actor.nodes | self._nodes.ids), None)
         else:
             self._idle.append(_Actor(actor.handle, frozenset([node_id])))
 

@@ -107,7 +107,9 @@ class RayNodes:
         if self.is_fixed:
             return None
         for node in self._all():
-            if node["NodeID"] in node_ids and not (node["Alive"] and _answers(node)):
+            if node["NodeID"] not in node_ids:
+                continue
+            if node["NodeID"] in self._lost or not (node["Alive"] and _answers(node)):
                 self._lost.add(node["NodeID"])
                 self._refreshed_at = float("-inf")  # report the loss and the smaller room at once
                 return str(node["NodeID"])

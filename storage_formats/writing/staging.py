@@ -21,10 +21,16 @@ class _StagedFile:
 
 
 class StagedFiles:
-    """A directory with the private files of one attempt to write a shard."""
+    """A directory with the private files of one attempt to write a shard.
+
+    The private files of earlier attempts at the shard are removed. An earlier attempt therefore cannot commit any more,
+    even if its worker was thought dead and goes on.
+    """
 
     def __init__(self, layout: Layout, shard: int) -> None:
         self._layout = layout
+        for earlier in layout.staging.glob(f"{shard:08d}-*"):
+            shutil.rmtree(earlier, ignore_errors=True)
         self._folder = layout.staging / f"{shard:08d}-{uuid.uuid4().hex}"
         self._folder.mkdir(parents=True)
         self._files: list[_StagedFile] = []

@@ -86,8 +86,8 @@ class Build:
             time.sleep(0.02)
 
     def freeze(self, number: int) -> list[psutil.Process]:
-        """Suspend the workers of a node while they have a shard and other shards wait."""
-        self.wait_until(lambda: bool(self.nodes.workers(number)) and bool(self.attempts()))
+        """Suspend the workers of a node while the worker of every node has a shard and other shards wait."""
+        self.wait_until(lambda: len(self.attempts()) >= len(self.nodes.numbers))
         workers = self.nodes.workers(number)
         for worker in workers:
             worker.suspend()

@@ -27,7 +27,7 @@ FRAMES = 3
 
 @pytest.fixture
 def captions(tmp_path: Path) -> Path:
-    """A caption for each of eight clips, one of which is no clip."""
+    """A caption for each of eight files. Seven are clips."""
     (tmp_path / "clips").mkdir()
     lines = []
     for number in range(8):

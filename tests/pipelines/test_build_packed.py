@@ -23,7 +23,7 @@ from tests.pipelines.conftest import write_photo
 
 @pytest.fixture
 def packed(tmp_path: Path, photos: Path) -> Path:
-    """The ten photos, of which 07 is not an image, in an archive or Parquet file each."""
+    """The ten photos in archives and Parquet files. Photo 07 is not an image."""
     folder = tmp_path / "packed"
     folder.mkdir()
     _pack(photos, folder)

@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.engines import ray_engine
-from pipelines.engines.base import EngineUnavailableError, Notice, TaskDone, TaskFailure
+from pipelines.engines.base import EngineUnavailableError, TaskDone, TaskFailure
 from pipelines.engines.inline import InlineEngine
 from pipelines.engines.ray_engine import ATTEMPTS, RayEngine
 from storage_formats.errors import EdjeError, UsageError
@@ -249,14 +248,3 @@ def test_a_ray_that_was_imported_with_open_settings_is_refused():
     )
     assert done.returncode == 1
     assert "set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before you import ray" in done.stderr
-
-
-def test_only_some_losses_of_nodes_are_forgiven():
-    pool = object.__new__(ray_engine._Pool)
-    pool._waiting = []
-    for lost in range(ray_engine.FORGIVEN_LOSSES):
-        (notice,) = pool._forgive_loss(pool._waiting.pop() if lost else ray_engine._Attempt("task"), "lost")
-        assert notice == Notice("lost", repeated="task")
-    (notice,) = pool._forgive_loss(pool._waiting.pop(), "lost")
-    assert notice.repeated is None, "the attempt may have failed because of its input"
-    assert pool._waiting == [ray_engine._Attempt("task", lost_workers=1, lost_nodes=ray_engine.FORGIVEN_LOSSES)]

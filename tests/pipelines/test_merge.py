@@ -25,7 +25,7 @@ OFFSET = 24  # of the rows of the right index: row i of both indexes has the sam
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two indexes of which the first 21 rows have equal content hashes. Row 5 failed in the left one."""
+    """Two indexes. Their first 21 rows have equal content hashes. Row 5 failed in the left one."""
     left, right = tmp_path / "left", tmp_path / "right"
     blocks = write_random_index(left, LEFT, failed=frozenset({5}), duplicates=frozenset({9}), seed=1)
     others = write_random_index(right, RIGHT, failed=frozenset({25}), duplicates=frozenset({29}), seed=2)

@@ -25,6 +25,11 @@ make_worker = functools.partial(FileWorker, sys.argv[2])
 for item in engine.run(make_worker, [Job(7, sys.argv[3])], on_progress=lambda _: None, should_stop=lambda: False):
     print(json.dumps([type(item).__name__, dataclasses.asdict(item)]), flush=True)
 """
+UNFORGIVING = """
+import pipelines.engines.ray_engine as ray_engine
+
+ray_engine.FORGIVEN_LOSSES, ray_engine.ATTEMPTS = 1, 2
+"""
 RUN_SECONDS = 300
 
 
@@ -40,9 +45,12 @@ def nodes(cluster):
     cluster.remove_all()
 
 
-def start(nodes: RayNodes, folder: Path, action: str, *, node_wait_seconds: float = 600) -> subprocess.Popen:
+def start(
+    nodes: RayNodes, folder: Path, action: str, *, node_wait_seconds: float = 600, before: str = ""
+) -> subprocess.Popen:
+    """Start a run of one task. The cluster must have a node already, because a run without room is refused."""
     return subprocess.Popen(
-        [sys.executable, "-c", RUN, nodes.address, str(folder), action, str(node_wait_seconds)],
+        [sys.executable, "-c", before + RUN, nodes.address, str(folder), action, str(node_wait_seconds)],
         env=nodes.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,9 +58,10 @@ def start(nodes: RayNodes, folder: Path, action: str, *, node_wait_seconds: floa
     )
 
 
-def wait_for_attempts(folder: Path, attempts: int) -> None:
+def wait_for_attempts(run: subprocess.Popen, folder: Path, attempts: int) -> None:
     deadline = time.monotonic() + RUN_SECONDS
     while not (folder / "7").exists() or (folder / "7").read_text().count("attempt") < attempts:
+        assert run.poll() is None, run.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -67,9 +76,9 @@ def test_as_many_lost_nodes_as_workers_may_die_do_not_count_against_a_task(nodes
     with start(nodes, tmp_path, "wait_for_go") as run:
         for lost in range(ATTEMPTS):
             nodes.add(3 + lost)
-            wait_for_attempts(tmp_path, lost + 1)
+            wait_for_attempts(run, tmp_path, lost + 1)
             nodes.kill(next(number for number in nodes.numbers if nodes.workers(number)))
-        wait_for_attempts(tmp_path, ATTEMPTS + 1)
+        wait_for_attempts(run, tmp_path, ATTEMPTS + 1)
         (tmp_path / "go").touch()
         items, err = end(run)
     assert items[-1][0] == "TaskDone", err
@@ -79,10 +88,32 @@ def test_as_many_lost_nodes_as_workers_may_die_do_not_count_against_a_task(nodes
     assert all(message.startswith("node 127.0.0.") and message.endswith(" was lost") for message in repeated)
 
 
+def test_a_task_under_which_every_node_is_lost_fails(nodes, tmp_path):
+    nodes.add(2)
+    with start(nodes, tmp_path, "wait_for_go", before=UNFORGIVING) as run:
+        for lost in range(3):
+            wait_for_attempts(run, tmp_path, lost + 1)
+            if lost < 2:
+                nodes.add(3 + lost)
+            nodes.kill(2 + lost)
+        items, err = end(run)
+    assert [kind for kind, _ in items if kind.startswith("Task")] == ["TaskFailure"], err
+    losses = [item for _, item in items if "was lost" in item["message"]]
+    assert [item["repeated"] is not None for item in losses] == [True, False, False]
+
+
+def test_a_task_that_kills_its_workers_fails_and_blames_no_node(nodes, tmp_path):
+    nodes.add(2)
+    with start(nodes, tmp_path, "die") as run:
+        items, err = end(run)
+    assert [kind for kind, _ in items] == ["TaskFailure"], (items, err)
+    assert (tmp_path / "7").read_text().count("attempt") == ATTEMPTS
+
+
 def test_a_run_waits_for_a_node_only_so_long(nodes, tmp_path):
     nodes.add(2)
     with start(nodes, tmp_path, "wait_for_go", node_wait_seconds=3) as run:
-        wait_for_attempts(tmp_path, 1)
+        wait_for_attempts(run, tmp_path, 1)
         nodes.kill(2)
         items, err = end(run)
     assert run.returncode == 1
@@ -93,7 +124,7 @@ def test_a_run_waits_for_a_node_only_so_long(nodes, tmp_path):
 def test_a_run_goes_on_once_a_node_joins(nodes, tmp_path):
     nodes.add(2)
     with start(nodes, tmp_path, "wait_for_go") as run:
-        wait_for_attempts(tmp_path, 1)
+        wait_for_attempts(run, tmp_path, 1)
         nodes.stop(2)
         nodes.add(3)
         (tmp_path / "go").touch()

@@ -58,7 +58,7 @@ def files(root: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture
 def built(config: Callable[..., Any], photos: Path) -> Path:
-    """An index of nine photos, of which one failed. The repeated photo is gone."""
+    """An index of nine photos. One photo failed. The repeated photo is gone."""
     (photos / "03.jpg").unlink()
     run_build(config(), lambda event: None)
     return Path(config().out)

@@ -83,14 +83,23 @@ def test_abandoned_attempt_leaves_nothing_behind(tmp_path):
     assert not layout.token_shard("bf16", 0).exists()
 
 
-def test_attempts_are_independent_and_the_last_commit_counts(tmp_path):
+def test_an_attempt_that_was_thought_dead_cannot_commit(tmp_path):
     begin_index(tmp_path, SPEC)
-    first = ShardWriter(tmp_path, SPEC, 0)  # a crashed attempt: never committed, never aborted
-    first.put(np.array([0]), random_blocks(np.random.default_rng(9), 1, SPEC), np.ones((1, 6), np.float32))
-    before = commit_shard(tmp_path, seed=1)
-    after = commit_shard(tmp_path, seed=1)
-    strip = {file.path: file.crc32c for file in before.files}
-    assert strip == {file.path: file.crc32c for file in after.files}
+    late, other = ShardWriter(tmp_path, SPEC, 0), ShardWriter(tmp_path, SPEC, 1)
+    late.put(np.array([0]), random_blocks(np.random.default_rng(9), 1, SPEC), np.ones((1, 6), np.float32))
+    commit_shard(tmp_path, seed=1)
+    committed = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(FileNotFoundError):
+        late.commit(table_of(SPEC, 0), "plan", {})
+    assert {path: path.read_bytes() for path in committed} == committed
+    other.put(np.array([0]), random_blocks(np.random.default_rng(0), 1, SPEC), np.ones((1, 6), np.float32))
+    other.commit(table_of(SPEC, 1), "plan", {})  # the private files of other shards stay
+
+
+def test_clearing_removes_private_files_only(tmp_path):
+    begin_index(tmp_path, SPEC)
+    commit_shard(tmp_path)
+    ShardWriter(tmp_path, SPEC, 0)  # a crashed attempt: never committed, never aborted
     assert len(list(Layout(tmp_path).staging.iterdir())) == 1
     whole = {
         path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(Layout(tmp_path).staging)
