@@ -47,12 +47,28 @@ class Problem:
     message: str
 
 
+@dataclass(frozen=True)
+class CheckedShard:
+    """The result of the check of one shard.
+
+    Attributes:
+        shard: shard number.
+        problems: problems of its files.
+        counts: numbers of indexed, duplicate and failed inputs; all 0 if the rows table cannot be read.
+        values: number of values of each source column; empty if the rows table cannot be read.
+    """
+
+    shard: int
+    problems: list[Problem]
+    counts: Counts
+    values: Mapping[str, int]
+
+
 class ShardCheck:
     """Checks the files of one shard.
 
     Attributes:
-        counts: after `run`, the numbers of indexed, duplicate and failed inputs in the shard.
-        values: after `run`, the number of values of each source column in the shard.
+        files: entries of the files that the check reads, by relative path.
     """
 
     def __init__(self, layout: Layout, manifest: Manifest, shard: int, files: Mapping[str, FileEntry]) -> None:
@@ -60,19 +76,20 @@ class ShardCheck:
         self._columns = manifest.columns
         self._spec = spec = manifest.spec
         self._shard = shard
-        self._files = files
         self._rows = spec.shard_rows(shard)
+        self._expected = [layout.embedding_shard(shard), layout.rows_file(shard)]
+        for name in spec.precisions:
+            self._expected += [self._token_path(name), layout.checksums(name, shard)]
+        expected_paths = set(map(layout.relative, self._expected))
+        self.files = {path: entry for path, entry in files.items() if path in expected_paths}
+        self._unexpected = sorted(files.keys() - expected_paths)
         self._is_erased: NDArray[np.bool_] | None = None  # None until the rows table has been read
-        self.counts = Counts(0, 0, 0)
-        self.values: dict[str, int] = {}
+        self._counts = Counts(0, 0, 0)
+        self._values: dict[str, int] = {}
 
-    def run(self) -> list[Problem]:
-        expected = [self._layout.embedding_shard(self._shard), self._layout.rows_file(self._shard)]
-        for name in self._spec.precisions:
-            expected += [self._token_path(name), self._layout.checksums(name, self._shard)]
-        problems = [problem for path in expected for problem in self._check_file(path)]
-        expected_paths = {self._layout.relative(path) for path in expected}
-        for path in sorted(set(self._files) - expected_paths):
+    def run(self) -> CheckedShard:
+        problems = [problem for path in self._expected for problem in self._check_file(path)]
+        for path in self._unexpected:
             problems.append(Problem(path, "shard-table", "is in the shard table, but does not belong to this index"))
         damaged_paths = {problem.path for problem in problems}
         indexed = None
@@ -86,7 +103,7 @@ class ShardCheck:
             problems += self._check_tokens(name, indexed)
         if indexed is not None:
             problems += self._check_embeddings(indexed)
-        return problems
+        return CheckedShard(self._shard, problems, self._counts, self._values)
 
     def _token_path(self, name: str) -> Path:
         return self._layout.token_shard(name, self._shard, len(codec(name, self._spec.block_shape).record_shape))
@@ -95,7 +112,7 @@ class ShardCheck:
         return Problem(self._layout.relative(path), code, message)
 
     def _check_file(self, path: Path) -> Iterator[Problem]:
-        entry = self._files.get(self._layout.relative(path))
+        entry = self.files.get(self._layout.relative(path))
         if entry is None:
             yield self._problem(path, "shard-table", "is not listed in the shard table")
             return
@@ -120,16 +137,16 @@ class ShardCheck:
                 f"the rows table must contain every row id from {self._rows.start} to {self._rows.stop - 1} "
                 "once, in ascending order"
             )
-        self.values = {column.name: len(table) - table[column.name].null_count for column in self._columns}
+        self._values = {column.name: len(table) - table[column.name].null_count for column in self._columns}
         statuses = table["status"].to_pylist()
         self._is_erased = np.array([reason == ERASED for reason in table["reason"].to_pylist()])
-        self.counts = Counts(
+        self._counts = Counts(
             inputs=len(self._rows),
             indexed=statuses.count(INDEXED),
             duplicates=statuses.count(DUPLICATE),
             failed=failures_by_reason(table),
         )
-        if problem := self.counts.problem():
+        if problem := self._counts.problem():
             problems.append(self._problem(path, "counts", problem))
         return np.array([status == INDEXED for status in statuses])
 

@@ -9,6 +9,7 @@ import functools
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,7 @@ from storage_formats.shard_check import Problem
 from storage_formats.writing.remote_writes import overwrite_file
 from storage_formats.writing.snapshots import DATA_FILE, kept_snapshots, named_files
 
-_REQUESTS = 8  # each takes the memory of a chunk
+_REQUESTS = 8  # of all threads together; each takes the memory of a chunk
 _MAX_UNLISTED_BYTES = 1 << 20
 _ABANDONED_SECONDS = 86400.0
 _PREFIX, _LOCK = "verify-", ".lock"
@@ -81,8 +82,11 @@ class VerifiedFiles:
 
     @contextlib.contextmanager
     def at_hand(self, files: Mapping[str, FileEntry]) -> Iterator[None]:
-        """Context manager in which `files`, file entries by relative path, are on this machine."""
+        """Context manager in which `files`, file entries by relative path, are on this machine. Thread-safe."""
         yield
+
+    def abandon(self) -> None:
+        """Let the downloads of other threads fail, because the verification ends early."""
 
     def length(self, path: str) -> int:
         """Return the length of the file with the relative path `path` in bytes. Raises OSError like `open`."""
@@ -111,6 +115,8 @@ class VerifiedFiles:
 class _Objects(VerifiedFiles):
     folder: ObjectFolder = field(kw_only=True)
     entries: dict[str, FileEntry] = field(kw_only=True)
+    downloads: ThreadPoolExecutor = field(kw_only=True)
+    disk: _Disk = field(kw_only=True)
 
     def version(self) -> tuple[bytes, list[str]]:
         below = Layout(self.root).relative(Layout(self.root).snapshot(0).parent)
@@ -129,20 +135,18 @@ class _Objects(VerifiedFiles):
     @contextlib.contextmanager
     def at_hand(self, files: Mapping[str, FileEntry]) -> Iterator[None]:
         named = {path: entry for path, entry in files.items() if DATA_FILE.fullmatch(path)}  # the others lead elsewhere
-        need, free = sum(entry.bytes for entry in named.values()), shutil.disk_usage(self.root).free
-        if need > free:
-            raise UsageError(
-                f"the check of {self.folder.url} needs {need} bytes of disk, but only {free} are free at {self.root}; "
-                "free some space, or set EDJE_CACHE to a directory on a larger disk"
-            )
-        self.entries.update(named)
-        try:
-            download_missing(self.root, [self.root / path for path in named])
-            yield
-        finally:
-            for path in named:
-                self.entries.pop(path, None)
-                (self.root / path).unlink(missing_ok=True)
+        with self.disk.reserved(sum(entry.bytes for entry in named.values())):
+            self.entries.update(named)
+            try:
+                download_missing(self.root, [self.root / path for path in named])
+                yield
+            finally:
+                for path in named:
+                    self.entries.pop(path, None)
+                    (self.root / path).unlink(missing_ok=True)
+
+    def abandon(self) -> None:
+        self.downloads.shutdown(wait=False, cancel_futures=True)
 
     def length(self, path: str) -> int:
         if (info := self.folder.info(path)) is None:
@@ -185,20 +189,54 @@ def verified_files(location: IndexLocation) -> Iterator[VerifiedFiles]:
     version, manifest = read_root(folder)
     if version is None or manifest is None:
         raise absent(folder)
-    with _temporary_directory() as root:
+    with _temporary_directory() as root, ThreadPoolExecutor(_REQUESTS, "edje-download") as downloads:
         with _writing_to(root):
             write_bytes_atomic(root / "index.json", version.data)
         entries = {entry.path: entry for entry in named_by_manifest(manifest)}
-        remote = RemoteFiles(folder, functools.partial(_download, folder, Layout(root), entries))
+        remote = RemoteFiles(folder, functools.partial(_download, folder, Layout(root), entries, downloads))
         add_remote_files(root, remote)
         try:
             message = "does not belong to this index; run 'edje-index gc', or delete the object"
-            yield _Objects(root, message, folder=folder, entries=entries)
+            disk = _Disk(root, folder.url)
+            yield _Objects(root, message, folder=folder, entries=entries, downloads=downloads, disk=disk)
         except CorruptIndexError as error:  # its message names a file of `root`, which users do not know
             error.args = (str(error).replace(str(root), folder.url), *error.args[1:])
             raise
         finally:
             forget_remote_files(root, remote)
+
+
+class _Disk:
+    """Lets several threads use the disk with the directory `root`, if there is room for the files of all of them."""
+
+    def __init__(self, root: Path, url: str) -> None:
+        self._root = root
+        self._url = url
+        self._reserved = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def reserved(self, need: int) -> Iterator[None]:
+        """Context manager in which the caller may write `need` bytes. Waits for other threads if that makes room.
+
+        Raises:
+            UsageError: the disk has no room, although no other thread uses it.
+        """
+        with self._changed:
+            while self._reserved and self._reserved + need > shutil.disk_usage(self._root).free:
+                self._changed.wait()
+            if need > (free := shutil.disk_usage(self._root).free):
+                raise UsageError(
+                    f"the check of {self._url} needs {need} bytes of disk, but only {free} are free at {self._root}; "
+                    "free some space, or set EDJE_CACHE to a directory on a larger disk"
+                )
+            self._reserved += need
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reserved -= need
+                self._changed.notify_all()
 
 
 def _paths_of_snapshots(layout: Layout) -> list[str]:
@@ -241,29 +279,35 @@ def _writing_to(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _download(folder: ObjectFolder, layout: Layout, entries: Mapping[str, FileEntry], paths: list[Path]) -> None:
+def _download(
+    folder: ObjectFolder,
+    layout: Layout,
+    entries: Mapping[str, FileEntry],
+    downloads: ThreadPoolExecutor,
+    paths: list[Path],
+) -> None:
     """Download objects as they are. An object with a wrong length becomes an empty sparse file of its length.
 
     Args:
         folder: the objects of the index.
         layout: layout of the directory for the files.
         entries: the known file entries, by relative path.
+        downloads: the threads that send the requests.
         paths: the files to download.
     """
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        for path in paths:
-            key = layout.relative(check_inside(layout.root, path))
-            info, entry = folder.info(key), entries.get(key)
-            if info is None:
-                continue  # opening the file raises FileNotFoundError
-            is_expected = info.size == entry.bytes if entry else info.size <= _MAX_UNLISTED_BYTES
-            with _writing_to(layout.root), _new_file(path) as file:
-                if is_expected:
-                    copy = functools.partial(_copy, folder, key, file.fileno(), info.size)
-                    list(pool.map(copy, range(0, info.size, CHUNK_BYTES)))
-                else:
-                    with contextlib.suppress(OSError):  # longer than any file; its length stays wrong
-                        os.truncate(file.fileno(), info.size)
+    for path in paths:
+        key = layout.relative(check_inside(layout.root, path))
+        info, entry = folder.info(key), entries.get(key)
+        if info is None:
+            continue  # opening the file raises FileNotFoundError
+        is_expected = info.size == entry.bytes if entry else info.size <= _MAX_UNLISTED_BYTES
+        with _writing_to(layout.root), _new_file(path) as file:
+            if is_expected:
+                copy = functools.partial(_copy, folder, key, file.fileno(), info.size)
+                list(downloads.map(copy, range(0, info.size, CHUNK_BYTES)))
+            else:
+                with contextlib.suppress(OSError):  # longer than any file; its length stays wrong
+                    os.truncate(file.fileno(), info.size)
 
 
 def _new_file(path: Path) -> BinaryIO:

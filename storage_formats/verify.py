@@ -10,7 +10,8 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.row_map import check_row_map
-from storage_formats.format.shard_table import check_shard_tables
+from storage_formats.format.shard_table import FileEntry, check_shard_tables
 from storage_formats.format.tombstones import read_tombstones
 from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.shard_check import Problem, ShardCheck
+from storage_formats.ordered_results import ordered_results
+from storage_formats.shard_check import CheckedShard, Problem, ShardCheck
 from storage_formats.verified_files import VerifiedFiles, verified_files
 from storage_formats.writing.publish import add_counts
 
+_THREADS = 4  # also with fewer CPUs, because the threads mostly wait for data (docs/lab)
 _MAX_ZARR_BYTES = 1 << 20
 _SHARD_TABLE = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
@@ -39,7 +42,8 @@ def verify_index(
 ) -> list[Problem]:
     """Check every file of an index, or a random sample of its shards.
 
-    The objects of an index on an object store are downloaded to the cache directory, one shard at a time, and removed.
+    Threads check up to four shards at the same time. The objects of an index on an object store are downloaded to the
+    cache directory and removed. Only the shards that are being checked take disk space.
 
     Args:
         root: directory of the index, or its URL on an object store.
@@ -83,13 +87,12 @@ def _verify(
         check_shard_tables(root, manifest.shard_tables)
         problems = [*_check_erasure(layout), *_check_metadata(files, manifest.spec)]
         totals = _Totals(Counts(0, 0, 0), Counter())
-        for done, (shard, entries) in enumerate(iter_shard_files(CommittedIndex(layout.root, manifest), shards), 1):
-            check = ShardCheck(layout, manifest, shard, entries)
-            with files.at_hand(entries):
-                problems += check.run()
-            totals = totals.plus(check)
-            if on_progress:
-                on_progress(done, len(shards))
+        with _checked(files, manifest, shards) as checked_shards:
+            for done, checked in enumerate(checked_shards, 1):
+                problems += checked.problems
+                totals = totals.plus(checked)
+                if on_progress:
+                    on_progress(done, len(shards))
     except CorruptIndexError as error:
         problems = [Problem("index.json", "manifest", str(error))]
     else:
@@ -101,6 +104,26 @@ def _verify(
             problems += _check_strays(files, manifest)
         problems += _check_ann(files, manifest, reads_files=sample is None)
     return problems
+
+
+@contextlib.contextmanager
+def _checked(files: VerifiedFiles, manifest: Manifest, shards: Sequence[int]) -> Iterator[Iterator[CheckedShard]]:
+    """Context manager that yields an iterator of the checked `shards`, in their order. Threads check them."""
+    layout = Layout(files.root)
+
+    def check(item: tuple[int, Mapping[str, FileEntry]]) -> CheckedShard:
+        shard_check = ShardCheck(layout, manifest, *item)
+        with files.at_hand(shard_check.files):
+            return shard_check.run()
+
+    with ThreadPoolExecutor(_THREADS, "edje-verify") as pool:
+        try:
+            entries = iter_shard_files(CommittedIndex(layout.root, manifest), shards)
+            yield ordered_results(entries, lambda item: pool.submit(check, item), ahead=2 * _THREADS)
+        except BaseException:
+            files.abandon()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
@@ -135,8 +158,8 @@ class _Totals:
     counts: Counts
     values: Counter[str]
 
-    def plus(self, check: ShardCheck) -> _Totals:
-        return _Totals(add_counts(self.counts, check.counts), self.values + Counter(check.values))
+    def plus(self, checked: CheckedShard) -> _Totals:
+        return _Totals(add_counts(self.counts, checked.counts), self.values + Counter(checked.values))
 
     def problems(self, manifest: Manifest) -> Iterator[Problem]:
         """Yield a problem if the numbers in `manifest` differ from these totals."""

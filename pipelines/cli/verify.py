@@ -26,8 +26,8 @@ from storage_formats.format.object_store import IndexLocation
 def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: bool) -> int:
     """Check every file of INDEX: lengths, checksums, rows and counts.
 
-    INDEX is a directory, or the URL of an index on an object store. The command downloads the objects of one shard at a
-    time, and then the nearest-neighbour index. It keeps none of them.
+    INDEX is a directory, or the URL of an index on an object store. The command downloads the objects of up to four
+    shards at a time, and then the nearest-neighbour index. It keeps none of them.
 
     If zarr-python is installed, the command also checks that zarr-python can open the arrays. The exit code is 1 if
     the command finds a problem.

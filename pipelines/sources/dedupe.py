@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.inputs import InputRef, read_bytes
+from storage_formats.ordered_results import ordered_results
 
 _MAX_THREADS = 8
 _AHEAD = 4  # inputs per thread that are being hashed or wait for the caller
@@ -39,15 +39,9 @@ def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
         TransientInputError: an input cannot be read for a temporary reason.
     """
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
-    pending: deque[Future[InputRef]] = deque()
     with ThreadPoolExecutor(threads, "edje-hash") as pool:
         try:
-            for ref in refs:
-                pending.append(pool.submit(_hash, ref))
-                if len(pending) >= threads * _AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+            yield from ordered_results(refs, lambda ref: pool.submit(_hash, ref), ahead=threads * _AHEAD)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

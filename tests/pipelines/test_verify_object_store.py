@@ -7,6 +7,10 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +20,15 @@ from pipelines import copy_index, delete_rows, quantize_index, repair_index
 from pipelines.jobs.ann import ann_info, run_ann_build, run_ann_tune
 from storage_formats import CorruptIndexError, EdjeError, IndexSpec, UsageError, verify_index
 from storage_formats.format.checksum import json_checksum
+from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.shard_check import ShardCheck
 from storage_formats.verified_files import verified_files
 from storage_formats.verify import Problem
+from tests.command_line import command, environment
 from tests.conftest import write_random_index
 from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
 
@@ -81,12 +88,7 @@ def normal(problem: Problem, root: Path) -> tuple[str, str, str]:
 
 def test_a_sound_index_has_no_problem_and_leaves_no_files(local, run, tmp_path):
     progress = []
-
-    def note(done: int, total: int) -> None:
-        progress.append((done, total))
-        assert not list((tmp_path / "cache").rglob("c.*"))
-
-    assert verify_index(URL, note) == []
+    assert verify_index(URL, lambda done, total: progress.append((done, total))) == []
     assert progress == [(1, 3), (2, 3), (3, 3)]
     assert not list((tmp_path / "cache").glob("verify-*"))
     code, out, error = run("verify", URL, "--json", "--sample", 2)
@@ -132,6 +134,7 @@ def test_a_shard_table_cannot_make_verify_touch_other_files(local, tmp_path):
     layout, manifest = Layout(local), Manifest.load(local)
     lines = [*read_shard_table(local, manifest.shard_table), (0, FileEntry("../outside", 8, 0))]
     lines.append((1, FileEntry(str(outside), 8, 0)))
+    lines.append((1, next(entry for _, entry in lines if entry.path == "tokens/bf16/c.0.0.0")))
     table = write_shard_table(layout, sorted(lines, key=lambda line: (line[0], line[1].path)))
     value = json.loads(layout.manifest.read_text())
     value["shard_table"] = table.to_json()
@@ -139,7 +142,8 @@ def test_a_shard_table_cannot_make_verify_touch_other_files(local, tmp_path):
     put(table.path, (local / table.path).read_bytes())
     put("index.json", json.dumps(value).encode())
     problems = {each.path: each.code for each in verify_index(URL)}
-    assert problems["../outside"] == problems[str(outside)] == "shard-table"
+    assert set(problems) == {"../outside", str(outside), "tokens/bf16/c.0.0.0"}
+    assert set(problems.values()) == {"shard-table"}
     assert outside.read_text() == "precious"
 
 
@@ -217,8 +221,8 @@ def test_web_addresses_are_refused(local, server, run):
     copy_index(local, "s3://public/verified.edje")
     url = f"{server}/public/verified.edje"
     assert run("info", url)[0] == 0
-    for command in ("verify", "repair"):
-        code, _, error = run(command, url, *(["--dry-run"] if command == "repair" else []))
+    for arguments in (["verify"], ["repair", "--dry-run"]):
+        code, _, error = run(*arguments, url)
         assert (code, "copy the index to a directory" in error) == (2, True), error
 
 
@@ -301,6 +305,46 @@ def test_a_disk_without_room_for_a_shard_is_named(local, monkeypatch):
         verify_index(URL)
     with pytest.raises(UsageError, match=f"the embeddings of {URL} need .* bytes of disk, but only 100 are free"):
         run_ann_build(URL, "auto", 0.95, lambda event: None)
+
+
+@pytest.mark.parametrize(("room", "at_once"), [(1, 1), (2, 2), (1000, 3)])
+def test_as_many_shards_are_checked_at_once_as_the_disk_has_room_for(local, monkeypatch, tmp_path, room, at_once):
+    index = CommittedIndex.open(local)
+    entries = dict(iter_shard_files(index, list(index.manifest.spec.shard_numbers())))
+    largest = max(sum(entry.bytes for entry in of_shard.values()) for of_shard in entries.values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, room * largest))
+    lock, run, running, numbers = threading.Lock(), ShardCheck.run, 0, []
+
+    def counted(check):
+        nonlocal running
+        with lock:
+            running += 1
+            numbers.append(running)
+            present = {path.name for path in (tmp_path / "cache").glob("verify-*/rows/*")}
+            assert len(present) <= at_once
+        time.sleep(0.5)
+        checked = run(check)
+        with lock:
+            running -= 1
+        return checked
+
+    monkeypatch.setattr(ShardCheck, "run", counted)
+    assert verify_index(URL) == []
+    assert (len(numbers), max(numbers)) == (3, at_once)
+
+
+def test_ctrl_c_ends_the_downloads_and_removes_their_files(local, server, tmp_path, monkeypatch):
+    with FaultyProxy(server, every(1, "slow", "/c.")).running() as proxy:
+        use_endpoint(monkeypatch, proxy.url)
+        arguments = command("verify", URL, "--quiet")
+        process = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
+        while proxy.count("GET", "/c.") == 0:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (1, "error: interrupted\n")
+    assert not list((tmp_path / "cache").glob("verify-*"))
 
 
 def test_a_repair_needs_room_for_the_embeddings(local, monkeypatch):

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import shutil
+import threading
+import time
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -17,6 +19,7 @@ from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import Manifest, Snapshot
 from storage_formats.format.rows import RowEntry
 from storage_formats.format.shard_table import read_shard_tables, write_shard_table
+from storage_formats.shard_check import ShardCheck
 from storage_formats.verify import sampled_shards
 from tests.conftest import write_random_index
 
@@ -210,3 +213,40 @@ def test_a_sample_reads_only_its_entries_of_the_shard_table(tmp_path, monkeypatc
     monkeypatch.setattr("random.sample", lambda population, count: [17, 150])
     assert verify_index(tmp_path, sample=2) == []
     assert groups[:2] == [8, 75]
+
+
+def test_shards_are_checked_at_the_same_time_and_reported_in_order(copy, monkeypatch):
+    for shard in range(3):
+        Layout(copy).token_shard("bf16", shard).unlink()
+    expected = verify_index(copy)
+    barrier, run, ended = threading.Barrier(3), ShardCheck.run, []
+
+    def run_together(check: ShardCheck):
+        barrier.wait(timeout=30)
+        if "rows/00000000.parquet" in check.files:
+            time.sleep(0.1)
+        checked = run(check)
+        ended.append(checked.shard)
+        return checked
+
+    monkeypatch.setattr(ShardCheck, "run", run_together)
+    steps = []
+    assert verify_index(copy, lambda done, of: steps.append((done, of))) == expected
+    assert [each.path for each in expected] == [f"tokens/bf16/c.{shard}.0.0" for shard in range(3)]
+    assert (ended[-1], steps) == (0, [(1, 3), (2, 3), (3, 3)])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(tmp_path, monkeypatch, error):
+    write_random_index(tmp_path, IndexSpec(60, 1, (1, 16), 6))
+    run, checks = ShardCheck.run, []
+    monkeypatch.setattr(ShardCheck, "run", lambda check: (checks.append(check), run(check))[1])
+
+    def interrupt(done: int, of: int) -> None:
+        time.sleep(0.1)
+        raise error
+
+    with pytest.raises(error):
+        verify_index(tmp_path, interrupt)
+    assert 0 < len(checks) <= 9
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-verify")]

@@ -1,0 +1,30 @@
+"""Results of futures, in the order of the items."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def ordered_results(
+    items: Iterable[_Item], submit: Callable[[_Item], Future[_Result]], *, ahead: int
+) -> Iterator[_Result]:
+    """Yield the result of `submit(item)` for each of `items`, in their order.
+
+    Args:
+        items: the items. They are taken one by one, while the results are consumed.
+        submit: function that starts the work on an item.
+        ahead: number of items that are submitted before the first result is yielded, and kept submitted from then on.
+    """
+    pending: deque[Future[_Result]] = deque()
+    for item in items:
+        pending.append(submit(item))
+        if len(pending) >= ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
