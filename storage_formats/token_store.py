@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,6 +68,7 @@ class TokenStore:
         self.precision = precision
         self._engine = engine
         self._verify_reads = verify_reads
+        self._refreshing = threading.Lock()
         self._view = self._view_of(index)
 
     @classmethod
@@ -112,6 +114,8 @@ class TokenStore:
     def refresh(self) -> int:
         """Switch the store to the current snapshot of the index, and return the number of this snapshot.
 
+        Other threads may use the store meanwhile. A fetch that has begun reads the earlier snapshot.
+
         Raises:
             UsageError: the index no longer has the precision, or another index has replaced the index.
             CorruptIndexError: see `open`.
@@ -126,11 +130,12 @@ class TokenStore:
             >>> store.refresh()
             1
         """
-        before, index = self._view.index.manifest, open_index(self._view.index.location)
-        if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
-            raise UsageError(f"the index at {index.location} was replaced by another index; open the index again")
-        self._view = self._view_of(index, self._view)
-        return index.manifest.snapshot.number
+        with self._refreshing:  # else a slower call could put an older snapshot in place of a newer one
+            before, index = self._view.index.manifest, open_index(self._view.index.location)
+            if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
+                raise UsageError(f"the index at {index.location} was replaced by another index; open the index again")
+            self._view = self._view_of(index, self._view)
+            return index.manifest.snapshot.number
 
     def row_ids(self) -> NDArray[np.int64]:
         """Return the row ids of all rows that are not deleted, int64 [n], ascending. Some of the rows may be holes.

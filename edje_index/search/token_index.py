@@ -6,6 +6,7 @@ A search embeds the text, finds the nearest rows, reads the tokens of these rows
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,7 @@ class TokenIndex:
         self._ann = AnnIndex(index)
         self._store = TokenStore(index, precision)
         self._score = score
+        self._refreshing = threading.Lock()
 
     @property
     def root(self) -> Path:
@@ -133,7 +135,7 @@ class TokenIndex:
     def refresh(self) -> int:
         """Switch to the current snapshot of the index. Return the number of the snapshot.
 
-        Do not call this method while another thread uses the object.
+        Do not call this method while another thread searches. Calls in several threads wait for each other.
 
         Raises:
             UsageError: the index was built again with another model.
@@ -147,8 +149,9 @@ class TokenIndex:
             >>> index.refresh(), 5 in [hit.row_id for hit in index.search("a dog")]
             (1, False)
         """
-        vars(self).update(vars(self.at_current_snapshot()))
-        return self.manifest.snapshot.number
+        with self._refreshing:  # else a slower call could put an older snapshot in place of a newer one
+            vars(self).update(vars(self.at_current_snapshot()), _refreshing=self._refreshing)
+            return self.manifest.snapshot.number
 
     def at_current_snapshot(self) -> TokenIndex:
         """Return this object, or a new object if the index has changed. The new object shares the model.

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -116,6 +118,30 @@ def test_deleted_rows_are_not_returned(index):
         read_rows(root, [0, 4])
     assert verify_index(root) == []
     assert Manifest.load(root).format_version == "1.1"
+
+
+def test_of_two_refreshes_at_the_same_time_the_newer_snapshot_stays(index, monkeypatch):
+    root, _ = index
+    store, has_read, may_go_on = TokenStore.open(root), threading.Event(), threading.Event()
+
+    def slow_at_first(location):
+        opened = CommittedIndex.open(location)
+        if not has_read.is_set():
+            has_read.set()
+            assert may_go_on.wait(30)
+        return opened
+
+    monkeypatch.setattr("storage_formats.token_store.open_index", slow_at_first)
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(store.refresh)
+        assert has_read.wait(30)
+        delete(root, [3])
+        fast = pool.submit(store.refresh)
+        wait([fast], timeout=0.2)
+        may_go_on.set()
+        assert (slow.result(), fast.result()) == (0, 1)
+    with pytest.raises(DeletedRowError):
+        store.fetch([3])
 
 
 def test_deletions_of_rows_that_cannot_be_deleted(index):

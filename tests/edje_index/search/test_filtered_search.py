@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,29 @@ def test_snapshots_of_a_search(photos, tmp_path):
     assert len(earlier.search("a dog", 20, 20)) == 6
     with pytest.raises(UsageError, match="has no snapshot 7"):
         TokenIndex.open(tmp_path / "i", snapshot=7)
+
+
+def test_of_two_refreshes_at_the_same_time_the_newer_snapshot_stays(photos, tmp_path, monkeypatch):
+    shutil.copytree(photos, tmp_path / "i")
+    index, has_read, may_go_on = TokenIndex.open(tmp_path / "i"), threading.Event(), threading.Event()
+
+    def slow_at_first(location):
+        opened = CommittedIndex.open(location)
+        if not has_read.is_set():
+            has_read.set()
+            assert may_go_on.wait(30)
+        return opened
+
+    monkeypatch.setattr("edje_index.search.token_index.open_index", slow_at_first)
+    delete_rows(tmp_path / "i", rows=[1])
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(index.refresh)
+        assert has_read.wait(30)
+        delete_rows(tmp_path / "i", rows=[2])
+        fast = pool.submit(index.refresh)
+        wait([fast], timeout=0.2)
+        may_go_on.set()
+        assert (slow.result(), fast.result(), index.manifest.snapshot.number) == (1, 2, 2)
 
 
 def test_the_command_line(photos, tmp_path, run):
