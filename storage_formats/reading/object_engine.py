@@ -193,7 +193,8 @@ class _ObjectReader:
         except (FileNotFoundError, EOFError) as error:
             raise CorruptIndexError(
                 f"{self._files.url(request.shard)} is missing, or ends before the record at position "
-                f"{request.positions[-1]}; copy the index again from a sound copy"
+                f"{request.positions[-1]}; a later change of the index may have removed it. Call refresh(), or open "
+                "the index again. If the error remains, copy the index again from a sound copy"
             ) from error
         stored = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
         for position, index in zip(request.positions, request.record_indices, strict=True):

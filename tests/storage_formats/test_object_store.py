@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines import copy_index, delete_rows
+from pipelines import copy_index, delete_rows, quantize_index
 from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore, UsageError, read_rows
 from storage_formats.atomic import fsync_path
 from storage_formats.format import mirror, object_store
@@ -152,6 +152,16 @@ def test_a_store_keeps_its_snapshot_until_refresh(own, whole):
         assert same_bits(earlier.fetch([1]), whole["bf16"][[1]])
     with pytest.raises(UsageError, match="has no snapshot 7; its current snapshot is 1"):
         TokenStore.open(url, snapshot=7)
+
+
+def test_a_reader_of_a_dropped_precision_is_told_to_open_the_index_again(own):
+    _, url = own
+    with TokenStore.open(url) as store:
+        quantize_index(url, drop=["bf16"])
+        with pytest.raises(CorruptIndexError, match=r"Call refresh\(\), or open the index again"):
+            store.fetch([1])
+        with pytest.raises(UsageError, match="does not have precision 'bf16'; choose one of: fp8, nvfp4"):
+            store.refresh()
 
 
 def overwrite(url: str, key: str, data: bytes) -> None:
