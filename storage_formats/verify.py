@@ -10,9 +10,9 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,43 +67,126 @@ def verify_index(
         >>> verify_index(example_index())
         []
     """
+    return verify(root, on_progress, sample=sample).problems
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Totals over the rows tables: the numbers of inputs, and of values in each source column."""
+
+    counts: Counts
+    values: Counter[str]
+
+    def plus(self, checked: CheckedShard) -> Totals:
+        return Totals(add_counts(self.counts, checked.counts), self.values + Counter(checked.values))
+
+    def problems(self, manifest: Manifest) -> Iterator[Problem]:
+        """Yield a problem if the numbers in `manifest` differ from these totals."""
+        if self.counts != manifest.counts:
+            message = f"lists the counts {asdict(manifest.counts)}, but the rows tables have {asdict(self.counts)}"
+            yield Problem("index.json", "counts", message)
+            return
+        for column in manifest.columns:
+            values = self.values[column.name]
+            if column.values != values:
+                message = f"lists {column.values} values of column {column.name}, but the rows tables have {values}"
+                yield Problem("index.json", "columns", message)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of a verification, from which a second verification can continue.
+
+    Attributes:
+        problems: all problems that were found.
+        manifest: manifest of the snapshot; None if not all of its files were checked.
+        damaged_shards: numbers of the checked shards with problems, ascending.
+        totals: totals over the rows tables of the checked shards without problems.
+    """
+
+    problems: list[Problem]
+    manifest: Manifest | None = None
+    damaged_shards: Sequence[int] = ()
+    totals: Totals = field(default_factory=lambda: Totals(Counts(0, 0, 0), Counter()))
+
+    def covers(self, manifest: Manifest) -> bool:
+        """Return True if the shards of the snapshot `manifest` are those that were checked."""
+        return self.manifest is not None and self.manifest.shard_tables == manifest.shard_tables
+
+    def sound_ann(self) -> set[FileEntry]:
+        """Return the entries of the files of the nearest-neighbour index that were read and have no problem."""
+        damaged = {problem.path for problem in self.problems}
+        return {entry for entry in self.manifest.ann_files if entry.path not in damaged} if self.manifest else set()
+
+
+def verify(
+    root: IndexLocation,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    sample: float | None = None,
+    earlier: Verification | None = None,
+) -> Verification:
+    """Check an index like `verify_index`, or check again what an earlier verification found damaged.
+
+    Args:
+        root: as for `verify_index`.
+        on_progress: as for `verify_index`.
+        sample: as for `verify_index`.
+        earlier: verification of all shards. The files that were sound then, and that the index still has, are not read
+            again. None checks all files.
+    """
     with contextlib.ExitStack() as opened:
         try:
             files = opened.enter_context(verified_files(root))
             manifest, version = Manifest.load(files.root), files.version()
         except CorruptIndexError as error:
-            return [Problem("index.json", "manifest", str(error))]
-        problems = [files.describe(each) for each in _verify(files, manifest, on_progress, sample=sample)]
+            return Verification([Problem("index.json", "manifest", str(error))])
+        if earlier is not None and earlier.covers(manifest):
+            shards = earlier.damaged_shards
+        else:
+            shards, earlier = sampled_shards(manifest.spec, sample), Verification([])
+        verification = _verify(files, manifest, on_progress, shards, earlier=earlier, checks_all=sample is None)
+        problems = [files.describe(each) for each in verification.problems]
         if problems and files.version() != version:
-            return [Problem("index.json", "changed", "changed while the index was verified; verify the index again")]
-    return problems
+            message = "changed while the index was verified; verify the index again"
+            return Verification([Problem("index.json", "changed", message)])
+    return replace(verification, problems=problems)
 
 
 def _verify(
-    files: VerifiedFiles, manifest: Manifest, on_progress: Callable[[int, int], None] | None, *, sample: float | None
-) -> list[Problem]:
-    root, layout, shards = files.root, Layout(files.root), sampled_shards(manifest.spec, sample)
+    files: VerifiedFiles,
+    manifest: Manifest,
+    on_progress: Callable[[int, int], None] | None,
+    shards: Sequence[int],
+    *,
+    earlier: Verification,
+    checks_all: bool,
+) -> Verification:
+    """Check `shards`, and all files that belong to no shard, apart from those that `earlier` found sound."""
+    root, layout, totals = files.root, Layout(files.root), earlier.totals
+    damaged_shards: list[int] = []
     try:
         check_shard_tables(root, manifest.shard_tables)
         problems = [*_check_erasure(layout), *_check_metadata(files, manifest.spec)]
-        totals = _Totals(Counts(0, 0, 0), Counter())
         with _checked(files, manifest, shards) as checked_shards:
             for done, checked in enumerate(checked_shards, 1):
                 problems += checked.problems
-                totals = totals.plus(checked)
+                if checked.problems:
+                    damaged_shards.append(checked.shard)
+                else:
+                    totals = totals.plus(checked)
                 if on_progress:
                     on_progress(done, len(shards))
     except CorruptIndexError as error:
-        problems = [Problem("index.json", "manifest", str(error))]
-    else:
-        if sample is None and not problems:
-            problems += totals.problems(manifest)
-        problems += _check_tombstones(root, manifest)
-        problems += _check_row_maps(root, manifest)
-        if sample is None:
-            problems += _check_strays(files, manifest)
-        problems += _check_ann(files, manifest, reads_files=sample is None)
-    return problems
+        return Verification([Problem("index.json", "manifest", str(error))])
+    if checks_all and not problems:
+        problems += totals.problems(manifest)
+    problems += _check_tombstones(root, manifest)
+    problems += _check_row_maps(root, manifest)
+    if checks_all:
+        problems += _check_strays(files, manifest)
+    problems += _check_ann(files, manifest, to_read=set(manifest.ann_files) - earlier.sound_ann() if checks_all else ())
+    return Verification(problems, manifest if checks_all else None, damaged_shards, totals)
 
 
 @contextlib.contextmanager
@@ -149,29 +232,6 @@ def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
     positions = sorted(random.sample(range(total), count))
     segments = [bisect.bisect_right(firsts, position) - 1 for position in positions]
     return [ranges[at][position - firsts[at]] for at, position in zip(segments, positions, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """Totals over the rows tables: the numbers of inputs, and of values in each source column."""
-
-    counts: Counts
-    values: Counter[str]
-
-    def plus(self, checked: CheckedShard) -> _Totals:
-        return _Totals(add_counts(self.counts, checked.counts), self.values + Counter(checked.values))
-
-    def problems(self, manifest: Manifest) -> Iterator[Problem]:
-        """Yield a problem if the numbers in `manifest` differ from these totals."""
-        if self.counts != manifest.counts:
-            message = f"lists the counts {asdict(manifest.counts)}, but the rows tables have {asdict(self.counts)}"
-            yield Problem("index.json", "counts", message)
-            return
-        for column in manifest.columns:
-            values = self.values[column.name]
-            if column.values != values:
-                message = f"lists {column.values} values of column {column.name}, but the rows tables have {values}"
-                yield Problem("index.json", "columns", message)
 
 
 def _check_erasure(layout: Layout) -> Iterator[Problem]:
@@ -268,11 +328,11 @@ def _precision_of(path: str) -> str | None:
     return rest.partition("/")[0] if first in ("tokens", "checksums") and "/" in rest else None
 
 
-def _check_ann(files: VerifiedFiles, manifest: Manifest, *, reads_files: bool) -> Iterator[Problem]:
+def _check_ann(files: VerifiedFiles, manifest: Manifest, *, to_read: Container[FileEntry]) -> Iterator[Problem]:
     for entry in manifest.ann_files:
         try:
             is_sound = files.length(entry.path) == entry.bytes
-            if is_sound and reads_files:
+            if is_sound and entry in to_read:
                 with files.at_hand({entry.path: entry}), open_index_file(files.root, files.root / entry.path) as file:
                     is_sound = crc32c_stream(file) == entry.crc32c
         except OSError as error:

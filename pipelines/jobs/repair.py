@@ -77,23 +77,27 @@ def run_repair(
     """
     from storage_formats.format.manifest import CommittedIndex, Manifest
     from storage_formats.verified_files import verified_files
-    from storage_formats.verify import verify_index
+    from storage_formats.verify import verify
     from storage_formats.writing.working_copy import working_copy
+
+    def on_progress(done: int, total: int) -> None:
+        on_event(Progress("verifying", done, total))
 
     with working_copy(location, read_only=dry_run) as copy:
         CommittedIndex.open(copy.root)  # fails before the lock makes a directory
         with contextlib.nullcontext() if dry_run else locked_index(copy.root), verified_files(location) as files:
             if not dry_run:
                 refuse_unfinished_append(Layout(copy.root))
-            problems = verify_index(location, lambda done, total: on_event(Progress("verifying", done, total)))
+            verification = verify(location, on_progress)
+            problems = verification.problems
             index = CommittedIndex(files.root.absolute(), Manifest.load(files.root))
             sources = SourceEncoder(index, model, on_event, should_stop)
             repaired, settled, refusals = _repair(files, index, problems, sources, on_event, dry_run=dry_run)
             repaired += _repair_ann(index, copy, {each.path for each in problems}, on_event, dry_run=dry_run)
     settled |= {file.path for file in repaired}
     if not dry_run and repaired:
-        on_event(StatusMessage("verifying the repaired index"))
-        problems, settled = verify_index(location), set()
+        on_event(StatusMessage("verifying the damaged shards again"))
+        problems, settled = verify(location, on_progress, earlier=verification).problems, set()
     left = [each for each in problems if each.path not in settled]
     return RepairResult(tuple(repaired), (*left, *map(files.describe, refusals)), dry_run)
 
@@ -119,20 +123,22 @@ def _repair(
     repaired, settled = list(_repair_metadata(files, index, damaged, dry_run=dry_run)), set[str]()
     refusals: list[Problem] = []
     shards = _damaged_shards(index, damaged)
-    for done, (shard, entries) in enumerate(shards.items()):
-        on_event(Progress("repairing", done, len(shards)))
-        encode_again = functools.partial(sources.encode, shard)
-        repair = ShardRepair(index, shard, entries, dry_run=dry_run, encode_again=encode_again)
-        with files.at_hand(entries):
-            of_shard = list(repair.run())
-            if not dry_run:
-                files.publish([entries[file.path] for file in of_shard])
-            tokens = {path for path in damaged.intersection(entries) if path.startswith("tokens/")}
-            refusals += sources.problems(shard, tokens - repair.settled)
-        repaired += of_shard
-        settled |= repair.settled
-    with contextlib.suppress(OSError):
-        Layout(index.root).staging.rmdir()
+    try:
+        for done, (shard, entries) in enumerate(shards.items()):
+            on_event(Progress("repairing", done, len(shards)))
+            encode_again = functools.partial(sources.encode, shard)
+            repair = ShardRepair(index, shard, entries, dry_run=dry_run, encode_again=encode_again)
+            with files.at_hand(entries):
+                of_shard = list(repair.run())
+                if not dry_run:
+                    files.publish([entries[file.path] for file in of_shard])
+                tokens = {path for path in damaged.intersection(entries) if path.startswith("tokens/")}
+                refusals += sources.problems(shard, tokens - repair.settled)
+            repaired += of_shard
+            settled |= repair.settled
+    finally:
+        with contextlib.suppress(OSError):
+            Layout(index.root).staging.rmdir()
     return repaired, settled, refusals
 
 

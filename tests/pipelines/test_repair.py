@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 from edje_index import add_ann
 from pipelines import delete_rows, quantize_index, repair_index
-from storage_formats import IndexSpec, verify_index
+from storage_formats import IndexSpec, Manifest, verify_index
+from storage_formats.format.layout import Layout
+from storage_formats.shard_check import ShardCheck
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 32), embed_dim=4)
@@ -121,3 +124,31 @@ def test_an_earlier_snapshot_is_repaired_too(index):
     harm(index / "tokens/fp8/c.1.0", "noise")
     repair_index(index)
     assert verify_index(index) == []
+
+
+def test_only_damaged_shards_are_verified_again(index, monkeypatch):
+    harm(index / "tokens/fp8/c.1.0", "noise")
+    run, shards = ShardCheck.run, []
+
+    def noted(check: ShardCheck):
+        checked = run(check)
+        shards.append(checked.shard)
+        return checked
+
+    monkeypatch.setattr(ShardCheck, "run", noted)
+    assert repair_index(index).left == ()
+    assert sorted(shards[:3]) == [0, 1, 2]
+    assert shards[3:] == [1]
+
+
+def test_wrong_totals_are_found_once_the_damage_is_repaired(index):
+    manifest = Manifest.load(index)
+    replace(manifest, counts=replace(manifest.counts, indexed=18, duplicates=1), ann={"kind": "none"}).write(
+        Layout(index)
+    )
+    shutil.rmtree(index / "ann")
+    harm(index / "tokens/fp8/c.1.0", "noise")
+    assert "counts" not in {problem.code for problem in verify_index(index)}
+    result = repair_index(index)
+    assert [file.path for file in result.repaired] == ["tokens/fp8/c.1.0"]
+    assert [problem.code for problem in result.left] == ["counts"]

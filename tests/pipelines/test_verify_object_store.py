@@ -270,6 +270,17 @@ def test_a_repair_makes_damaged_objects_sound(repairable, run, tmp_path):
     assert (code, json.loads(out)["repaired"]) == (0, []), error
 
 
+def test_a_repair_downloads_sound_files_once(repairable, server, monkeypatch):
+    key = "tokens/int8/c.1.0"
+    put(key, flipped((repairable / key).read_bytes(), 20))
+    with FaultyProxy(server).running() as proxy:
+        use_endpoint(monkeypatch, proxy.url)
+        assert repair_index(URL).left == ()
+        sound = ("tokens/int8/c.0.0", "rows/00000002.parquet", "embeddings/c.0.0", "ann/index.faiss")
+        assert [proxy.count("GET", name) for name in sound] == [1] * 4
+        assert proxy.count("GET", key) == 3
+
+
 def test_an_object_that_only_seems_to_be_the_committed_one_is_replaced(repairable):
     """The damaged object has the length and the recorded checksum of the committed file."""
     key = "tokens/int8/c.0.0"

@@ -20,7 +20,7 @@ from storage_formats.format.manifest import Manifest, Snapshot
 from storage_formats.format.rows import RowEntry
 from storage_formats.format.shard_table import read_shard_tables, write_shard_table
 from storage_formats.shard_check import ShardCheck
-from storage_formats.verify import sampled_shards
+from storage_formats.verify import sampled_shards, verify
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 16), embed_dim=6)
@@ -250,3 +250,18 @@ def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(tmp_path, monk
         verify_index(tmp_path, interrupt)
     assert 0 < len(checks) <= 9
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-verify")]
+
+
+def test_a_verification_of_other_shard_tables_is_not_continued(copy, tmp_path):
+    write_random_index(tmp_path / "other", SPEC, failed=frozenset({3}), duplicates=frozenset({8}), seed=9)
+    earlier = verify(tmp_path / "other")
+    path = Layout(copy).token_shard("bf16", 2)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert verify(copy, earlier=earlier).problems == verify_index(copy) != []
+
+
+def test_a_sample_is_no_verification_to_continue(copy, monkeypatch):
+    monkeypatch.setattr("random.sample", lambda population, count: [0])
+    Layout(copy).token_shard("bf16", 1).unlink()
+    earlier = verify(copy, sample=1)
+    assert "tokens/bf16/c.1.0.0" in {each.path for each in verify(copy, earlier=earlier).problems}
