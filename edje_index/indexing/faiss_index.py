@@ -239,11 +239,14 @@ def _commit_part(layout: Layout, index: FaissIndex, path: Path | None) -> dict[s
     layout.ann.mkdir(parents=True, exist_ok=True)
     temporary = layout.ann / "index.faiss.partial"
     temporary.unlink(missing_ok=True)  # the old file may be a link
-    write_part(index, temporary)
-    fsync_path(temporary)
-    if path is None:
-        path = layout.ann_part(crc32c_file(temporary)[1])
-    temporary.replace(path)
+    try:
+        write_part(index, temporary)
+        fsync_path(temporary)
+        if path is None:
+            path = layout.ann_part(crc32c_file(temporary)[1])
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     fsync_paths([layout.ann])
     return {**FileEntry.of(layout, path).to_json(), "vectors": int(index.ntotal)}
 

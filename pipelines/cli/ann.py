@@ -69,8 +69,8 @@ def build(index: IndexLocation, ann: str, recall: float, quiet: bool, as_json: b
     """
     from pipelines.jobs.ann import run_ann_build
 
-    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, _):
-        built = run_ann_build(index, ann, recall, on_event)
+    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
+        built = run_ann_build(index, ann, recall, on_event, should_stop)
     _show(index, built, as_json)
     if built.recall is not None and float(built.recall["value"]) < recall:
         note(f"the recall is below {recall}; for a higher recall, give --ann a factory string with longer codes")
@@ -116,8 +116,8 @@ def tune(index: IndexLocation, recall: float, quiet: bool, as_json: bool) -> Non
     """
     from pipelines.jobs.ann import run_ann_tune
 
-    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, _):
-        measured = run_ann_tune(index, recall, on_event)
+    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
+        measured = run_ann_tune(index, recall, on_event, should_stop)
     chosen = measured[-1].probes if measured else None
     if as_json:
         print_json({"index": str(index), "probes": chosen, "measurements": [asdict(each) for each in measured]})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.machine import available_memory, free_disk
 from pipelines.progress.events import OnEvent, Progress, progress_callback
+from pipelines.progress.stopping import ShouldStop, stop_at_events
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     from storage_formats.writing.working_copy import WorkingCopy
 
 _SHARDS_PER_DOWNLOAD = 64
+_STOPPED = "stopped; the index was not changed"
 
 
-def run_ann_build(location: IndexLocation, ann: str, recall: float, on_event: OnEvent) -> AnnInfo:
+def run_ann_build(
+    location: IndexLocation, ann: str, recall: float, on_event: OnEvent, should_stop: ShouldStop = lambda: False
+) -> AnnInfo:
     """Build the nearest-neighbour index of the index at `location`, and replace the existing one.
 
     Args:
@@ -28,8 +32,10 @@ def run_ann_build(location: IndexLocation, ann: str, recall: float, on_event: On
         ann: "auto" or a FAISS factory string; see `AnnRequest`.
         recall: target share of the 100 nearest rows that a search finds, between 0 and 1.
         on_event: called with each progress event.
+        should_stop: called after each progress event.
 
     Raises:
+        JobStopped: `should_stop()` returned True. The index was not changed.
         UsageError: there is no index at `location`, `ann` or `recall` is invalid, or the disk is too small.
         CorruptIndexError: the index is damaged.
         EdjeError: another process is changing the index.
@@ -39,6 +45,7 @@ def run_ann_build(location: IndexLocation, ann: str, recall: float, on_event: On
     from edje_index.indexing.faiss_index import AnnRequest, add_ann
     from storage_formats.writing.working_copy import working_copy
 
+    on_event = stop_at_events(on_event, should_stop, _STOPPED)
     with working_copy(location) as copy, _embeddings_at_hand(copy, on_event):
         request = AnnRequest(ann, recall, available_memory())
         built = describe_ann(add_ann(copy.root, request, progress_callback(on_event)))
@@ -46,13 +53,16 @@ def run_ann_build(location: IndexLocation, ann: str, recall: float, on_event: On
     return built
 
 
-def run_ann_tune(location: IndexLocation, recall: float, on_event: OnEvent) -> list[Measurement]:
+def run_ann_tune(
+    location: IndexLocation, recall: float, on_event: OnEvent, should_stop: ShouldStop = lambda: False
+) -> list[Measurement]:
     """Choose the number of inverted lists that a search reads; see `tune_ann`.
 
-    `location` is the directory or URL of the index, as for `run_ann_build`. Return the measurements, the chosen number
-    last. The list is empty if a search reads all embeddings.
+    For the other arguments, see `run_ann_build`. Return the measurements, the chosen number last. The list is empty if
+    a search reads all embeddings.
 
     Raises:
+        JobStopped: `should_stop()` returned True. The index was not changed.
         UsageError: there is no index at `location`, the index has no nearest-neighbour index, `recall` is out of range,
             or the disk is too small.
         CorruptIndexError: the index is damaged.
@@ -62,6 +72,7 @@ def run_ann_tune(location: IndexLocation, recall: float, on_event: OnEvent) -> l
     from edje_index.indexing.faiss_index import tune_ann
     from storage_formats.writing.working_copy import working_copy
 
+    on_event = stop_at_events(on_event, should_stop, _STOPPED)
     with working_copy(location) as copy, _embeddings_at_hand(copy, on_event):
         return tune_ann(copy.root, recall, progress_callback(on_event))
 

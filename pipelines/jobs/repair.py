@@ -13,7 +13,7 @@ from pipelines.jobs.encode_again import SourceEncoder
 from pipelines.jobs.leftovers import refuse_unfinished_append
 from pipelines.jobs.lock import locked_index
 from pipelines.progress.events import OnEvent, Progress, StatusMessage
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.stopping import ShouldStop, stop_at_events
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def run_repair(
     Args:
         location: directory or URL of the index. The objects of an index at a URL are downloaded one shard at a time.
         on_event: function that receives progress events.
-        should_stop: function that is called between batches of images.
+        should_stop: function that is called after each progress event, and between batches of images.
         dry_run: True to find out what can be repaired, without a change to the index.
         model: directory of the model bundle; None selects the bundle that built the index.
 
@@ -79,6 +79,8 @@ def run_repair(
     from storage_formats.verified_files import verified_files
     from storage_formats.verify import verify
     from storage_formats.writing.working_copy import working_copy
+
+    on_event = stop_at_events(on_event, should_stop, "stopped; files that were repaired stay repaired")
 
     def on_progress(done: int, total: int) -> None:
         on_event(Progress("verifying", done, total))

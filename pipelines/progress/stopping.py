@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from pipelines.progress.events import Event, OnEvent
 from storage_formats.errors import EdjeError
 
 ShouldStop = Callable[[], bool]
@@ -35,6 +36,20 @@ def is_stop_request(error: BaseException) -> bool:
     if isinstance(error, JobStopped):
         return error.__cause__ is None or is_stop_request(error.__cause__)
     return isinstance(error, KeyboardInterrupt)
+
+
+def stop_at_events(on_event: OnEvent, should_stop: ShouldStop, message: str) -> OnEvent:
+    """Return a callback that passes each event to `on_event`, for a job that can stop at each of its events.
+
+    Once `should_stop()` returns True, the callback raises JobStopped with `message`.
+    """
+
+    def report(event: Event) -> None:
+        on_event(event)
+        if should_stop():
+            raise JobStopped(message)
+
+    return report
 
 
 class StopFlag:

@@ -28,6 +28,8 @@ from pipelines.jobs.ann import run_ann_build
 from pipelines.jobs.build import run_build
 from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 from pipelines.jobs.snapshots import history, run_delete, run_gc, run_rollback
+from pipelines.progress.events import Event, Progress
+from pipelines.progress.stopping import StopFlag
 from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format import object_store
 from storage_formats.format.index_files import read_index_file
@@ -92,6 +94,11 @@ def keys_of(url: str) -> set[str]:
     return set(ObjectFolder.open(url).list_keys())
 
 
+def objects_of(url: str) -> dict[str, bytes]:
+    folder = ObjectFolder.open(url)
+    return {key: bytes(folder.read_range(key, 0, size)) for key, size in folder.list_sizes().items()}
+
+
 def files_of(index: str | Path, folder: Path) -> dict[str, bytes]:
     """All files of a verified copy, without the times in `rows/` and the checksums that depend on them."""
     copy = folder / f"copy-{next(numbers)}"
@@ -143,6 +150,47 @@ def test_a_deletion_reads_neither_tokens_nor_rows(url, proxy, tmp_path):
     assert [proxy.count("GET", f"{name}/") for name in ("rows", "embeddings")] == [0, 0]
     assert files_of(url, tmp_path).keys() == files_of(tmp_path / "local", tmp_path).keys()
     assert [row["row_id"] for row in read_rows(url).to_pylist()] == [n for n in range(21) if n not in (3, 4)]
+
+
+@pytest.mark.parametrize("activity", ["downloading", "adding embeddings", "measuring the recall"])
+def test_a_stopped_ann_build_changes_nothing(url, tmp_path, activity):
+    run_ann_build(url, "IVF4,Flat", 0.95, lambda event: None)
+    shutil.rmtree(tmp_path / "cache")
+    before, should_stop = objects_of(url), StopFlag()
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Progress) and event.activity == activity:
+            should_stop.set()
+
+    with pytest.raises(JobStopped, match="the index was not changed"):
+        run_ann_build(url, "IVF2,Flat", 0.95, stop, should_stop)
+    assert objects_of(url) == before
+    left = {path.name for path in (tmp_path / "cache/changes").rglob("*") if path.parent.name in ("ann", "build")}
+    assert left == set()
+    assert run_ann_build(url, "IVF2,Flat", 0.95, lambda event: None).factory == "IVF2,Flat"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_ann_build_that_a_signal_ends_changes_nothing(url, tmp_path, proxy, number):
+    before = objects_of(url)
+    proxy.requests.clear()
+    proxy.fault = every(1, "slow", "embeddings/")
+    arguments = command("ann", "build", url, "--ann", "IVF2,Flat")
+    process = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
+    while not proxy.count("GET", "embeddings/"):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode == 1
+        assert error.endswith("error: stopped; the index was not changed\n")
+        assert objects_of(url) == before
+    proxy.fault = lambda method, path: None
+    assert run_ann_build(url, "IVF2,Flat", 0.95, lambda event: None).factory == "IVF2,Flat"
+    assert CLAIM not in keys_of(url)
+    assert verify_index(url) == []
+    assert not list((tmp_path / "cache/changes").rglob("embeddings/.*"))
 
 
 def test_conversions_compactions_rollbacks_and_gc(url, tmp_path):

@@ -145,11 +145,13 @@ def test_a_source_that_cannot_be_read_now_does_not_end_the_repair(index, photos,
     assert contents(index) == before
 
 
-def test_a_stopped_repair_changes_nothing(index):
+@pytest.mark.parametrize("text", ["verifying", "repairing", "encoding rows of shard"])
+def test_a_stopped_repair_changes_nothing(index, text):
     harm(index / FIRST, "missing")
-    damaged = contents(index)
-    with pytest.raises(JobStopped):
-        run_repair(index, lambda event: None, lambda: True)
+    damaged, events = contents(index), []
+    with pytest.raises(JobStopped, match="files that were repaired stay repaired"):
+        run_repair(index, events.append, lambda: text in str(events))
+    assert text in str(events[-1])
     assert contents(index) == damaged
 
 

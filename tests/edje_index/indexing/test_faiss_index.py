@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,19 @@ def test_missing_file_is_one_clear_error(own_root):
     (own_root / "ann" / "index.faiss").unlink()
     with pytest.raises(CorruptIndexError, match="No such file or directory"):
         AnnIndex.open(own_root)
+
+
+def test_a_write_that_fails_leaves_the_index_as_it_was(own_root, monkeypatch):
+    before = {path: path.read_bytes() for path in own_root.rglob("*") if path.is_file()}
+
+    def fill_the_disk(index: faiss.Index, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("edje_index.indexing.faiss_index.write_part", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        add_ann(own_root)
+    assert {path: path.read_bytes() for path in own_root.rglob("*") if path.is_file()} == before
 
 
 def test_the_file_of_another_index_is_refused(own_root, tmp_path):
