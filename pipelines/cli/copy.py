@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import json_option, location, quiet_option
+from pipelines.cli.options import json_option, location, log_option, metrics_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted, human_bytes
 
@@ -17,9 +17,20 @@ from pipelines.progress.wording import counted, human_bytes
 @click.argument("out", type=location)
 @click.option("--snapshot", type=click.IntRange(min=0), help="Snapshot to copy.  [default: the current snapshot]")
 @click.option("--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT.")
+@log_option
+@metrics_option
 @quiet_option
 @json_option
-def copy(index: Path | str, out: Path | str, snapshot: int | None, replace: bool, quiet: bool, as_json: bool) -> None:
+def copy(
+    index: Path | str,
+    out: Path | str,
+    snapshot: int | None,
+    replace: bool,
+    log: Path | None,
+    metrics: Path | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Copy INDEX to OUT, and check every file with its checksum.
 
     INDEX and OUT are directories or URLs. A URL begins with s3://, gs:// or az://. INDEX can also be an http:// or
@@ -41,7 +52,7 @@ def copy(index: Path | str, out: Path | str, snapshot: int | None, replace: bool
     """
     from pipelines.jobs.copy import run_copy
 
-    with running_job(quiet=quiet) as (on_event, should_stop):
+    with running_job(quiet=quiet, log=log, metrics=metrics, index=out) as (on_event, should_stop):
         result = run_copy(index, out, on_event, should_stop, snapshot=snapshot, replace=replace)
     if as_json:
         print_json(asdict(result))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.options import PATH, json_option, log_option, metrics_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
@@ -15,9 +15,13 @@ from pipelines.progress.wording import counted
 @click.command()
 @click.argument("indexes", nargs=-1, required=True, type=PATH, metavar="INDEX...")
 @click.option("--out", required=True, type=PATH, help="New directory for the merged index.")
+@log_option
+@metrics_option
 @quiet_option
 @json_option
-def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> None:
+def merge(
+    indexes: tuple[Path, ...], out: Path, log: Path | None, metrics: Path | None, quiet: bool, as_json: bool
+) -> None:
     """Copy several indexes of the same model into one new index.
 
     All indexes must have the same shard size and precisions. Tokens and embeddings are copied, so the model is not
@@ -35,7 +39,8 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
     from pipelines.jobs.merge import run_merge
     from pipelines.jobs.new_index import partial_directory
 
-    with running_job(quiet=quiet, can_resume=partial_directory(out).exists) as (on_event, should_stop):
+    job = running_job(quiet=quiet, can_resume=partial_directory(out).exists, log=log, metrics=metrics, index=out)
+    with job as (on_event, should_stop):
         result = run_merge(indexes, out, on_event, should_stop)
     if as_json:
         print_json(asdict(result))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import json_option, location, model_option, quiet_option
+from pipelines.cli.options import json_option, location, log_option, metrics_option, model_option, quiet_option
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.wording import counted
 from storage_formats.format.object_store import IndexLocation
@@ -17,9 +17,19 @@ from storage_formats.format.object_store import IndexLocation
 @click.argument("index", type=location)
 @click.option("--dry-run", is_flag=True, help="Show what would be repaired and change nothing.")
 @model_option
+@log_option
+@metrics_option
 @quiet_option
 @json_option
-def repair(index: IndexLocation, dry_run: bool, model: Path | None, quiet: bool, as_json: bool) -> int:
+def repair(
+    index: IndexLocation,
+    dry_run: bool,
+    model: Path | None,
+    log: Path | None,
+    metrics: Path | None,
+    quiet: bool,
+    as_json: bool,
+) -> int:
     """Rebuild damaged or missing files of INDEX from its other files, or from the images.
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
@@ -38,7 +48,8 @@ def repair(index: IndexLocation, dry_run: bool, model: Path | None, quiet: bool,
     """
     from pipelines.jobs.repair import run_repair
 
-    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
+    job = running_job(quiet=quiet, can_resume=lambda: False, log=log, metrics=metrics, index=index)
+    with job as (on_event, should_stop):
         result = run_repair(index, on_event, should_stop, dry_run=dry_run, model=model)
     if as_json:
         print_json(asdict(result))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.options import PATH, json_option, log_option, metrics_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
@@ -15,9 +15,13 @@ from pipelines.progress.wording import counted
 @click.command()
 @click.argument("index", type=PATH)
 @click.argument("outs", nargs=-1, required=True, type=PATH, metavar="OUT...")
+@log_option
+@metrics_option
 @quiet_option
 @json_option
-def split(index: Path, outs: tuple[Path, ...], quiet: bool, as_json: bool) -> None:
+def split(
+    index: Path, outs: tuple[Path, ...], log: Path | None, metrics: Path | None, quiet: bool, as_json: bool
+) -> None:
     """Divide INDEX into several new indexes, for example one per machine.
 
     The command writes one part to each directory OUT. Each part holds consecutive shards, and about the same number of
@@ -40,7 +44,8 @@ def split(index: Path, outs: tuple[Path, ...], quiet: bool, as_json: bool) -> No
     def can_resume() -> bool:
         return any(out.exists() or partial_directory(out).exists() for out in outs)
 
-    with running_job(quiet=quiet, can_resume=can_resume) as (on_event, should_stop):
+    job = running_job(quiet=quiet, can_resume=can_resume, log=log, metrics=metrics, index=index)
+    with job as (on_event, should_stop):
         result = run_split(index, outs, on_event, should_stop)
     if as_json:
         print_json(asdict(result))

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pipelines import delete_rows
 from pipelines.jobs.build import run_build
 from pipelines.progress.event_log import event_log
 from pipelines.progress.events import FinishedShard, PlanReady, Progress, ShardCounts
 from pipelines.progress.metrics_file import STATES, JobMetrics, metrics_file
 from pipelines.progress.stopping import JobStopped, StopFlag
+from storage_formats import IndexSpec
 from storage_formats.errors import UsageError
+from tests.conftest import write_random_index
 from tests.pipelines.test_event_log import Clock, lines
 
 
@@ -45,6 +48,31 @@ def test_a_build_and_its_dry_run_write_metrics_and_log(run, photos, tiny_bundle,
     assert values["stage_seconds", "encode"] > 0
     assert values["start_seconds", ""] > 1.7e9
     assert [path.name for path in tmp_path.glob("a.prom*")] == ["a.prom"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "index"),
+    [
+        (["compact", "a"], "a"),
+        (["merge", "a", "b", "--out", "c"], "c"),
+        (["split", "a", "c", "d"], "a"),
+        (["copy", "a", "c"], "c"),
+        (["repair", "a"], "a"),
+    ],
+)
+def test_the_commands_without_a_model_write_metrics_and_log(run, tmp_path, monkeypatch, arguments, index):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_random_index(tmp_path / name, IndexSpec(rows=16, shard_size=8, block_shape=(2, 8), embed_dim=4))
+    delete_rows("a", rows=[1])
+    code, _, error = run(*arguments, "--quiet", "--metrics", "m.prom", "--log", "log")
+    assert code == 0, error
+    finished = f'edje_job_state{{command="{arguments[0]}",index="{index}",state="finished"}} 1.0'
+    assert finished in (tmp_path / "m.prom").read_text()
+    assert 'edje_job_done{activity="' in (tmp_path / "m.prom").read_text()
+    events = [line["event"] for line in lines(tmp_path / "log")]
+    assert (events[0], events[-1]) == ("start", "end")
+    assert "progress" in events
 
 
 def test_the_file_is_replaced_every_ten_seconds(tmp_path):
