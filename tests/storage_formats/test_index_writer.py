@@ -251,7 +251,7 @@ def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(tmp
 
 
 def test_memory_is_bounded_by_a_shard(tmp_path):
-    """200 shards of 1 MB each, written by a process whose peak grows by far less."""
+    """80 shards of 1 MB each, written by a process whose peak grows by far less."""
     script = """
 import resource, sys
 import numpy as np
@@ -261,12 +261,12 @@ from storage_formats.format.manifest import CommittedIndex
 blocks = np.ones((256, 32, 64), dtype=np.float32)
 with IndexWriter.create(sys.argv[1], block_shape=(32, 64), embed_dim=8, shard_size=256) as writer:
     peaks = []
-    for _ in range(200):
+    for _ in range(80):
         writer.append(blocks, blocks[:, 0, :8])
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-print(peaks[-1] - peaks[20])
+print(peaks[-1] - peaks[10])
 """
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", script, str(tmp_path / "index")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 30 * 1024  # KiB
+    assert int(done.stdout) < 20 * 1024  # KiB

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -11,85 +13,100 @@ from edje_index.models.clip_model import build_visual
 from edje_index.models.vision_tower import VisionTower, vision_tower
 from tests.edje_index.towers import clip_config, published_config, random_clip, random_pixels, timm_config
 
-SIGLIP = timm_config("vit_tiny_patch16_224", 224)
-DINO = timm_config("vit_small_patch14_reg4_dinov2", 518, pool="token", embed_dim=384)
-SMALL = [clip_config(), SIGLIP]
-REAL = [published_config("ViT-B-32"), published_config("ViT-B-16-SigLIP2")]
+CONFIGS = {
+    "clip": clip_config(),
+    "siglip": timm_config("test_vit3", 64, embed_dim=96),
+    "dino": timm_config("vit_small_patch14_reg4_dinov2", 56, pool="token", embed_dim=384),
+}
+FULL_SIZE = {
+    "full-clip": published_config("ViT-B-32"),
+    "full-siglip": published_config("ViT-B-16-SigLIP2"),
+    "full-dino": timm_config("vit_small_patch14_reg4_dinov2", 518, pool="token", embed_dim=384),
+}
 TOLERANCE = 1e-5
 
 
-def ids(config: ClipConfig) -> str:
-    return config.name
+@dataclass(frozen=True)
+class Case:
+    """A model with random weights, and the tower made from its image half."""
+
+    config: ClipConfig
+    model: torch.nn.Module
+    tower: VisionTower
 
 
-def tower_and_model(config: ClipConfig) -> tuple[VisionTower, torch.nn.Module]:
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest) -> Case:
+    config = (CONFIGS | FULL_SIZE)[request.param]
     model = random_clip(config)
-    return vision_tower(model.visual), model
+    return Case(config, model, vision_tower(model.visual))
 
 
-@pytest.mark.parametrize("config", [*SMALL, *REAL], ids=ids)
+def with_models(*names: str) -> pytest.MarkDecorator:
+    """Run a test with the models `names`. Those of full size are slow."""
+    marks = {name: pytest.mark.slow if name in FULL_SIZE else () for name in names}
+    return pytest.mark.parametrize("case", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)
+
+
+@with_models("clip", "siglip", "dino", "full-clip", "full-siglip")
 @torch.inference_mode()
-def test_embedding_is_encode_image(config: ClipConfig) -> None:
-    tower, model = tower_and_model(config)
-    pixels = random_pixels(config)
-    _, embedding = tower.encode(pixels)
-    torch.testing.assert_close(embedding, model.encode_image(pixels, normalize=True), atol=TOLERANCE, rtol=0)
+def test_embedding_is_encode_image(case: Case) -> None:
+    pixels = random_pixels(case.config)
+    _, embedding = case.tower.encode(pixels)
+    torch.testing.assert_close(embedding, case.model.encode_image(pixels, normalize=True), atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(embedding.norm(dim=1), torch.ones(2))
-    assert embedding.shape[1] == tower.embed_dim == config.embed_dim
+    assert embedding.shape[1] == case.tower.embed_dim == case.config.embed_dim
 
 
-@pytest.mark.parametrize("config", [SIGLIP, REAL[1], DINO], ids=ids)
+@with_models("siglip", "dino", "full-siglip", "full-dino")
 @torch.inference_mode()
-def test_timm_patches_are_the_last_hidden_state_without_prefix(config: ClipConfig) -> None:
-    tower, model = tower_and_model(config)
-    trunk = model.visual.trunk
-    pixels = random_pixels(config, count=1)
-    patches, _ = tower.encode(pixels)
+def test_timm_patches_are_the_last_hidden_state_without_prefix(case: Case) -> None:
+    trunk = case.model.visual.trunk
+    pixels = random_pixels(case.config, count=1)
+    patches, _ = case.tower.encode(pixels)
     last = len(trunk.blocks) - 1
     expected = trunk.forward_intermediates(
         pixels, indices=[last], norm=True, output_fmt="NLC", intermediates_only=True
     )[0]
     torch.testing.assert_close(patches, expected, atol=TOLERANCE, rtol=0)
-    assert patches.shape == (1, tower.num_patches, tower.patch_dim)
+    assert patches.shape == (1, case.tower.num_patches, case.tower.patch_dim)
 
 
-@pytest.mark.parametrize("config", [clip_config(), REAL[0]], ids=ids)
+@with_models("clip", "full-clip")
 @torch.inference_mode()
-def test_clip_patches_are_the_input_of_the_last_layer_without_class_token(config: ClipConfig) -> None:
-    tower, model = tower_and_model(config)
+def test_clip_patches_are_the_input_of_the_last_layer_without_class_token(case: Case) -> None:
     seen: list[torch.Tensor] = []
-    last = model.visual.transformer.resblocks[-1]
+    last = case.model.visual.transformer.resblocks[-1]
     handle = last.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    pixels = random_pixels(config)
-    patches, _ = tower.encode(pixels)
+    pixels = random_pixels(case.config)
+    patches, _ = case.tower.encode(pixels)
     handle.remove()
     assert len(seen) == 1, "one pass of the tower gives both"
     torch.testing.assert_close(patches, seen[0][:, 1:], atol=0, rtol=0)
-    assert patches.shape == (2, tower.num_patches, tower.patch_dim)
+    assert patches.shape == (2, case.tower.num_patches, case.tower.patch_dim)
 
 
-@pytest.mark.parametrize("config", SMALL, ids=ids)
+@with_models("clip", "siglip")
 @torch.inference_mode()
-def test_image_tower_alone_is_the_same_as_in_the_whole_model(config: ClipConfig) -> None:
-    whole, model = tower_and_model(config)
-    visual = build_visual(config)
-    visual.load_state_dict(model.visual.state_dict(), strict=True)
+def test_image_tower_alone_is_the_same_as_in_the_whole_model(case: Case) -> None:
+    visual = build_visual(case.config)
+    visual.load_state_dict(case.model.visual.state_dict(), strict=True)
     alone = vision_tower(visual)
-    pixels = random_pixels(config)
-    for left, right in zip(whole.encode(pixels), alone.encode(pixels), strict=True):
+    pixels = random_pixels(case.config)
+    for left, right in zip(case.tower.encode(pixels), alone.encode(pixels), strict=True):
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize(("config", "heads"), [(clip_config(), 2), (SIGLIP, 3)], ids=["clip", "siglip"])
+@pytest.mark.parametrize(("case", "heads"), [("clip", 2), ("siglip", 3)], indirect=["case"])
 @torch.inference_mode()
-def test_attention_is_that_of_the_last_layer(config: ClipConfig, heads: int) -> None:
+def test_attention_is_that_of_the_last_layer(case: Case, heads: int) -> None:
     """Compare with PyTorch's own multi-head attention, which can return its weights."""
-    tower, model = tower_and_model(config)
-    pixels = random_pixels(config)
+    tower = case.tower
+    pixels = random_pixels(case.config)
     patches, embedding, received = tower.encode_with_attention(pixels)
     for left, right in zip(tower.encode(pixels), (patches, embedding), strict=True):
         torch.testing.assert_close(left, right, atol=TOLERANCE, rtol=0)
-    weights = _last_layer_attention(model, pixels, heads)
+    weights = _last_layer_attention(case.model, pixels, heads)
     assert tower.num_heads == heads
     torch.testing.assert_close(received, weights.mean(dim=(1, 2))[:, -tower.num_patches :], atol=1e-6, rtol=0)
 
@@ -111,7 +128,7 @@ def _last_layer_attention(model: torch.nn.Module, pixels: torch.Tensor, heads: i
 
 
 def test_reads_sizes_and_freezes() -> None:
-    tower, _ = tower_and_model(clip_config())
+    tower = vision_tower(random_clip(clip_config()).visual)
     assert (tower.patch_dim, tower.num_patches, tower.image_size) == (32, 16, (32, 32))
     assert not any(p.requires_grad for p in tower.parameters())
     assert not tower.training
