@@ -21,6 +21,9 @@ def _run(arguments: list[str], output: str) -> int:
 
 
 def _serve(output: str) -> None:
+    import edje_index.indexing.faiss_index
+    import edje_index.indexing.image_encoder  # noqa: F401
+    import pipelines.cli.main
     import pipelines.jobs.append
     import pipelines.jobs.build
     import pipelines.jobs.compact
