@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import threading
@@ -118,3 +119,9 @@ class FileWorker:
 
 def broken_worker():
     raise RuntimeError("no such weights")
+
+
+def run_jobs(engine, folder, jobs, *, on_progress=lambda _: None, should_stop=lambda: False):
+    """Outcomes of `jobs` on workers that leave their traces in `folder`."""
+    make_worker = functools.partial(FileWorker, str(folder))
+    return engine.run(make_worker, jobs, on_progress=on_progress, should_stop=should_stop)
