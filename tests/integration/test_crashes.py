@@ -93,17 +93,19 @@ def ray_leftovers(before: set[int]) -> list[tuple[int, list[str]]]:
 LIFETIME = {"driver": 6.0, "inline": 3.0, "worker": 3.0, "raylet": 4.0}
 
 
-def crash_and_resume(case: Path, out: Path, kind: str, chance: random.Random) -> None:
+def crash_and_resume(case: Path, out: Path, kind: str, chance: random.Random, *, workers: int = 2) -> None:
     """Kill a process of `kind` in a new build at a random moment, resume, and compare with the calm build.
 
+    A build whose worker is killed ends by itself: another worker indexes the shard.
     A kill that comes too late, when the build is done, does not count: the build is begun anew with an earlier one.
     """
     delay = chance.uniform(0, LIFETIME[kind])
     for _ in range(5):
-        process = start(build(case, out, "inline" if kind == "inline" else "ray", workers=chance.choice([1, 2])))
+        process = start(build(case, out, "inline" if kind == "inline" else "ray", workers))
         hit = kill_once(process, "driver" if kind == "inline" else kind, delay)
-        process.wait(timeout=180)
+        code = process.wait(timeout=180)
         if hit:
+            assert code == 0 or kind != "worker"
             break
         shutil.rmtree(out)
         delay /= 2
@@ -119,7 +121,8 @@ def test_a_killed_build_resumes_to_the_same_bytes(case, tmp_path, kind):
     crash_and_resume(case, tmp_path / "index", kind, random.Random(1))
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_engines_and_workers_give_the_same_bytes(case, tmp_path, workers):
     result = run_process(*build(case, tmp_path / "index", "ray", workers))
     assert result["failed"] == 16
@@ -131,7 +134,7 @@ def test_engines_and_workers_give_the_same_bytes(case, tmp_path, workers):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", ["worker", "raylet", "driver", "inline"])
 def test_twenty_kills_at_random_moments(case, tmp_path, kind, seed):
-    crash_and_resume(case, tmp_path / "index", kind, random.Random(f"{kind} {seed}"))
+    crash_and_resume(case, tmp_path / "index", kind, random.Random(f"{kind} {seed}"), workers=1 + seed % 2)
 
 
 @pytest.mark.slow
