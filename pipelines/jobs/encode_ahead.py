@@ -82,9 +82,9 @@ class EncodingAhead:
 
     def __init__(self, config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop) -> None:
         self._config, self._on_event = config, on_event
-        self._stopped = threading.Event()
+        self._stopped, self._ended = threading.Event(), threading.Event()
         self._should_stop: ShouldStop = lambda: self._stopped.is_set() or should_stop()
-        self._thread: threading.Thread | None = None
+        self._is_started = False
         self._tasks: deque[AheadTask] = deque()
         self._messages: deque[str] = deque()
         self._encoded: dict[int, int] = {}  # number of rows by shard
@@ -95,8 +95,8 @@ class EncodingAhead:
         Args:
             build: build with the settings of the plan. Its inputs are not used.
         """
-        self._thread = threading.Thread(target=self._run, args=(build,), name="edje-encode-ahead")
-        self._thread.start()
+        threading.Thread(target=self._run, args=(build,), name="edje-encode-ahead").start()
+        self._is_started = True
         root, plan = self._config.out, build.plan
         threads, reserve = decode_threads(plan.settings, build.workers), free_disk(root) // 2
 
@@ -122,13 +122,13 @@ class EncodingAhead:
     ) -> None:
         from storage_formats.writing.pieces import rows_in_pieces
 
-        if self._thread is None:
+        if not self._is_started:
             return
         try:
             self._stopped.set()
-            self._thread.join()
+            self._ended.wait()  # `Thread.join` of Python 3.11 would count the thread as ended after an interrupt
         finally:
-            self._thread.join()  # also after a second Ctrl-C, because the build keeps the lock of the index so long
+            self._ended.wait()  # also after a second Ctrl-C, because the build keeps the lock of the index so long
         self._tasks.clear()  # frees the memory for the build, during which this object exists
         self._show_messages()
         rows = rows_in_pieces(Layout(self._config.out), ())
@@ -141,15 +141,16 @@ class EncodingAhead:
             self._on_event(StatusMessage(self._messages.popleft()))
 
     def _run(self, build: PreparedBuild) -> None:
-        self._stopped.wait(PATIENCE_SECONDS)
-        while not self._tasks and not self._should_stop():  # the engine starts when there is something to encode
-            self._stopped.wait(_POLL_SECONDS)
-        if self._should_stop():
-            return
         try:
-            self._encode(build)
+            self._stopped.wait(PATIENCE_SECONDS)
+            while not self._tasks and not self._should_stop():  # the engine starts when there is something to encode
+                self._stopped.wait(_POLL_SECONDS)
+            if not self._should_stop():
+                self._encode(build)
         except Exception as error:
             self._messages.append(f"the encoding during the listing ended: {describe_error(error)}")
+        finally:
+            self._ended.set()
 
     def _encode(self, build: PreparedBuild) -> None:
         from edje_index.indexing.attempts import forget_attempt, forget_attempts

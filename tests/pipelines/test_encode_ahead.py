@@ -222,18 +222,21 @@ def test_the_limit_of_failures_counts_rows_that_were_encoded_ahead(listed, tmp_p
     assert sorted(encoded) == [8, 9]
 
 
-def test_a_second_interrupt_leaves_no_thread_behind(config, monkeypatch):
-    ended = []
+@pytest.mark.parametrize("pause", [0.0, 0.1])  # the interrupt comes before or while the build waits for the engine
+def test_a_second_interrupt_leaves_no_engine_behind(listed, tmp_path, impatient, monkeypatch, pause):
+    started, ended = threading.Event(), []
 
-    def run(ahead, _build):
+    def encode(ahead, _build):
+        started.set()
         ahead._stopped.wait()
+        time.sleep(pause)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.2)
         ended.append(True)
 
-    monkeypatch.setattr(encode_ahead.EncodingAhead, "_run", run)
+    monkeypatch.setattr(encode_ahead.EncodingAhead, "_encode", encode)
     with pytest.raises(KeyboardInterrupt):
-        run_build(config(), ignore)
+        listed(tmp_path / "index", rows=4, until=started.is_set)
     assert ended == [True]
 
 
