@@ -41,7 +41,7 @@ def test_a_file_sets_defaults_and_the_command_line_wins(defaults):
     values = values_of(path, "build", "photos", "--workers", "5")
     assert (str(values["out"]), values["workers"], values["shard_size"]) == ("x.edje", 5, 7)
     assert (tuple(values["precisions"]), values["dedupe"]) == (("fp8", "bf16"), True)
-    assert values["batch_size"] == 32
+    assert values["truncated"] == "fail"
     assert tuple(values_of(path, "build", "photos", "--precision", "int8")["precisions"]) == ("int8",)
 
 
