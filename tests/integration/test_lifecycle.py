@@ -219,9 +219,9 @@ def write_photos(folder: Path, photos: list[int]) -> Path:
     return folder
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> Iterator[ForkingCli]:
-    forking = ForkingCli(tmp_path)
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkingCli]:
+    forking = ForkingCli(tmp_path_factory.mktemp("cli"))
     yield forking
     forking.close()
 
