@@ -33,6 +33,7 @@ def make_synthetic(
     *,
     embeddings: DrawEmbeddings | None = None,
     on_progress: OnProgress | None = None,
+    uri_prefix: str = "synthetic:",
 ) -> Manifest:
     """Write a finished index of random tokens. Equal `spec` and `seed` give equal tokens.
 
@@ -44,6 +45,7 @@ def make_synthetic(
         seed: seed of the random numbers.
         embeddings: function that draws the embeddings of a shard; None draws them uniformly from the unit sphere.
         on_progress: called after each shard.
+        uri_prefix: text before the row id in the uri of each row.
 
     Raises:
         UsageError: `out` is not empty.
@@ -54,7 +56,7 @@ def make_synthetic(
     plan = hashlib.sha256(f"synthetic {spec} {seed}".encode()).hexdigest()
     receipts = []
     for shard in range(spec.shards):
-        receipts.append(_write_shard(out, spec, shard, seed, plan, embeddings))
+        receipts.append(_write_shard(out, spec, shard, seed, plan, embeddings, uri_prefix))
         if on_progress:
             on_progress("writing shards", shard + 1, spec.shards)
     provenance = Provenance({"fingerprint": "synthetic"}, {"seed": seed}, plan)
@@ -62,7 +64,7 @@ def make_synthetic(
 
 
 def _write_shard(
-    out: Path, spec: IndexSpec, shard: int, seed: int, plan: str, embeddings: DrawEmbeddings | None
+    out: Path, spec: IndexSpec, shard: int, seed: int, plan: str, embeddings: DrawEmbeddings | None, uri_prefix: str
 ) -> ShardReceipt:
     rng = np.random.default_rng([seed, shard])
     rows = spec.shard_rows(shard)
@@ -73,7 +75,7 @@ def _write_shard(
             tokens = rng.standard_normal((count, *spec.block_shape), dtype=np.float32).astype(BF16)
             vectors = _unit_vectors(rng, count, spec.embed_dim) if drawn is None else drawn[start : start + count]
             writer.put(np.arange(start, start + count), tokens, vectors)
-        table = rows_table([RowEntry(row, f"synthetic:{row}") for row in rows])
+        table = rows_table([RowEntry(row, f"{uri_prefix}{row}") for row in rows])
         return writer.commit(table, plan, {})
 
 

@@ -234,7 +234,7 @@ class SmallData:
             items = read_captions(file)
             first = half * (len(items) // 2)
             items = items[first : first + min(self.photos, len(items) // 2)]
-            lines = [json.dumps({"image": str(item.path), "captions": item.captions}) + "\n" for item in items]
+            lines = [json.dumps({"image": item.path, "captions": item.captions}) + "\n" for item in items]
             self.folder.mkdir(parents=True, exist_ok=True)
             part.write_text("".join(lines))
         return Captions((part,), self.root)

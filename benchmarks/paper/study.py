@@ -124,7 +124,7 @@ class Study:
         path = self.steps.folder / "lists" / f"{name}-{split or 'all'}.jsonl"
         if not path.exists():
             items = (item for file in captions.files for item in read_captions(file, captions.images, split))
-            images = dict.fromkeys(str(item.path) for item in items)
+            images = dict.fromkeys(item.path for item in items)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomic(path, "".join(json.dumps({"path": image}) + "\n" for image in images).encode())
         return path

@@ -89,13 +89,16 @@ def match_items(
     return MatchedRows(rows, reasons, truncated)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Match:
     """The index row of a name. If the image failed in the build, `row_id` is -1 and `reason` is set."""
 
     row_id: int
     reason: str | None = None
     truncated: bool = False
+
+
+_NOT_REQUESTED = _Match(-1)
 
 
 def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], bytes]) -> list[_Match | None]:
@@ -106,18 +109,18 @@ def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], byte
         names: names to look up.
         convert: function that is applied to each name in `table` before the comparison.
     """
-    names_of_texts = {display_path(name).encode(): name for name in names}
-    requested = set(names)
-    matches: dict[bytes, _Match] = {}
+    names_of_texts = {text: name for name in names if (text := display_path(name).encode()) != name}
+    matches: dict[bytes, _Match | None] = dict.fromkeys(names)
     duplicates: dict[int, list[_Match]] = {}
     for row in _lines(table):
         name = _row_name(row, convert, names_of_texts)
-        if name not in requested or name in matches:
+        if matches.get(name, _NOT_REQUESTED) is not None:
             continue
         indexed = row["status"] == INDEXED
-        matches[name] = _Match(row["row_id"] if indexed else -1, row["reason"], indexed and row["detail"] is not None)
+        match = _Match(row["row_id"] if indexed else -1, row["reason"], indexed and row["detail"] is not None)
+        matches[name] = match
         if row["status"] == DUPLICATE:
-            duplicates.setdefault(row["duplicate_of"], []).append(matches[name])
+            duplicates.setdefault(row["duplicate_of"], []).append(match)
     _follow_duplicates(table, duplicates)
     return [matches.get(name) for name in names]
 
@@ -127,13 +130,15 @@ def _lines(table: pa.Table) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
-def _row_name(
-    row: dict[str, Any], convert: Callable[[bytes], bytes], names_of_texts: dict[bytes, bytes]
-) -> bytes | None:
-    """Return the name of a row as bytes, converted with `convert`. Return None if no requested name matches."""
+def _row_name(row: dict[str, Any], convert: Callable[[bytes], bytes], names_of_texts: dict[bytes, bytes]) -> bytes:
+    """Return the name of a row as bytes, converted with `convert`.
+
+    `names_of_texts` are the requested names that are not UTF-8, by the text that the rows table has instead.
+    """
     is_member = "!" in row["uri"]  # for a member, `uri_raw` is the name of the archive
     if row["uri_raw"] is None or is_member:
-        return names_of_texts.get(convert(row["uri"].encode()))
+        text = convert(row["uri"].encode())
+        return names_of_texts.get(text, text)
     return convert(row["uri_raw"])
 
 

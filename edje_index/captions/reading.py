@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from storage_formats.errors import UsageError
 _PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CaptionedImage:
     """One image and its captions.
 
@@ -39,7 +39,7 @@ class CaptionedImage:
     """
 
     image: str
-    path: Path
+    path: str  # not a Path, which would take more memory than all other attributes
     captions: tuple[str, ...]
     split: str | None
     image_id: str
@@ -97,10 +97,10 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
 
 
 def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:
-    path = record.path or folder / record.image
+    path = record.path or os.path.join(folder, record.image)
     return CaptionedImage(
         image=record.image,
-        path=Path(os.path.normpath(path)),
+        path=os.path.normpath(path),
         captions=record.captions,
         split=record.split,
         image_id=record.image_id or record.image,
@@ -109,7 +109,7 @@ def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:
 
 def _merged(items: Iterable[CaptionedImage]) -> list[CaptionedImage]:
     """Merge items of the same image and split. A merged item has the position of its first part."""
-    merged: dict[tuple[Path, str | None], CaptionedImage] = {}
+    merged: dict[tuple[str, str | None], CaptionedImage] = {}
     for item in items:
         key = (item.path, item.split)
         first = merged.get(key)
@@ -126,14 +126,15 @@ def _of_split(items: list[CaptionedImage], parts: frozenset[str], split: str, fi
     return kept
 
 
-def check_apart(train: Iterable[CaptionedImage], dev: Iterable[CaptionedImage]) -> None:
+def check_apart(train: Iterable[CaptionedImage], dev: Sequence[CaptionedImage]) -> None:
     """Check that no image is in both the training set and the development set.
 
     Raises:
         UsageError: an image is in both sets.
     """
-    train_paths = {item.path for item in train}
-    shared = [item.image for item in dev if item.path in train_paths]
+    dev_paths = {item.path for item in dev}
+    shared_paths = {item.path for item in train if item.path in dev_paths}
+    shared = [item.image for item in dev if item.path in shared_paths]
     if shared:
         raise UsageError(
             f"{len(shared):,} images are in both the training set and the development set, for example "

@@ -1,4 +1,4 @@
-"""Runs one task per shard on an engine, for builds, appends and conversions.
+"""Runs one task per shard on an engine, for builds, changes, conversions and the preparation of captions.
 
 A shard is finished once its receipt is stored. A resumed job runs only shards without a receipt.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """A job that runs one task for each shard of an index.
+    """A job that runs one task for each shard of an index, or of the captions to train on.
 
     Attributes:
         activity: name of the job in progress events, such as "indexing".
@@ -51,6 +51,7 @@ class ShardJob:
             raise FailedInputsError.
         on_lost_machine: function that is called with the number of a shard whose machine was lost, before the shard
             runs again.
+        unit: word for one row in messages, in the singular.
     """
 
     activity: str
@@ -63,6 +64,7 @@ class ShardJob:
     rows_in_pieces: Callable[[Container[int]], int] = lambda finished_shards: 0
     on_receipt: Callable[[ShardReceipt], None] = lambda receipt: None
     on_lost_machine: Callable[[int], None] = lambda shard: None
+    unit: str = "row"
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
     except (EdjeError, OSError) as error:
         rows = sum(receipt.rows for receipt in receipts.values()) + job.rows_in_pieces(receipts)
         raise JobStopped(
-            f"{describe_error(error)}; {rows:,} of {counted(job.rows, 'row')} are kept, {len(receipts):,} of "
+            f"{describe_error(error)}; {rows:,} of {counted(job.rows, job.unit)} are kept, {len(receipts):,} of "
             f"{counted(len(job.shards), 'shard')} are finished"
         ) from error
 

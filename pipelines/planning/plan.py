@@ -29,6 +29,16 @@ _BATCH_SIZES = {"cpu": 8, "cuda": 32}  # of larger batches, the activations do n
 _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
 
 
+def default_device() -> str:
+    """Return the device that "auto" selects on this machine."""
+    return "cuda" if cuda_devices() else "cpu"
+
+
+def default_threads() -> int:
+    """Return the number of CPU threads per worker if the request names none."""
+    return min(usable_cpus(), _MAX_THREADS)
+
+
 @dataclass(frozen=True)
 class BuildSettings:
     """The settings of a `BuildConfig` that affect the stored bytes. Actual values replace "auto" and other defaults."""
@@ -60,13 +70,13 @@ class BuildSettings:
 
         device, dtype, threads = config.device, config.dtype, config.threads
         if device == "auto":
-            device = stored.device if stored else "cuda" if cuda_devices() else "cpu"
+            device = stored.device if stored else default_device()
         if dtype is None or dtype == "auto":
             # Without "auto", equal devices choose alike, so that the bytes do not depend on the model of the CPU.
             is_fast = device == "cuda" or (dtype == "auto" and has_bfloat16())
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
-            threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
+            threads = stored.threads if stored else default_threads()
         batch_size = config.batch_size or (stored.batch_size if stored else _BATCH_SIZES[device])
         return cls(
             sources=tuple(absolute_spec(source) for source in config.sources),

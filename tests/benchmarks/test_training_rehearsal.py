@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.training_rehearsal import rehearse
+from benchmarks.training_rehearsal import STAGES, Rehearsal, rehearse
 from edje_index.training.data.dataset import TrainingData
 
 
 @pytest.mark.slow
 def test_every_stage_is_measured(tmp_path):
-    stages = list(rehearse(tmp_path, 2000))
-    assert [name for name, _, _ in stages] == ["index", "preparation", "sampling and mining"]
-    assert all(0 < peak < 4 for _, _, peak in stages)
+    stages = dict(rehearse(Rehearsal(tmp_path), 2000))
+    assert tuple(stages) == STAGES
+    for cost in stages.values():
+        assert 0 < cost["stdout"]["imported"] < 2e9
+        assert 0 < cost["peak_pss"] < 4e9
+        assert cost["stdout"]["seconds"] > 0
     assert TrainingData.open(tmp_path / "data").pairs("captions") == 2000

@@ -61,5 +61,5 @@ def coloured_items(folder: Path, count: int) -> list[CaptionedImage]:
         path = folder / f"{number}.png"
         Image.fromarray(np.clip(np.array(COLOURS[colour]) + noise, 0, 255).astype(np.uint8)).save(path)
         captions = (f"{colour} picture", f"a {colour} thing number {number}")
-        items.append(CaptionedImage(path.name, path, captions, None, path.name))
+        items.append(CaptionedImage(path.name, str(path), captions, None, path.name))
     return items

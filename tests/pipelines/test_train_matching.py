@@ -26,7 +26,7 @@ def index(root: Path, rows: int, **damage: frozenset[int]) -> CommittedIndex:
 
 
 def items(*numbers: int) -> list[CaptionedImage]:
-    return [CaptionedImage(f"{at}.jpg", Path(f"/photos/{at}.jpg"), (f"photo {at}",), None, str(at)) for at in numbers]
+    return [CaptionedImage(f"{at}.jpg", f"/photos/{at}.jpg", (f"photo {at}",), None, str(at)) for at in numbers]
 
 
 def match(features: CommittedIndex, trained: list[CaptionedImage], dev: list[CaptionedImage]) -> MatchedCaptions:

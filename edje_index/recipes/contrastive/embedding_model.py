@@ -129,6 +129,6 @@ def _pair_features(
 
 
 def _plain_file(item: CaptionedImage) -> Path:
-    if TAR_MEMBER_MARK in str(item.path):
+    if TAR_MEMBER_MARK in item.path:
         raise UsageError(f"{item.path} is inside a tar file, which is not supported here: extract the images first")
-    return item.path
+    return Path(item.path)

@@ -6,7 +6,7 @@
 2. `start` makes the initial model.
 3. `indexes` builds the indexes of features that the request does not give.
 4. `matching` finds the rows of the captioned images.
-5. `data` prepares the token ids and embeddings of the captions.
+5. `data` prepares the token ids and embeddings of the captions. `caption_shards` does so in shards, on an engine.
 6. `preparation` runs stages 2 to 5 and returns a `task`.
 7. `steps` runs the optimiser steps, and `pipelines.jobs.train_finish` writes the bundle. Both read only this task.
 
@@ -22,6 +22,7 @@ Files in the run folder:
     views.edje/       index of the features of augmented views
     miner.edje/       index of the mining model's embeddings
     data/             token ids and embeddings of the captions
+    .data.part/       finished shards of `data/`, until `data/` is complete
     checkpoints/      checkpoints
     log.jsonl         one record per logged step
     tensorboard/      the same log for TensorBoard

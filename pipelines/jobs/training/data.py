@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edje_index.progress import OnProgress
+from pipelines.jobs.training.caption_shards import CaptionJob, prepare_captions
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.training.config import NegativesConfig
     from edje_index.training.data.dataset import DevCaptions
+    from pipelines.jobs.training.indexes import IndexBuilder
     from pipelines.jobs.training.matching import MatchedCaptions, MiningModel
     from pipelines.jobs.training.start import StartModel
 
@@ -32,42 +33,45 @@ class PreparedData:
 
 
 def prepared_data(
-    folder: Path,
     start: StartModel,
     matched: MatchedCaptions,
     mining: MiningModel,
     settings: NegativesConfig,
-    on_progress: OnProgress,
+    builder: IndexBuilder,
 ) -> PreparedData:
-    """Prepare the `TrainingData` of the captions in `folder`. An existing folder is reused.
+    """Prepare the `TrainingData` of the captions in the run folder. Existing data are reused.
 
     Args:
-        folder: directory of the `TrainingData`.
         start: the initial model. Its tokenizer and text tower process the captions.
         matched: captions of images that have features.
         mining: the model that mines hard negatives.
         settings: settings of hard-negative mining.
-        on_progress: called with the name of the activity, the number of finished items and the number of all items.
+        builder: the run folder and the hardware settings.
 
     Raises:
-        UsageError: `folder` contains data of another number of images.
+        UsageError: the folder contains data of another number of images.
+        JobStopped: the preparation stopped early. Finished shards are kept.
     """
-    from edje_index.bundles.bundle import ModelBundle
     from edje_index.training.data.dataset import DevCaptions, TrainingData
-    from edje_index.training.data.preparation import CaptionModels, Miner, prepare_data
     from storage_formats.reading.embeddings import read_embeddings
 
     features, dev = matched.features, None
     if matched.dev is not None:
         dev = DevCaptions(matched.dev, read_embeddings(features, matched.dev.rows))
+    job = CaptionJob(builder.folder / "data", matched.captions, start.path, mining)
+    prepare_captions(job, builder.run, builder.on_event, builder.should_stop)
+    if TrainingData.open(job.folder).images != len(matched.items):
+        raise UsageError(f"{job.folder} contains the training data of other captions; set run.dir to another folder")
+    return PreparedData(job.folder, _temperature(settings, start, mining), dev)
+
+
+def _temperature(settings: NegativesConfig, start: StartModel, mining: MiningModel) -> float:
+    """Return the temperature of the softmax from which hard negatives are drawn. The default is the mining model's."""
+    from edje_index.bundles.bundle import ModelBundle
+
+    if settings.selection == "top":
+        return 0.0
+    if settings.temperature is not None:
+        return settings.temperature
     bundle = start.bundle if mining.bundle is None else ModelBundle.load(mining.bundle)
-    if not folder.exists():
-        miner = Miner(bundle.text, mining.index, mining.rows)
-        models = CaptionModels(start.bundle.joint.tokenizer, start.bundle.text, miner)
-        prepare_data(folder, matched.captions, models, on_progress)
-    if TrainingData.open(folder).images != len(matched.items):
-        raise UsageError(f"{folder} contains the training data of other captions; set run.dir to another folder")
-    temperature = 0.0 if settings.selection == "top" else settings.temperature
-    if temperature is None:
-        temperature = 1 / float(bundle.clip.get_parameter("logit_scale").exp())
-    return PreparedData(folder, temperature, dev)
+    return 1 / float(bundle.clip.get_parameter("logit_scale").exp())

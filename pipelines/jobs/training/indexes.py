@@ -304,7 +304,7 @@ def _model_of_tower(model: Path, start: StartModel, adapter: Adapter) -> Path:
 def _image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
     """Return the sources from which to build an index of `items`."""
     # These are the archives that hold images, then `list_file` with the paths of images outside archives, if any.
-    paths = list(dict.fromkeys(str(item.path) for item in items))
+    paths = list(dict.fromkeys(item.path for item in items))
     archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
     files = [path for path in paths if ".tar!" not in path]
     if not files:

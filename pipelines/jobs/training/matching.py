@@ -174,7 +174,7 @@ def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
 def _view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int) -> NDArray[np.int64]:
     """Return the row of each view, int64 [n, count]. The value is -1 for a view that could not be indexed."""
     view_items = [
-        replace(photo, path=view_path(views.files, display_path(os.fsencode(photo.path)), view))
+        replace(photo, path=os.fspath(view_path(views.files, display_path(os.fsencode(photo.path)), view)))
         for photo in photos
         for view in range(count)
     ]

@@ -13,7 +13,6 @@ from pipelines.jobs.training.indexes import (
     online_index,
 )
 from pipelines.jobs.training.matching import further_rows, match_captions
-from pipelines.jobs.training.progress import stoppable_progress
 from pipelines.jobs.training.read_inputs import ReadInputs
 from pipelines.jobs.training.request import ONLINE, TrainRequest
 from pipelines.jobs.training.start import start_model
@@ -65,8 +64,7 @@ def prepare_training(
     steps = total_steps(config.loop, matched.captions.pairs(config.loop.epoch_of))
     indexes = further_indexes(inputs, given, config, start, matched, builder)
     rows = further_rows(inputs, config, indexes, matched, folder)
-    progress = stoppable_progress(on_event, should_stop)
-    data = prepared_data(folder / "data", start, matched, rows.mining, config.negatives, progress)
+    data = prepared_data(start, matched, rows.mining, config.negatives, builder)
     feature_task: FeatureTask = StoredTask(features, rows.views)
     if inputs.features == ONLINE:
         feature_task = OnlineTask(features, folder / ONLINE_INPUTS, inputs.truncated)

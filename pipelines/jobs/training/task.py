@@ -39,7 +39,7 @@ class FinishTask:
     @classmethod
     def of(cls, request: TrainRequest, matched: MatchedCaptions) -> FinishTask:
         """Return the task of the last stage. `matched` are the captions of `request` whose images have features."""
-        inputs, images, captions = request.inputs, len(matched.items), len(matched.captions.texts())
+        inputs, images, captions = request.inputs, len(matched.items), matched.captions.pairs("captions")
         names = ", ".join(path.name for path in inputs.captions)
         teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
         return cls(

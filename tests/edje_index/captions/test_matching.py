@@ -20,7 +20,7 @@ SPEC = IndexSpec(rows=11, shard_size=4, block_shape=(2, 8), embed_dim=4)
 
 
 def items(*paths: str) -> list[CaptionedImage]:
-    return [CaptionedImage(path, Path(path), ("a caption",), None, path) for path in paths]
+    return [CaptionedImage(path, path, ("a caption",), None, path) for path in paths]
 
 
 @pytest.fixture

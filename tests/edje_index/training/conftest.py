@@ -14,12 +14,16 @@ from edje_index.training.config import TrainConfig, make_config
 from edje_index.training.data.batches import BatchSource
 from edje_index.training.data.dataset import CaptionSet, TrainingData
 from edje_index.training.data.features import StoredFeatures
-from edje_index.training.data.preparation import CaptionModels, Miner, prepare_data
 from edje_index.training.data.token_rows import SpecialTokens
 from edje_index.training.loop.feature_task import StoredTask
 from edje_index.training.loop.schedule import total_steps
 from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.model.start_bundle import Origin, make_start
+from pipelines.jobs.training.caption_shards import CaptionJob, prepare_captions
+from pipelines.jobs.training.matching import MiningModel
+from pipelines.jobs.training.request import RunSettings
+from pipelines.progress.events import OnEvent
+from pipelines.progress.stopping import ShouldStop
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
@@ -42,6 +46,14 @@ def captions(count: int = IMAGES) -> list[tuple[str, ...]]:
     rng = np.random.default_rng(3)
     made = [tuple(" ".join(rng.choice(WORDS, rng.integers(2, 7))) for _ in range(2)) for _ in range(count)]
     return [("A dog .", made[0][1]), ("a dog", made[1][1]), *made[2:]]
+
+
+def prepare(
+    job: CaptionJob, on_event: OnEvent = lambda _: None, should_stop: ShouldStop = lambda: False, workers: int = 1
+) -> None:
+    """Prepare captions on the CPU, with one thread per worker."""
+    run = RunSettings(out=job.folder.with_name("out"), workers=workers, device="cpu", threads=1)
+    prepare_captions(job, run, on_event, should_stop)
 
 
 @dataclass(frozen=True)
@@ -93,8 +105,7 @@ def case(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Case:
     folder = tmp_path_factory.mktemp("training")
     features = folder / "features.edje"
     write_random_index(features, IndexSpec(IMAGES + 3, 8, (16, 32), embed_dim=24))
-    bundle = ModelBundle.load(tiny_bundle)
     items = CaptionSet(np.arange(IMAGES) + 2, captions())
-    miner = Miner(bundle.text, CommittedIndex.open(features), items.rows)
-    prepare_data(folder / "data", items, CaptionModels(bundle.joint.tokenizer, bundle.text, miner))
+    mining = MiningModel(None, CommittedIndex.open(features), items.rows)
+    prepare(CaptionJob(folder / "data", items, tiny_bundle, mining))
     return Case(folder, tiny_bundle, features, folder / "data")
