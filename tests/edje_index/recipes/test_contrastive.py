@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import open_clip
@@ -99,7 +100,7 @@ def test_trained_model_is_the_one_that_open_clip_and_the_bundle_use(sources, ite
     assert tower.image_size == (64, 64)
     texts = TextTower(clip, text_tokenizer(config, out)).encode([c for item in items for c in item.captions])
     features = PooledTower(clip.visual.trunk, config)
-    pooled = torch.from_numpy(image_features(features, [i.path for i in items], tmp_path / "again", quiet))
+    pooled = torch.from_numpy(image_features(features, [Path(i.path) for i in items], tmp_path / "again", quiet))
     with torch.inference_mode():
         images = torch.nn.functional.normalize(clip.visual.head(pooled), dim=-1).numpy()
     similarities = texts @ images.T
@@ -146,7 +147,7 @@ def test_only_heads_and_tuned_layers_are_trained(sources, items, tmp_path):
 def test_features_resume_where_they_stopped(sources, items, tmp_path):
     model = start_model(sources, 12, seed=0)
     tower = PooledTower(model.clip.visual.trunk, model.config)
-    paths = [item.path for item in items] * 5
+    paths = [Path(item.path) for item in items] * 5
     whole = image_features(tower, paths, tmp_path / "whole", quiet)
 
     class Stopped(Exception):
