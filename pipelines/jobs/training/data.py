@@ -55,6 +55,7 @@ def prepared_data(
     from edje_index.training.data.dataset import DevCaptions, TrainingData
     from storage_formats.reading.embeddings import read_embeddings
 
+    temperature = _temperature(settings, start, mining)
     features, dev = matched.features, None
     if matched.dev is not None:
         dev = DevCaptions(matched.dev, read_embeddings(features, matched.dev.rows))
@@ -62,7 +63,7 @@ def prepared_data(
     prepare_captions(job, builder.run, builder.on_event, builder.should_stop)
     if TrainingData.open(job.folder).images != len(matched.items):
         raise UsageError(f"{job.folder} contains the training data of other captions; set run.dir to another folder")
-    return PreparedData(job.folder, _temperature(settings, start, mining), dev)
+    return PreparedData(job.folder, temperature, dev)
 
 
 def _temperature(settings: NegativesConfig, start: StartModel, mining: MiningModel) -> float:

@@ -191,7 +191,7 @@ def test_features_are_made_anew_of_images_that_changed_or_came_later(sources, it
 def test_images_that_cannot_be_read_are_left_out(sources, items, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
-    bad = [*items, type(items[0])("broken.png", broken, ("a broken thing",), None, "broken.png")]
+    bad = [*items, type(items[0])("broken.png", str(broken), ("a broken thing",), None, "broken.png")]
     request = EmbeddingRequest(bad, [], sources, SMALL, tmp_path / "model", tmp_path / "cache")
     result = train_embedding(request, quiet, quiet)
     assert (result.images, result.unreadable) == (16, 1)
