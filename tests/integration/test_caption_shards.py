@@ -17,9 +17,9 @@ import pytest
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.training.data import caption_table
 from edje_index.training.data.dataset import CaptionSet
+from pipelines.jobs.training import caption_shards
 from pipelines.jobs.training.caption_shards import CaptionJob
 from pipelines.jobs.training.matching import MiningModel
-from pipelines.jobs.training.request import RunSettings
 from pipelines.progress.events import Progress
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
@@ -53,7 +53,7 @@ def contents(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_engines_and_workers_give_the_same_bytes(job, small_shards, monkeypatch, workers):
     prepare(job("inline"))
-    monkeypatch.setattr(RunSettings, "distributed", True)
+    monkeypatch.setattr(caption_shards, "_uses_ray", lambda run, device: True)
     events = []
     prepare(job("ray"), events.append, workers=workers)
     assert contents(job("ray").folder) == contents(job("inline").folder)
@@ -61,8 +61,9 @@ def test_engines_and_workers_give_the_same_bytes(job, small_shards, monkeypatch,
     assert (last.done, last.total, last.shards.finished, last.shards.total) == (1200, 1200, 12, 12)
 
 
-def test_a_killed_worker_is_replaced(job, small_shards):
+def test_a_killed_worker_is_replaced(job, small_shards, monkeypatch):
     prepare(job("calm"))
+    monkeypatch.setattr(caption_shards, "_uses_ray", lambda run, device: True)
     killed: list[int] = []
 
     def kill_once(event):

@@ -21,6 +21,7 @@ from pipelines.progress.meter import ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.atomic import make_directories
+from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -99,13 +100,14 @@ def _write_data(job: CaptionJob, run: RunSettings, on_event: OnEvent, should_sto
     clear_staging(job.root)
     plan = job.plan(write_caption_table(job.root / CAPTION_TABLE, job.captions, job.mining.rows))
     device = default_device() if run.device == "auto" else run.device
-    threads = run.threads or default_threads()
+    on_ray = _uses_ray(run, device)
+    threads = run.threads or (default_threads() if on_ray else usable_cpus())
     shard_job = _shard_job(job, plan, device, threads)
     amount = f"{counted(shard_job.rows, 'caption')} in {counted(len(shard_job.shards), 'shard')}"
-    on_event(StatusMessage(f"preparing {amount}, {counted(run.workers, 'worker')} on {device}"))
+    on_event(StatusMessage(f"preparing {amount}, {counted(run.workers if on_ray else 1, 'worker')} on {device}"))
     finished = read_receipts(Layout(job.root), shard_job.shards, plan)
     with threads_kept():
-        shards = run_shards(shard_job, finished, _engine(run, device, threads), on_event, should_stop)
+        shards = run_shards(shard_job, finished, _engine(run, device, threads, on_ray=on_ray), on_event, should_stop)
     join_shards(job.root, shards.receipts, job.captions, job.folder, stoppable_progress(on_event, should_stop))
 
 
@@ -127,11 +129,15 @@ def _shard_job(job: CaptionJob, plan: str, device: str, threads: int) -> ShardJo
     )
 
 
-def _engine(run: RunSettings, device: str, threads: int) -> Engine:
+def _uses_ray(run: RunSettings, device: str) -> bool:
+    """Return True if workers on Ray prepare the captions: on a cluster, or on the GPUs of this machine."""
+    # On the CPUs of one machine, the threads of this process do as much.
+    return run.address is not None or (run.distributed and device == "cuda")
+
+
+def _engine(run: RunSettings, device: str, threads: int, *, on_ray: bool) -> Engine:
     gpus = 1 if device == "cuda" else 0
-    return open_engine(
-        "ray" if run.distributed else "inline", run.workers, cpus=threads, gpus=gpus, address=run.address
-    )
+    return open_engine("ray" if on_ray else "inline", run.workers, cpus=threads, gpus=gpus, address=run.address)
 
 
 @dataclass(frozen=True)
