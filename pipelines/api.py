@@ -196,7 +196,7 @@ def append_index(
     from storage_formats.writing.working_copy import working_copy
 
     names = [sources] if isinstance(sources, str | Path) else sources
-    bundle = None if model is None else Path(model)
+    bundle = None if model is None else local_path(model)
     with working_copy(index) as copy:
         config = AppendConfig(copy.root, tuple(map(str, names)), bundle, engine=engine, workers=workers)
         return run_append(config, on_event)
@@ -245,7 +245,7 @@ def update_index(
 
     names = [sources] if isinstance(sources, str | Path) else sources
     bundle = options.get("model")
-    settings = {**options, "model": None if bundle is None else Path(bundle)}
+    settings = {**options, "model": None if bundle is None else local_path(bundle)}
     with working_copy(index, read_only=dry_run) as copy:
         config = UpdateConfig(copy.root, tuple(map(str, names)), dry_run=dry_run, **settings)  # type: ignore[arg-type]
         return run_update(config, on_event, should_stop)
@@ -476,7 +476,7 @@ def repair_index(
     """
     from pipelines.jobs.repair import run_repair
 
-    bundle = None if model is None else Path(model)
+    bundle = None if model is None else local_path(model)
     return run_repair(index, on_event, dry_run=dry_run, model=bundle)
 
 
@@ -515,7 +515,7 @@ def retry_failed(
     from pipelines.planning.config import AppendConfig
     from storage_formats.writing.working_copy import working_copy
 
-    bundle = None if model is None else Path(model)
+    bundle = None if model is None else local_path(model)
     with working_copy(index) as copy:
         return run_retry_failed(AppendConfig(copy.root, (), bundle, engine=engine, workers=workers), on_event)
 

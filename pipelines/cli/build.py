@@ -12,6 +12,7 @@ import click
 from pipelines.cli.dry_run import show_dry_run
 from pipelines.cli.options import (
     DTYPE,
+    LOCAL_INDEX,
     PATH,
     POSITIVE,
     address_option,
@@ -46,7 +47,7 @@ _NO_MODEL = (
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option("--out", required=True, type=PATH, help="Directory of the new index.")
+@click.option("--out", required=True, type=LOCAL_INDEX, help="Directory of the new index.")
 @click.option("--model", type=PATH, help="Directory of the model bundle.")
 @engine_option("ray")
 @click.option(

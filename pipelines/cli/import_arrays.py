@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pipelines.cli.options import PATH, json_option, quiet_option, shard_size_option, stored_precisions_option
+from pipelines.cli.options import LOCAL_INDEX, json_option, quiet_option, shard_size_option, stored_precisions_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
@@ -19,7 +19,7 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.argument("tokens", type=_FILE)
 @click.argument("embeddings", type=_FILE)
 @click.argument("rows", type=_FILE, required=False)
-@click.option("--out", required=True, type=PATH, help="Directory of the new index.")
+@click.option("--out", required=True, type=LOCAL_INDEX, help="Directory of the new index.")
 @stored_precisions_option
 @shard_size_option
 @click.option(

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option, log_option, metrics_option, quiet_option
+from pipelines.cli.options import LOCAL_INDEX, json_option, log_option, metrics_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
 
 @click.command()
-@click.argument("indexes", nargs=-1, required=True, type=PATH, metavar="INDEX...")
-@click.option("--out", required=True, type=PATH, help="New directory for the merged index.")
+@click.argument("indexes", nargs=-1, required=True, type=LOCAL_INDEX, metavar="INDEX...")
+@click.option("--out", required=True, type=LOCAL_INDEX, help="New directory for the merged index.")
 @log_option
 @metrics_option
 @quiet_option

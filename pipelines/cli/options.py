@@ -12,7 +12,7 @@ from edje_index.models.frames import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
 from pipelines.planning.config import SHARD_SIZE
 from storage_formats.errors import UsageError
-from storage_formats.format.object_store import is_url, local_path
+from storage_formats.format.object_store import IndexLocation, index_location, local_path
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -20,21 +20,33 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 class _LocalPath(click.Path):
     """A path on this machine. A URL is refused, because it would become the path of a directory such as `s3:`."""
 
+    def __init__(self, *, dir_okay: bool = True, advice: str = "") -> None:
+        super().__init__(path_type=Path, dir_okay=dir_okay)
+        self._advice = advice
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            local_path(value)
+            local_path(value, advice=self._advice)
         except UsageError as error:
             self.fail(str(error), param, ctx)
         return super().convert(value, param, ctx)
 
 
-PATH = _LocalPath(path_type=Path)
-FILE = _LocalPath(path_type=Path, dir_okay=False)
+PATH = _LocalPath()
+FILE = _LocalPath(dir_okay=False)
+LOCAL_INDEX = _LocalPath(advice="; 'edje-index copy' copies an index to a directory and to a URL")
 
 
-def location(value: str) -> Path | str:
-    """Return the URL of an index on an object store unchanged. Return any other argument as a path."""
-    return value if is_url(value) else Path(value)
+def location(value: str) -> IndexLocation:
+    """Return the URL of an index on an object store unchanged. Return any other argument as a path.
+
+    Raises:
+        click.BadParameter: `value` is a URL of another kind.
+    """
+    try:
+        return index_location(value)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 POSITIVE = click.IntRange(min=1)

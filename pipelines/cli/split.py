@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option, log_option, metrics_option, quiet_option
+from pipelines.cli.options import LOCAL_INDEX, json_option, log_option, metrics_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
 
 @click.command()
-@click.argument("index", type=PATH)
-@click.argument("outs", nargs=-1, required=True, type=PATH, metavar="OUT...")
+@click.argument("index", type=LOCAL_INDEX)
+@click.argument("outs", nargs=-1, required=True, type=LOCAL_INDEX, metavar="OUT...")
 @log_option
 @metrics_option
 @quiet_option

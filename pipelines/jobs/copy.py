@@ -60,7 +60,7 @@ def run_copy(
     """Copy a snapshot of the index at `source` to `out`. Each is a directory or a URL. See `pipelines.copy_index`."""
     from storage_formats.errors import UsageError
     from storage_formats.format.mirror import open_index
-    from storage_formats.format.object_store import is_url
+    from storage_formats.format.object_store import index_location, is_url
     from storage_formats.writing.index_copy import files_to_copy
 
     if replace and not is_url(out):
@@ -68,6 +68,7 @@ def run_copy(
             f"only an index at a URL can be replaced, but {out} is a directory; leave out `replace`",
             parameter="replace",
         )
+    out = index_location(out)
     started = time.monotonic()
     index = open_index(source, snapshot)
     entries = files_to_copy(index)

@@ -97,8 +97,9 @@ class SourceEncoder:
                 yield Problem(
                     path,
                     "encoded-differently",
-                    "its rows were encoded again from their sources, but with another result; repair the index on a "
-                    "machine with the processor and the packages that built it, or delete and append these rows",
+                    "its rows were encoded again from their sources, but with another result; repair the index with "
+                    "the version of edje-index, the packages and the processor that built it, or delete and append "
+                    "these rows",
                 )
 
     @property

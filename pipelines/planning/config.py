@@ -43,7 +43,8 @@ class BuildConfig:
         address: address of the Ray cluster to join; None starts Ray on this machine.
 
     Raises:
-        UsageError: a precision does not exist, or the number of frames is not between 1 and `MAX_FRAMES`.
+        UsageError: a precision does not exist, the batch size is below 1, or the number of frames is not between 1 and
+            `MAX_FRAMES`.
     """
 
     sources: tuple[str, ...]
@@ -70,6 +71,10 @@ class BuildConfig:
 
         for name in self.precisions:
             codec(name)
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UsageError(
+                f"a batch of {self.batch_size} images is not possible; give 1 or more", parameter="batch_size"
+            )
         if self.frames is not None and not 1 <= self.frames <= MAX_FRAMES:
             raise UsageError(
                 f"{self.frames} frames per clip are not allowed; give a number from 1 to {MAX_FRAMES}",

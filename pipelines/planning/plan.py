@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _PLAN_VERSION = 2  # of the files in `build/`; version 1 had one list of inputs per shard
 _FINGERPRINT_VERSION = 1  # of the rules by which a plan determines the stored bytes
 _LATER_SETTINGS = {"truncated": "fail", "frames": None}  # with the values that earlier versions of this program used
-_BATCH_SIZES = {"cpu": 8, "cuda": 32}  # of larger batches, the activations do not fit into the caches of a CPU
+_CPU_BATCH = 8  # the activations of larger batches do not fit into the caches
+_CUDA_BATCH = 32
 _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
 
 
@@ -77,7 +78,9 @@ class BuildSettings:
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
             threads = stored.threads if stored else default_threads()
-        batch_size = config.batch_size or (stored.batch_size if stored else _BATCH_SIZES[device])
+        batch_size = config.batch_size
+        if batch_size is None:
+            batch_size = stored.batch_size if stored else _CPU_BATCH if device == "cpu" else _CUDA_BATCH
         return cls(
             sources=tuple(absolute_spec(source) for source in config.sources),
             column=config.column,

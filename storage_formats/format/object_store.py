@@ -60,19 +60,40 @@ def is_url(location: IndexLocation) -> bool:
     return isinstance(location, str) and location.partition("://")[0].lower() in INDEX_SCHEMES and "://" in location
 
 
-def local_path(location: IndexLocation) -> Path:
+def local_path(location: IndexLocation, *, advice: str = "") -> Path:
     """Return the path of a file or directory on this machine.
+
+    Args:
+        location: a path.
+        advice: end of the error message.
 
     Raises:
         UsageError: `location` is a URL.
     """
-    scheme, colon, _ = str(location).partition(":/")  # a `Path` of a URL has one slash after the colon
-    if colon and "/" not in scheme:
+    if _looks_like_url(location):
+        raise UsageError(f"{location} is a URL, but a path on this machine is needed{advice}")
+    return Path(location)
+
+
+def index_location(location: IndexLocation) -> IndexLocation:
+    """Return the URL or the path of an index.
+
+    Raises:
+        UsageError: `location` is a URL that does not begin with one of `INDEX_SCHEMES`.
+    """
+    if is_url(location):
+        return location
+    if _looks_like_url(location):
         raise UsageError(
-            f"{location} is a URL, but a path on this machine is needed; 'edje-index copy' copies an index to a "
-            "directory and to a URL"
+            f"an index cannot be at {location}; give a directory, or a URL that begins with "
+            + ", ".join(f"{scheme}://" for scheme in INDEX_SCHEMES)
         )
     return Path(location)
+
+
+def _looks_like_url(location: IndexLocation) -> bool:
+    scheme, colon, _ = str(location).partition(":/")  # a `Path` of a URL has one slash after the colon
+    return bool(colon) and "/" not in scheme
 
 
 @dataclass(frozen=True)

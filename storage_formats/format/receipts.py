@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from storage_formats.atomic import write_json_atomic
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
@@ -57,10 +56,6 @@ class ShardReceipt:
         members = {name: member for name, member in value.items() if name != "crc32c"}
         files = tuple(FileEntry.from_json(file) for file in value["files"])
         return cls(**{**members, "files": files})
-
-    def write(self, layout: Layout) -> None:
-        """Write the receipt to disk. This commits the shard."""
-        write_json_atomic(layout.receipt(self.shard), self.to_json())
 
 
 def read_receipts(layout: Layout, shards: Iterable[int], plan: str) -> dict[int, ShardReceipt]:

@@ -116,9 +116,9 @@ def convert_shard(
         for name, file in files.items():
             stage_tokens(staged, layout, task.shard, name, file)
         committed = staged.commit()
-    failed = {"hole": holes} if holes else {}
-    receipt = ShardReceipt(task.shard, task.plan, done, done - holes, 0, failed, committed, {})
-    receipt.write(layout)
+        failed = {"hole": holes} if holes else {}
+        receipt = ShardReceipt(task.shard, task.plan, done, done - holes, 0, failed, committed, {})
+        staged.commit_receipt(receipt)
     return receipt
 
 

@@ -146,9 +146,8 @@ class RowCopier:
             staged.add_bytes("embeddings", self._layout.embedding_shard(shard), embeddings.tobytes())
             write_rows(staged.path("rows"), rows)
             staged.add("rows", self._layout.rows_file(shard))
-            files = staged.commit()
-        receipt = receipt_of_rows(shard, self._copy.plan, rows, files)
-        receipt.write(self._layout)
+            receipt = receipt_of_rows(shard, self._copy.plan, rows, staged.commit())
+            staged.commit_receipt(receipt)
         return receipt
 
     def close(self) -> None:

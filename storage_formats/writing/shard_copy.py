@@ -101,11 +101,10 @@ def copy_shard(
         else:
             write_rows(staged.path("rows"), changed)
             staged.add("rows", target.layout.rows_file(target.shard))
-        files = staged.commit()
+        receipt = receipt_of_rows(target.shard, target.plan, changed, staged.commit())
+        staged.commit_receipt(receipt)
     finally:
         staged.remove()
-    receipt = receipt_of_rows(target.shard, target.plan, changed, files)
-    receipt.write(target.layout)
     return receipt
 
 

@@ -127,7 +127,7 @@ class ShardWriter:
             files=files,
             seconds=seconds,
         )
-        receipt.write(self._layout)
+        self._staged.commit_receipt(receipt)
         self.abort()
         return receipt
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage_formats.atomic import fsync_paths, naming
+from storage_formats.atomic import fsync_paths, json_bytes, naming
 from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.layout import Layout
+from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import FileEntry
 
 
@@ -30,7 +32,10 @@ class StagedFiles:
     def __init__(self, layout: Layout, shard: int) -> None:
         self._layout = layout
         for earlier in layout.staging.glob(f"{shard:08d}-*"):
-            shutil.rmtree(earlier, ignore_errors=True)
+            removed = layout.staging / f"removed-{uuid.uuid4().hex}"  # at once, also if the attempt adds a file now
+            with contextlib.suppress(FileNotFoundError):
+                earlier.replace(removed)
+                shutil.rmtree(removed, ignore_errors=True)
         self._folder = layout.staging / f"{shard:08d}-{uuid.uuid4().hex}"
         self._folder.mkdir(parents=True)
         self._files: list[_StagedFile] = []
@@ -62,6 +67,19 @@ class StagedFiles:
             file.path.replace(file.final)
         fsync_paths(file.final.parent for file in self._files)
         return tuple(file.entry for file in self._files)
+
+    def commit_receipt(self, receipt: ShardReceipt) -> None:
+        """Write the receipt, which commits the shard.
+
+        Raises:
+            FileNotFoundError: a later attempt at the shard has begun.
+        """
+        path, final = self.path("receipt.json"), self._layout.receipt(receipt.shard)
+        path.write_bytes(json_bytes(receipt.to_json()))
+        fsync_paths([path])
+        final.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(final)
+        fsync_paths([final.parent])
 
     def remove(self) -> None:
         """Remove the uncommitted files. May be called repeatedly."""

@@ -55,10 +55,8 @@ def test_a_build_accounts_for_every_input(run, build, index):
 def test_urls_in_place_of_paths_are_refused(run, build, index):
     for option in ("--out", "--model"):
         code, _, error = run(*build, option, "s3://bucket/name")
-        assert (code, f"'{option}': s3://bucket/name is a URL, but a path on this machine is needed" in error) == (
-            2,
-            True,
-        )
+        message = f"'{option}': s3://bucket/name is a URL, but a path on this machine is needed"
+        assert (code, message in error) == (2, True)
     assert not index.exists()
 
 

@@ -32,6 +32,14 @@ def index(tmp_path):
     return tmp_path / "photos.edje"
 
 
+@pytest.mark.parametrize("out", ["gcs://bucket/index", "s3:/bucket/index", Path("s3://bucket/index")])
+def test_urls_of_unknown_kinds_are_refused(index, tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"an index cannot be at .*; give a directory, or a URL that"):
+        copy_index(index, out)
+    assert [path.name for path in tmp_path.iterdir()] == [index.name]
+
+
 def contents(root: Path) -> dict[str, bytes]:
     """The bytes of every file of an index, without earlier snapshots."""
     files = (path for path in root.rglob("*") if path.is_file() and "snapshots" not in path.parts)

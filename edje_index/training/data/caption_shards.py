@@ -127,11 +127,11 @@ def prepare_shard(
             np.save(staged.path(final.name), values)
             staged.add(final.name, final)
         files = staged.commit()
+        seconds = {"encode": encoded - started, "write": time.perf_counter() - encoded}
+        receipt = ShardReceipt(task.shard, task.plan, len(captions), len(captions), 0, {}, files, seconds)
+        staged.commit_receipt(receipt)
     finally:
         staged.remove()
-    seconds = {"encode": encoded - started, "write": time.perf_counter() - encoded}
-    receipt = ShardReceipt(task.shard, task.plan, len(captions), len(captions), 0, {}, files, seconds)
-    receipt.write(layout)
     return receipt
 
 
