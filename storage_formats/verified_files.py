@@ -11,8 +11,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -304,7 +304,7 @@ def _download(
         with _writing_to(layout.root), _new_file(path) as file:
             if is_expected:
                 copy = functools.partial(_copy, folder, key, file.fileno(), info.size)
-                list(downloads.map(copy, range(0, info.size, CHUNK_BYTES)))
+                _copy_chunks(copy, info.size, downloads)
             else:
                 with contextlib.suppress(OSError):  # longer than any file; its length stays wrong
                     os.truncate(file.fileno(), info.size)
@@ -313,6 +313,21 @@ def _download(
 def _new_file(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     return open(path, "xb")
+
+
+def _copy_chunks(copy: Callable[[int], None], length: int, downloads: ThreadPoolExecutor) -> None:
+    """Call `copy` with the start of each chunk, in the threads of `downloads`. No call is running afterwards.
+
+    The caller closes the file next. A call that is still running would write to any file that gets the same descriptor.
+    """
+    chunks: list[Future[None]] = []
+    try:
+        for start in range(0, length, CHUNK_BYTES):
+            chunks.append(downloads.submit(copy, start))
+        for chunk in chunks:
+            chunk.result()
+    finally:
+        wait([chunk for chunk in chunks if not chunk.cancel()])  # `wait` may never return for a cancelled one
 
 
 def _copy(folder: ObjectFolder, key: str, descriptor: int, length: int, start: int) -> None:
