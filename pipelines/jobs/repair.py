@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipelines.jobs.encode_again import SourceEncoder
 from pipelines.jobs.leftovers import refuse_unfinished_append
 from pipelines.jobs.lock import locked_index
-from pipelines.progress.events import OnEvent, Progress, StatusMessage
+from pipelines.progress.events import OnEvent, Progress, StatusMessage, progress_callback
 from pipelines.progress.stopping import ShouldStop, stop_at_events
 from storage_formats.format.layout import Layout
 
@@ -62,7 +62,8 @@ def run_repair(
     Tokens that no other file determines are encoded again from the sources.
 
     Args:
-        location: directory or URL of the index. The objects of an index at a URL are downloaded one shard at a time.
+        location: directory or URL of the index. The objects of an index at a URL are downloaded shard by
+            shard, for up to four shards at the same time.
         on_event: function that receives progress events.
         should_stop: function that is called after each progress event, and between batches of images.
         dry_run: True to find out what can be repaired, without a change to the index.
@@ -80,7 +81,8 @@ def run_repair(
     from storage_formats.verify import verify
     from storage_formats.writing.working_copy import working_copy
 
-    on_event = stop_at_events(on_event, should_stop, "stopped; files that were repaired stay repaired")
+    stopped = "stopped; a dry run changes nothing" if dry_run else "stopped; files that were repaired stay repaired"
+    on_event = stop_at_events(on_event, should_stop, stopped)
 
     def on_progress(done: int, total: int) -> None:
         on_event(Progress("verifying", done, total))
@@ -98,7 +100,7 @@ def run_repair(
             repaired += _repair_ann(index, copy, {each.path for each in problems}, on_event, dry_run=dry_run)
     settled |= {file.path for file in repaired}
     if not dry_run and repaired:
-        on_event(StatusMessage("verifying the damaged shards again"))
+        on_event(StatusMessage("verifying the repairs"))
         problems, settled = verify(location, on_progress, earlier=verification).problems, set()
     left = [each for each in problems if each.path not in settled]
     return RepairResult(tuple(repaired), (*left, *map(files.describe, refusals)), dry_run)
@@ -186,7 +188,7 @@ def _repair_ann(
 
         download_embeddings(copy, on_event)
         on_event(StatusMessage("building the nearest-neighbour index"))
-        built = CommittedIndex(copy.root, add_ann(copy.root))
+        built = CommittedIndex(copy.root, add_ann(copy.root, on_progress=progress_callback(on_event)))
         for file in built.manifest.ann_files:
             if copy.remote is not None and file.path in damaged:  # a change uploads no file that the index has already
                 overwrite_file(copy.remote, built, file)

@@ -11,6 +11,9 @@ import pytest
 
 from edje_index import add_ann
 from pipelines import delete_rows, quantize_index, repair_index
+from pipelines.jobs.repair import run_repair
+from pipelines.progress.events import Progress
+from pipelines.progress.stopping import JobStopped
 from storage_formats import IndexSpec, Manifest, verify_index
 from storage_formats.format.layout import Layout
 from storage_formats.shard_check import ShardCheck
@@ -110,6 +113,15 @@ def test_what_cannot_be_repaired_is_named(index, run, path):
     assert "tokens/fp8/c.1.0: repaired from precision bf16" in out
     # Damaged embeddings must not become a new nearest-neighbour index.
     assert ("ann/index.faiss: repaired" in out) == path.startswith("rows")
+
+
+def test_a_repair_stops_while_it_adds_embeddings(index):
+    harm(index / "ann/index.faiss", "missing")
+    damaged, events = contents(index), []
+    with pytest.raises(JobStopped, match="files that were repaired stay repaired"):
+        run_repair(index, events.append, lambda: "adding embeddings" in str(events))
+    assert events[-1] == Progress("adding embeddings", 1, 3)
+    assert contents(index) == damaged
 
 
 def test_a_sound_index_stays_as_it_is(index, run):

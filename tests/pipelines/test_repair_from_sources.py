@@ -155,6 +155,12 @@ def test_a_stopped_repair_changes_nothing(index, text):
     assert contents(index) == damaged
 
 
+def test_a_stopped_dry_run_does_not_speak_of_repaired_files(index):
+    harm(index / FIRST, "missing")
+    with pytest.raises(JobStopped, match=r"^stopped; a dry run changes nothing$"):
+        run_repair(index, lambda event: None, lambda: True, dry_run=True)
+
+
 @pytest.mark.slow  # starts processes
 def test_a_killed_repair_can_be_repeated(index):
     before = contents(index)
