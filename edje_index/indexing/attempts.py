@@ -33,13 +33,11 @@ class Attempt:
 
     Attributes:
         path: file of the attempt.
-        fingerprint: hash of everything that determines the rows of the shard.
         careful: True to prepare one input at a time, because the process of an earlier attempt died.
         deaths: number of careful attempts that died at an input, by position of the input.
     """
 
     path: Path
-    fingerprint: str
     careful: bool
     deaths: Counter[int] = field(default_factory=Counter)
 
@@ -61,20 +59,17 @@ class Attempt:
 
     def _write(self, position: int | None) -> None:
         deaths = {str(key): count for key, count in self.deaths.items()}
-        content = {"fingerprint": self.fingerprint, "careful": self.careful, "position": position, "deaths": deaths}
+        content = {"careful": self.careful, "position": position, "deaths": deaths}
         with naming(self.path):
             self.path.write_text(json.dumps(content))
 
 
 @contextmanager
-def begin_attempt(layout: Layout, shard: int, fingerprint: str) -> Iterator[Attempt]:
-    """Create the file of an attempt, yield the attempt to the `with` block, and remove the file after the block.
-
-    Earlier attempts with another `fingerprint` do not count, because they had other inputs.
-    """
+def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
+    """Create the file of an attempt, yield the attempt to the `with` block, and remove the file after the block."""
     # The file stays if the process dies, or if an exception ends the attempt and earlier deaths are recorded.
     path = layout.attempt(shard)
-    attempt = _attempt_after(path, fingerprint)
+    attempt = _attempt_after(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     attempt._write(None)
     try:
@@ -86,20 +81,18 @@ def begin_attempt(layout: Layout, shard: int, fingerprint: str) -> Iterator[Atte
     path.unlink(missing_ok=True)
 
 
-def _attempt_after(path: Path, fingerprint: str) -> Attempt:
+def _attempt_after(path: Path) -> Attempt:
     """Return the attempt after the attempt that the file `path` records, or the first attempt if there is no file."""
     try:
         content = json.loads(path.read_text())
-        if content.get("fingerprint", fingerprint) != fingerprint:
-            return Attempt(path, fingerprint, careful=False)
         deaths = Counter({int(position): int(count) for position, count in content["deaths"].items()})
         if content["position"] is not None:
             deaths[int(content["position"])] += 1
     except FileNotFoundError:
-        return Attempt(path, fingerprint, careful=False)
+        return Attempt(path, careful=False)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # the process died while it wrote
-        return Attempt(path, fingerprint, careful=True)
-    return Attempt(path, fingerprint, careful=True, deaths=deaths)
+        return Attempt(path, careful=True)
+    return Attempt(path, careful=True, deaths=deaths)
 
 
 def forget_attempt(layout: Layout, shard: int) -> None:

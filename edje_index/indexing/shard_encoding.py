@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.decoded_input import FAIL, DecodeSettings, decode_input, read_input
 from edje_index.images.input_lists import read_shard_inputs
-from edje_index.images.inputs import InputRef, inputs_digest
+from edje_index.images.inputs import InputRef
 from edje_index.images.remote.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from storage_formats.errors import EdjeError
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from storage_formats.codecs import Blocks
-
-    _Put = Callable[[NDArray[np.int64], Blocks, NDArray[np.float32]], None]  # positions, tokens, embeddings
 
 _REMOTE_THREADS = 16  # requests for remote inputs that run at the same time
 _BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being decoded, one ready
@@ -70,7 +67,6 @@ class ShardTask:
         shard: shard number.
         spec: shape of the index.
         plan: fingerprint of the build plan.
-        settings: fingerprint of the model and the settings of the plan, without the inputs.
         batch_size: number of images, or of frames of clips, per forward pass.
         max_pixels: largest number of pixels of an image. The rows of larger images fail with the reason
             "too-many-pixels".
@@ -84,7 +80,6 @@ class ShardTask:
     shard: int
     spec: IndexSpec
     plan: str
-    settings: str
     batch_size: int
     max_pixels: int
     decode_threads: int
@@ -101,10 +96,6 @@ class ShardTask:
     def inputs_per_batch(self) -> int:
         """Number of inputs per forward pass."""
         return inputs_per_batch(self.batch_size, self.frames)
-
-    def fingerprint(self, refs: Sequence[InputRef]) -> str:
-        """Return a hash of everything that determines the encoded rows of this shard with the inputs `refs`."""
-        return hashlib.sha256(f"{self.settings} {self.shard} {inputs_digest(refs)}".encode()).hexdigest()
 
 
 def inputs_per_batch(batch_size: int, frames: int | None) -> int:
@@ -149,69 +140,19 @@ def encode_shard(
         TransientInputError: an input cannot be read or decoded now, because of the machine and not of the input.
         OSError: the index cannot be written.
     """
-    refs = read_shard_inputs(Layout(Path(task.root)), task.spec, task.shard)
-    with ShardWriter(task.root, task.spec, task.shard) as writer:
-        rows = _encode_rows(task, refs, encoder, writer.put, on_progress, should_stop)
-        with _timed(rows.stages, "write"):
-            table = with_source_values(rows_table(rows.entries), task.columns, [ref.metadata for ref in refs])
-            read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
-        receipt = writer.commit(table, task.plan, {"read": read, "decode": decode, **rows.stages})
-    rows.pieces.remove()
-    return receipt
-
-
-def encode_ahead(
-    task: ShardTask,
-    refs: Sequence[InputRef],
-    encoder: Encoder,
-    on_progress: Callable[[StageProgress], None],
-    should_stop: Callable[[], bool],
-) -> None:
-    """Encode one shard before the plan is complete, and save its rows as pieces. Nothing is committed.
-
-    `encode_shard` takes the rows from the pieces, unless the plan has other inputs or settings.
-
-    Args:
-        task: shard to encode. `plan` and `columns` are not used.
-        refs: inputs of the shard.
-        encoder, on_progress, should_stop: see `encode_shard`.
-
-    Raises:
-        EncodingInterrupted, TransientInputError, OSError: see `encode_shard`.
-    """
-    _encode_rows(
-        task, refs, encoder, lambda positions, tokens, embeddings: None, on_progress, should_stop
-    ).pieces.save()
-
-
-@dataclass(frozen=True)
-class _EncodedRows:
-    """The rows of a shard: their entries, the pieces that hold their blocks, and the seconds per stage."""
-
-    entries: list[RowEntry]
-    pieces: ShardPieces
-    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("wait", "encode", "write"), 0.0))
-
-
-def _encode_rows(
-    task: ShardTask,
-    refs: Sequence[InputRef],
-    encoder: Encoder,
-    put: _Put,
-    on_progress: Callable[[StageProgress], None],
-    should_stop: Callable[[], bool],
-) -> _EncodedRows:
-    """Restore the stored rows of a shard, and encode the others. Pass all blocks to `put`, in row order."""
-    layout, fingerprint = Layout(Path(task.root)), task.fingerprint(refs)
+    layout = Layout(Path(task.root))
+    refs = read_shard_inputs(layout, task.spec, task.shard)
     first_row = task.spec.shard_rows(task.shard).start
     images = [_Image(ref, _row_entry(first_row + position, ref)) for position, ref in enumerate(refs)]
-    rows = _EncodedRows([image.entry for image in images], ShardPieces(layout, task.spec, task.shard, fingerprint))
-    entries, pieces, stages = rows.entries, rows.pieces, rows.stages
+    entries = [image.entry for image in images]
+    pieces = ShardPieces(layout, task.spec, task.shard, task.plan)
+    stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
     with (
-        begin_attempt(layout, task.shard, fingerprint) as attempt,
+        ShardWriter(task.root, task.spec, task.shard) as writer,
+        begin_attempt(layout, task.shard) as attempt,
         _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
     ):
-        done = _restore(pieces, put, entries)
+        done = _restore(pieces, writer, entries)
         prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding)
         for batch in _batches_ahead(task, images[done:], prepare, pool):
             if should_stop():
@@ -225,18 +166,23 @@ def _encode_rows(
                 tokens, embeddings = _encode(encoder, ready) if ready else _no_blocks(task.spec)
             with _timed(stages, "write"):
                 positions = np.array([image.entry.row_id - first_row for image in ready], dtype=np.int64)
-                put(positions, tokens, embeddings)
+                writer.put(positions, tokens, embeddings)
                 pieces.add(Piece(done, entries[done : done + len(batch)], positions, tokens, embeddings))
             done += len(batch)
             on_progress(_progress(task.shard, entries, done, stages))
-    return rows
+        with _timed(stages, "write"):
+            table = with_source_values(rows_table(entries), task.columns, [ref.metadata for ref in refs])
+            read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
+        receipt = writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
+    pieces.remove()
+    return receipt
 
 
-def _restore(pieces: ShardPieces, put: _Put, entries: list[RowEntry]) -> int:
+def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry]) -> int:
     """Restore the rows that an earlier attempt saved. Return the number of restored rows."""
     done = 0
     for piece in pieces.read():
-        put(piece.positions, piece.tokens, piece.embeddings)
+        writer.put(piece.positions, piece.tokens, piece.embeddings)
         entries[piece.start : piece.stop] = piece.entries
         done = piece.stop
     return done
@@ -248,7 +194,7 @@ def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
     return np.empty((0, *spec.block_shape), ml_dtypes.bfloat16), np.empty((0, spec.embed_dim), np.float32)
 
 
-def _threads(task: ShardTask, refs: Sequence[InputRef]) -> int:
+def _threads(task: ShardTask, refs: list[InputRef]) -> int:
     """Return the number of threads that read and decode. For inputs at URLs, it is at least `_REMOTE_THREADS`."""
     if any(is_remote(ref.path) for ref in refs):
         return max(task.decode_threads, _REMOTE_THREADS)

@@ -27,7 +27,7 @@ class BuildResult:
         rows: number of rows of the index.
         shards: number of shards of the index.
         seconds: wall time of this run.
-        images_per_second: rows that this run encoded per second after it had listed the sources; 0 if there are none.
+        images_per_second: rows that this run encoded per second; 0 if this run encoded no row.
         bottleneck: stage in which the workers spent the most time; None if no times are known.
         stage_seconds: seconds per stage, summed over all shards. In `wait` (for decoded images), `encode` (the model)
             and `write`, they are seconds of the workers. `read` and `decode` are sums over the decoding threads. Empty

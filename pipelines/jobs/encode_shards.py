@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines import open_engine
-from pipelines.engines.base import Engine, TaskInterrupted, Worker, WorkerFactory
+from pipelines.engines.base import TaskInterrupted, Worker
 from pipelines.jobs.failed_inputs import FailureLimit
 from pipelines.jobs.shard_run import ShardJob, ShardRun, run_shards
 from pipelines.jobs.shared_directory import on_shared_directory
@@ -41,13 +41,18 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
     from storage_formats.writing.begin import begin_index, clear_staging
     from storage_formats.writing.pieces import rows_in_pieces
 
-    plan, layout = prepared.plan, Layout(prepared.plan.root)
-    make_worker, engine = worker_factory(plan, open_worker), engine_of(config, prepared)
+    plan, settings, workers = prepared.plan, prepared.plan.settings, prepared.workers
+    layout = Layout(plan.root)
     job = ShardJob(
         activity="indexing",
         shards=plan.shards,
         rows=plan.rows,
-        make_worker=make_worker,
+        make_worker=on_shared_directory(
+            plan.root,
+            functools.partial(
+                open_worker, str(plan.model["bundle"]), settings.device, settings.threads, settings.dtype
+            ),
+        ),
         make_task=functools.partial(_shard_task, prepared),
         state_of_report=_state_of_report,
         state_of_receipt=_state_of_receipt,
@@ -55,36 +60,16 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
         on_receipt=FailureLimit(plan, config.max_failed),
         on_lost_machine=functools.partial(forget_attempt, layout),
     )
+    gpus = 1 if settings.device == "cuda" else 0
+    engine = open_engine(config.engine, workers, cpus=settings.threads, gpus=gpus, address=config.address)
     finished_shards = len(prepared.receipts)
-    on_event(PlanReady(plan.rows, len(plan.shards), finished_shards, prepared.workers, plan.duplicates, plan.ignored))
+    on_event(PlanReady(plan.rows, len(plan.shards), finished_shards, workers, plan.duplicates, plan.ignored))
     clear_staging(plan.root)
     if config.address is not None:  # the workers were lost with the driver; no input made them die
         forget_attempts(layout)
     if not plan.is_append:
         begin_index(plan.root, plan.spec)
     return run_shards(job, prepared.receipts, engine, on_event, should_stop)
-
-
-def engine_of(config: BuildConfig, prepared: PreparedBuild) -> Engine:
-    """Return the engine for the workers of a build.
-
-    Raises:
-        UsageError: the address of the Ray cluster is not valid.
-    """
-    settings = prepared.plan.settings
-    gpus = 1 if settings.device == "cuda" else 0
-    return open_engine(config.engine, prepared.workers, cpus=settings.threads, gpus=gpus, address=config.address)
-
-
-def worker_factory(plan: BuildPlan, open_worker: Callable[[str, str, int, str], Worker]) -> WorkerFactory:
-    """Return a function that calls `open_worker` with the bundle, the device, the threads and the dtype of `plan`.
-
-    The calling process must hold the lock of the index.
-    """
-    bundle, settings = str(plan.model["bundle"]), plan.settings
-    return on_shared_directory(
-        plan.root, functools.partial(open_worker, bundle, settings.device, settings.threads, settings.dtype)
-    )
 
 
 def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
@@ -100,7 +85,6 @@ def encoding_task(plan: BuildPlan, shard: int, threads: int = 1) -> ShardTask:
         shard=shard,
         spec=plan.spec,
         plan=plan.fingerprint,
-        settings=plan.settings_fingerprint,
         batch_size=plan.settings.batch_size,
         max_pixels=plan.settings.max_pixels,
         decode_threads=threads,

@@ -73,7 +73,7 @@ class ShardRun:
 
     Attributes:
         receipts: the receipt of every shard, in the order of the shards.
-        rows: number of rows in the shards that this run finished, without rows that were stored before.
+        rows: number of rows in the shards that this run finished.
         seconds: wall time of this run.
     """
 
@@ -95,7 +95,6 @@ def run_shards(
     started = time.monotonic()
     receipts = dict(earlier)
     missing = [shard for shard in job.shards if shard not in earlier]
-    stored_rows = job.rows_in_pieces(earlier)
     with _stopped_by_errors(job, receipts):
         meter = ShardMeter(job.activity, job.rows, len(job.shards))
         for receipt in earlier.values():  # the times of earlier runs do not count
@@ -125,8 +124,7 @@ def run_shards(
         if len(receipts) < len(job.shards):
             raise JobStopped("stopped")
     rows = sum(receipts[shard].rows for shard in missing)
-    new_rows = max(0, rows - stored_rows)
-    return ShardRun([receipts[shard] for shard in sorted(receipts)], new_rows, time.monotonic() - started)
+    return ShardRun([receipts[shard] for shard in sorted(receipts)], rows, time.monotonic() - started)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +21,6 @@ from storage_formats.format.layout import Layout
 if TYPE_CHECKING:
     from edje_index.images.inputs import InputRef
     from storage_formats.format.source_columns import SourceColumn
-
-OnShardListed = Callable[[int, "list[InputRef]"], None]
-"""Function that is called with the number of a shard and its inputs, once the shard is full."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +57,8 @@ def removed_on_failure(root: Path) -> Iterator[None]:
         raise
 
 
-def freeze_inputs(
-    config: BuildConfig,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-    on_shard_listed: OnShardListed = lambda shard, refs: None,
-) -> FrozenInputs:
+def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop) -> FrozenInputs:
     """List the inputs of all sources, and write them to `build/inputs/`.
-
-    Args:
-        config: request for the build.
-        on_event: callback that receives progress events.
-        should_stop: called before each input; the listing stops once `should_stop()` returns True.
-        on_shard_listed: called with each full shard as soon as its inputs are listed.
 
     Raises:
         UsageError: a source cannot be used, or the sources contain no inputs.
@@ -85,7 +71,6 @@ def freeze_inputs(
     refs = digested(iter_all(sources), digest, on_event, should_stop)
     if config.dedupe:
         refs = mark_duplicates(refs)
-    refs = _reported(refs, config.shard_size, on_shard_listed)
     lists = store_inputs(Layout(config.out), refs, config.shard_size)
     ignored = {**count_ignored(sources), **lists.ignored}
     if not lists.rows:
@@ -93,17 +78,6 @@ def freeze_inputs(
             f"there is nothing to index in {', '.join(config.sources)}: {_no_images(ignored)}", parameter="sources"
         )
     return FrozenInputs(lists.rows, digest.hexdigest(), lists.duplicates, ignored, lists.checksums, lists.columns)
-
-
-def _reported(refs: Iterable[InputRef], shard_size: int, on_shard_listed: OnShardListed) -> Iterator[InputRef]:
-    """Yield `refs` unchanged, and call `on_shard_listed` before the last input of each full shard."""
-    inputs: list[InputRef] = []
-    for row, ref in enumerate(refs, 1):
-        inputs.append(ref)
-        if row % shard_size == 0:
-            on_shard_listed(row // shard_size - 1, inputs)
-            inputs = []
-        yield ref
 
 
 @dataclass(frozen=True)

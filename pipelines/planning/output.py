@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from pipelines.planning.config import BuildConfig
 from storage_formats.errors import UsageError
@@ -29,17 +28,10 @@ def check_output(config: BuildConfig) -> None:
         )
 
 
-def has_stored_work(root: Path) -> bool:
-    """Return True if a stopped build has left a plan, or rows that were encoded while the sources were listed."""
-    layout = Layout(root)
-    return layout.plan.exists() or layout.pieces(0).parent.exists()
-
-
 def _foreign_entries(layout: Layout) -> set[str]:
     """Return the names of the files and directories in an output directory that are not part of an index."""
     # A build that was stopped while it listed its sources leaves `build/` without a plan.
-    listing = {layout.lock, layout.input_lists, layout.pieces(0).parent, layout.attempt(0).parent}
     names = {entry.name for entry in layout.root.iterdir()} - {layout.build.name}
     if layout.build.is_dir():
-        names |= {entry.name for entry in layout.build.iterdir()} - {path.name for path in listing}
+        names |= {entry.name for entry in layout.build.iterdir()} - {layout.lock.name, layout.input_lists.name}
     return {name for name in names if not name.startswith(f".{layout.plan.name}.")}  # a plan that was being written

@@ -5,13 +5,12 @@ An interrupted build resumes from its stored plan, so the settings cannot change
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.finished import check_sources
-from pipelines.planning.inputs import OnShardListed, check_frozen_inputs, freeze_inputs, removed_on_failure
+from pipelines.planning.inputs import check_frozen_inputs, freeze_inputs, removed_on_failure
 from pipelines.planning.plan import BuildPlan, model_record, settings_of_request
 from pipelines.planning.resources import check_index_size, check_workers
 from pipelines.planning.stored import read_stored_build
@@ -41,20 +40,11 @@ class PreparedBuild:
     finished: CommittedIndex | None = None
 
 
-StartAhead = Callable[[PreparedBuild], OnShardListed]
-"""Function that is called before a listing, with a plan without inputs. See `freeze_inputs` for the result."""
-
-
-def prepare_build(
-    config: BuildConfig,
-    on_event: OnEvent,
-    should_stop: ShouldStop = lambda: False,
-    start_ahead: StartAhead = lambda build: lambda shard, refs: None,
-) -> PreparedBuild:
+def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> PreparedBuild:
     """Prepare the build of the index at `config.out`.
 
     If the index is finished, check the index. If the build has a stored plan, read the plan. Otherwise make and store a
-    plan. `start_ahead` can start to encode the inputs while they are listed.
+    plan.
 
     Raises:
         UsageError: a source cannot be used, the machine lacks the device, memory or disk space, or the request differs
@@ -79,13 +69,12 @@ def prepare_build(
         plan = replace(stored.plan, model=model_record(info))  # the bundle may have moved
         return PreparedBuild(plan, workers, stored.receipts)
     with removed_on_failure(config.out):
-        spec = IndexSpec(1, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
-        plan = BuildPlan(config.out, spec, model_record(info), settings, inputs_digest="", duplicates=0, ignored={})
-        on_shard_listed = start_ahead(PreparedBuild(plan, workers))
-        inputs = freeze_inputs(config, on_event, should_stop, on_shard_listed)
-        plan = replace(
-            plan,
-            spec=replace(spec, rows=inputs.rows),
+        inputs = freeze_inputs(config, on_event, should_stop)
+        plan = BuildPlan(
+            root=config.out,
+            spec=IndexSpec(inputs.rows, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions),
+            model=model_record(info),
+            settings=settings,
             inputs_digest=inputs.digest,
             duplicates=inputs.duplicates,
             ignored=inputs.ignored,

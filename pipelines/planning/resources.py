@@ -12,7 +12,7 @@ from pipelines.planning.plan import BuildSettings
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import CRC_BYTES, PAGE_BYTES, IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.layout import CRC_BYTES, PAGE_BYTES, IndexSpec, padded_shard_bytes
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
@@ -79,11 +79,9 @@ def model_memory_need(workers: int | None, settings: BuildSettings, info: Bundle
 
 def check_index_size(root: Path, spec: IndexSpec) -> None:
     """Raise UsageError if the disk is too small for the index, or the memory is too small for its embeddings."""
-    from storage_formats.writing.pieces import bytes_in_pieces
-
     need = disk_need(spec)
     _check_memory(Need({"vectors": need.parts["ann"]}), "split the sources over several indexes", "sources")
-    free = free_disk(root) + bytes_in_pieces(Layout(root))  # each piece is removed when its shard is written
+    free = free_disk(root)
     if need.total > free:
         raise UsageError(
             f"the index of {counted(spec.rows, 'input')} needs {need} of disk, but only "

@@ -110,14 +110,7 @@ class EventLog:
     def _write_progress(self, event: Progress) -> None:
         self._progress = (event.activity, self._clock())
         shards = None if event.shards is None else asdict(event.shards)
-        self.write(
-            "progress",
-            activity=event.activity,
-            done=event.done,
-            total=event.total,
-            shards=shards,
-            encoded=event.encoded,
-        )
+        self.write("progress", activity=event.activity, done=event.done, total=event.total, shards=shards)
 
 
 def _elapsed(started: float) -> float:

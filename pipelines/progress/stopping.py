@@ -13,9 +13,7 @@ from pipelines.progress.events import Event, OnEvent
 from storage_formats.errors import EdjeError
 
 ShouldStop = Callable[[], bool]
-"""Function that a job calls often. Once the function returns True, the job stops at the next safe point.
-
-A build may call the function from two threads."""
+"""Function that a job calls often. Once the function returns True, the job stops at the next safe point."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -40,4 +40,4 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
 
 def _stop_if(should_stop: ShouldStop) -> None:
     if should_stop():
-        raise JobStopped("stopped while listing the sources")
+        raise JobStopped("stopped while listing the sources; nothing was stored")

@@ -66,12 +66,11 @@ class ShardPieces:
         layout: layout of the index.
         spec: shape of the index.
         shard: shard number.
-        fingerprint: hash of everything that determines the rows. Pieces with another fingerprint are treated as
-            damaged.
+        plan: fingerprint of the build plan. Pieces of another plan are treated as damaged.
     """
 
-    def __init__(self, layout: Layout, spec: IndexSpec, shard: int, fingerprint: str) -> None:
-        self._layout, self._spec, self._shard, self._fingerprint = layout, spec, shard, fingerprint
+    def __init__(self, layout: Layout, spec: IndexSpec, shard: int, plan: str) -> None:
+        self._layout, self._spec, self._shard, self._plan = layout, spec, shard, plan
         self._pending: list[Piece] = []
         self._saved_at = time.monotonic()
 
@@ -117,7 +116,7 @@ class ShardPieces:
         shutil.rmtree(self._layout.pieces(self._shard), ignore_errors=True)
 
     def _checksum(self, data: bytes) -> bytes:
-        return crc32c(data, crc32c(self._fingerprint.encode())).to_bytes(CRC_BYTES, "little")
+        return crc32c(data, crc32c(self._plan.encode())).to_bytes(CRC_BYTES, "little")
 
     def _table(self, piece: Piece) -> pa.Table:
         columns = rows_table(piece.entries)
@@ -129,7 +128,7 @@ class ShardPieces:
         return columns
 
     def _read(self, path: Path) -> Piece | None:
-        """Load the piece at `path`. Return None if the piece is damaged or has another fingerprint."""
+        """Load the piece at `path`. Return None if the piece is damaged or belongs to another plan."""
         start, stop = _positions_of(path)
         try:
             content = read_index_file(self._layout.root, path)
@@ -157,19 +156,10 @@ class ShardPieces:
 
 def rows_in_pieces(layout: Layout, finished_shards: Container[int]) -> int:
     """Return the total number of rows in stored pieces, without the pieces of `finished_shards`."""
-    shards = (shard for shard in _shards_with_pieces(layout) if shard not in finished_shards)
-    files = (path for shard in shards for path in _piece_files(layout, shard))
+    folders = [layout.pieces(0).parent] if layout.pieces(0).parent.is_dir() else []
+    shards = (int(path.name) for folder in folders for path in folder.iterdir() if path.name.isdigit())
+    files = (path for shard in shards if shard not in finished_shards for path in _piece_files(layout, shard))
     return sum(stop - start for start, stop in map(_positions_of, files))
-
-
-def bytes_in_pieces(layout: Layout) -> int:
-    """Return the total length of all stored pieces in bytes."""
-    return sum(path.stat().st_size for shard in _shards_with_pieces(layout) for path in _piece_files(layout, shard))
-
-
-def _shards_with_pieces(layout: Layout) -> list[int]:
-    folder = layout.pieces(0).parent
-    return [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
 
 
 def _piece_files(layout: Layout, shard: int) -> list[Path]:

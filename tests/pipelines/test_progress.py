@@ -34,7 +34,6 @@ def test_progress_in_words():
         "2,048/10,000, 41.2/s, 3m13s left, shards 2/10, 3 failed, bottleneck decode"
     )
     assert describe_progress(Progress("listing", 7)) == "7"
-    assert describe_progress(Progress("listing", 7000, encoded=2000)) == "7,000, 2,000 encoded"
 
 
 def test_plan_in_words():

@@ -46,14 +46,11 @@ class Engine:
             yield self.action if failed else TaskDone(task, receipt(task.shard))
 
 
-def run(engine, earlier=(), should_stop=lambda: False, on_lost_machine=lambda shard: None, stored_rows=0):
+def run(engine, earlier=(), should_stop=lambda: False, on_lost_machine=lambda shard: None):
     """Run with the receipts of an earlier run that spent its time waiting; returns the result and the events."""
     events = []
     state = lambda done: ShardState(done.rows, 0, done.seconds)  # noqa: E731
-    stored = lambda finished: stored_rows  # noqa: E731
-    job = ShardJob(
-        "testing", range(SPEC.shards), SPEC.rows, None, Task, None, state, stored, on_lost_machine=on_lost_machine
-    )
+    job = ShardJob("testing", range(SPEC.shards), SPEC.rows, None, Task, None, state, on_lost_machine=on_lost_machine)
     receipts = {shard: receipt(shard, "wait") for shard in earlier}
     return run_shards(job, receipts, engine, events.append, should_stop), events
 
@@ -64,7 +61,6 @@ def test_only_shards_without_a_receipt_run():
     assert engine.shards == [0, 2]
     assert [done.shard for done in result.receipts] == [0, 1, 2]
     assert result.rows == 6
-    assert run(Engine(), earlier=[1], stored_rows=2)[0].rows == 4
     assert (events[-1].activity, events[-1].done, events[-1].total) == ("testing", 10, 10)
     assert events[-1].shards.finished == 3
 

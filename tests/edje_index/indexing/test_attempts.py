@@ -20,18 +20,14 @@ def die(layout: Layout, position: int = POSITION) -> None:
     """Leave the file of an attempt that was killed while it prepared the input at `position`."""
     path = layout.attempt(SHARD)
     content = b""
-    with (
-        contextlib.suppress(PowerFailureError),
-        begin_attempt(layout, SHARD, "fingerprint") as attempt,
-        attempt.preparing(position),
-    ):
+    with contextlib.suppress(PowerFailureError), begin_attempt(layout, SHARD) as attempt, attempt.preparing(position):
         content = path.read_bytes()
         raise PowerFailureError
     path.write_bytes(content)
 
 
 def deaths(layout: Layout) -> int:
-    with begin_attempt(layout, SHARD, "fingerprint") as attempt:
+    with begin_attempt(layout, SHARD) as attempt:
         return attempt.deaths[POSITION]
 
 
@@ -46,7 +42,7 @@ def test_lost_machines_count_against_no_input(tmp_path, forget):
     for _ in range(DEATHS + 2):
         die(layout)
         forget(layout, SHARD)
-    with begin_attempt(layout, SHARD, "fingerprint") as attempt:
+    with begin_attempt(layout, SHARD) as attempt:
         assert attempt.careful
         assert not attempt.ended_workers(POSITION)
 

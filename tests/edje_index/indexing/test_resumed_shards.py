@@ -48,7 +48,7 @@ def begin(root: Path, spec: IndexSpec, refs: list[InputRef]) -> ShardTask:
     begin_index(root, spec)
     Layout(root).input_lists.mkdir(parents=True, exist_ok=True)
     write_input_lists(Layout(root), refs, spec.shard_size)
-    return ShardTask(str(root), 0, spec, "plan", "settings", batch_size=BATCH, max_pixels=10**7, decode_threads=2)
+    return ShardTask(str(root), 0, spec, "plan", batch_size=BATCH, max_pixels=10**7, decode_threads=2)
 
 
 class Counting:
@@ -159,7 +159,7 @@ def test_a_damaged_piece_and_those_after_it_do_not_count(task, encoder, calm, da
     assert contents(task) == calm
 
 
-def test_pieces_of_other_settings_do_not_count(task, encoder, calm):
+def test_pieces_of_another_plan_do_not_count(task, encoder, calm):
     stop_after(task, encoder, batches=4)
-    other = replace(task, settings="other")
+    other = replace(task, plan="other")
     assert resume(other, encoder) == sum(row["status"] == "indexed" for row in calm["rows"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import re
 import signal
@@ -64,7 +63,7 @@ def case(tmp_path):
     begin_index(root, spec)
     Layout(root).input_lists.mkdir()
     write_input_lists(Layout(root), refs, spec.shard_size)
-    task = ShardTask(str(root), 0, spec, "plan", "settings", batch_size=3, max_pixels=10**7, decode_threads=2)
+    task = ShardTask(str(root), 0, spec, "plan", batch_size=3, max_pixels=10**7, decode_threads=2)
     return task, refs
 
 
@@ -238,7 +237,7 @@ def test_a_name_that_is_not_utf8_is_kept_in_bytes(tmp_path, encoder):
     begin_index(root, spec)
     Layout(root).input_lists.mkdir()
     write_input_lists(Layout(root), [InputRef("/%FF%FE.jpg", name)], spec.shard_size)
-    encode_shard(ShardTask(str(root), 0, spec, "plan", "settings", 3, 10**7, 1), encoder)
+    encode_shard(ShardTask(str(root), 0, spec, "plan", 3, 10**7, 1), encoder)
     row = read_shard_rows(Layout(root), 0).to_pylist()[0]
     assert (row["status"], row["uri_raw"]) == ("indexed", name)
 
@@ -286,14 +285,3 @@ def test_a_stopped_attempt_keeps_what_is_known_about_deaths(case, encoder):
         with pytest.raises(EncodingInterrupted):
             encode_shard(task, encoder, should_stop=lambda: True)
         assert path.exists() == remains
-
-
-@pytest.mark.parametrize(("fingerprint", "status"), [("of other inputs", "indexed"), (None, "failed")])
-def test_deaths_count_only_for_the_same_inputs(case, encoder, fingerprint, status):
-    task, refs = case
-    path = _layout(task).attempt(0)
-    path.parent.mkdir(exist_ok=True)
-    deaths = {"fingerprint": fingerprint or task.fingerprint(refs[:8]), "position": None, "deaths": {"0": 2}}
-    path.write_text(json.dumps(deaths))
-    encode_shard(task, encoder)
-    assert read_shard_rows(_layout(task), 0)["status"][0].as_py() == status

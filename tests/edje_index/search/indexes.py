@@ -31,7 +31,7 @@ def build_photos(folder: Path) -> tuple[Path, Path]:
     encoder = ImageEncoder.open(folder / "model", device="cpu", threads=1)
     Layout(root).input_lists.mkdir()
     write_input_lists(Layout(root), [_photo(folder, row) for row in range(SPEC.rows)], SPEC.shard_size)
-    tasks = (ShardTask(str(root), shard, SPEC, "plan", "settings", 4, 10**7, 1) for shard in range(SPEC.shards))
+    tasks = (ShardTask(str(root), shard, SPEC, "plan", 4, 10**7, 1) for shard in range(SPEC.shards))
     receipts = [encode_shard(task, encoder) for task in tasks]
     model = {"fingerprint": info.encoder_fingerprint, "bundle": str(folder / "model")}
     finish_index(root, SPEC, receipts, Provenance(model, {}, "plan"), build_ann(root, SPEC))
