@@ -1,4 +1,4 @@
-"""Training on a Ray cluster of two raylets, one of which is killed in mid-run."""
+"""Training on a Ray cluster of two raylets. The test kills one of them in mid-run."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _shard_job(job: CaptionJob, plan: str, device: str, threads: int) -> ShardJo
 
 def _uses_ray(run: RunSettings, device: str) -> bool:
     """Return True if workers on Ray prepare the captions: on a cluster, or on the GPUs of this machine."""
-    # On the CPUs of one machine, the threads of this process do as much.
+    # Ray Train, which then starts Ray again in this process, does not survive the death of that second Ray.
     return run.address is not None or (run.distributed and device == "cuda")
 
 
