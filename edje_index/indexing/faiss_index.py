@@ -5,7 +5,8 @@ Embeddings have the length 1, so inner products are cosine similarities. FAISS i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from edje_index.progress import OnProgress
 from storage_formats.atomic import fsync_path, fsync_paths
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.checksum import crc32c_file
+from storage_formats.format.checksum import crc32c_file, crc32c_stream
 from storage_formats.format.index_files import open_index_file, remote_files
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
@@ -40,6 +41,8 @@ from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
 from storage_formats.writing.snapshots import kept_snapshots, named_files
 
+_LOWEST_RECALL = 0.01
+_RECALL_ROUNDING = 0.00005  # `index.json` holds the recall with four digits
 _DRIFT_ROWS = 2000  # their mean distance from the centroids varies by about 1 % from sample to sample
 
 
@@ -56,6 +59,13 @@ class AnnRequest:
     ann: str = "auto"
     recall: float = TARGET_RECALL
     memory: int | None = None
+
+    @classmethod
+    def like(cls, ann: Mapping[str, Any]) -> AnnRequest:
+        """Return a request for the kind and the recall of an existing index, from `ann` in `index.json`."""
+        kind = "Flat" if ann.get("kind") == AnnKind().name else ann.get("factory", "auto")
+        recall = ann.get("recall", {}).get("value", TARGET_RECALL)
+        return cls(kind, max(_LOWEST_RECALL, recall - _RECALL_ROUNDING))
 
 
 def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: OnProgress | None = None) -> Manifest:
@@ -75,17 +85,29 @@ def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: O
     """
     manifest, layout = Manifest.load(root), Layout(Path(root))
     with name_missing_extra("search"):
-        # Earlier snapshots name the existing file, so the new one needs another name. On an object store, the current
-        # snapshot names it until the commit.
-        replace_file = not manifest.snapshot.number and remote_files(layout.root) is None
+        replace_file = not _is_in_use(layout, manifest)
         ann = build_ann(root, manifest.spec, replace_file=replace_file, request=request, on_progress=on_progress)
     changed = replace(manifest, ann=ann)
     changed.write(layout)
     named = named_files(layout, kept_snapshots(CommittedIndex(layout.root, changed)))
-    for path in layout.ann.glob("index-*.faiss"):
+    for path in layout.ann.glob("index*.faiss"):
         if layout.relative(path) not in named:
             path.unlink()
     return changed
+
+
+def _is_in_use(layout: Layout, manifest: Manifest) -> bool:
+    """Return True if readers need the file `ann/index.faiss`, so that the new file needs another name.
+
+    The current snapshot needs an undamaged file until the commit, and earlier snapshots need it afterwards. On an object
+    store, committed objects are never replaced.
+    """
+    if manifest.snapshot.number or remote_files(layout.root) is not None:
+        return True
+    committed = {file.path: file for file in manifest.ann_files}.get(layout.relative(layout.ann_index))
+    with contextlib.suppress(OSError), open_index_file(layout.root, layout.ann_index) as file:
+        return committed is not None and crc32c_stream(file) == committed.crc32c
+    return False
 
 
 def build_ann(

@@ -181,14 +181,15 @@ def _repair_ann(
     if not paths or any(path.startswith("embeddings/") for path in damaged):
         return
     if not dry_run:
-        from edje_index.indexing.faiss_index import add_ann
+        from edje_index.indexing.faiss_index import AnnRequest, add_ann
         from pipelines.jobs.ann import download_embeddings
         from storage_formats.format.manifest import CommittedIndex
         from storage_formats.writing.remote_writes import overwrite_file
 
         download_embeddings(copy, on_event)
         on_event(StatusMessage("building the nearest-neighbour index"))
-        built = CommittedIndex(copy.root, add_ann(copy.root, on_progress=progress_callback(on_event)))
+        request = AnnRequest.like(index.manifest.ann)
+        built = CommittedIndex(copy.root, add_ann(copy.root, request, progress_callback(on_event)))
         for file in built.manifest.ann_files:
             if copy.remote is not None and file.path in damaged:  # a change uploads no file that the index has already
                 overwrite_file(copy.remote, built, file)

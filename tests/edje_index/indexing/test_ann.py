@@ -13,7 +13,8 @@ from edje_index.indexing.ann_info import describe_ann
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.ann_recall import RecallQueries, held_out
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann, tune_ann
-from storage_formats import CorruptIndexError, Manifest, UsageError
+from pipelines import repair_index
+from storage_formats import CorruptIndexError, Manifest, UsageError, verify_index
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import Tombstones
@@ -201,6 +202,31 @@ def test_a_description_with_wrong_types_is_one_clear_error(root, member):
     replace(manifest, ann={**manifest.ann, **member}).write(Layout(root))
     with pytest.raises(CorruptIndexError, match="missing or has the wrong type"):
         Manifest.load(root)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_existing_file_stays_until_the_new_one_is_committed(root, monkeypatch, is_killed):
+    add_ann(root)
+    if is_killed:
+        monkeypatch.setattr(Manifest, "write", lambda *_: pytest.fail("killed before the commit"))
+        with pytest.raises(pytest.fail.Exception):
+            add_ann(root, CODES)
+    else:
+        add_ann(root, CODES)
+        add_ann(root)
+        assert [problem for problem in verify_index(root) if problem.kind == "stray-file"] == []
+    assert len(AnnIndex.open(root)) == 598
+    assert (root / "ann" / "index.faiss").exists()
+
+
+def test_a_repair_keeps_the_kind_and_the_recall(root):
+    add_ann(root, CODES)
+    tune_ann(root, recall=1)
+    paths = [path for path in root.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in paths}
+    (root / "ann" / "index.faiss").write_bytes(b"damaged")
+    assert repair_index(root).left == ()
+    assert {path: path.read_bytes() for path in paths} == before
 
 
 def test_the_commands_build_describe_and_tune(root, run):

@@ -159,8 +159,8 @@ def test_another_shape_is_refused(own_root, vectors, dimensions, first_id, messa
 @pytest.mark.parametrize("factory", KINDS)
 def test_damage_behind_a_correct_checksum_is_an_error(own_root, factory):
     """Sizes and ids that are huge or negative, and files that end early, never reach FAISS."""
-    add_ann(own_root, AnnRequest(ann=factory))
-    path = Layout(own_root).ann_index
+    manifest = add_ann(own_root, AnnRequest(ann=factory))
+    path = own_root / manifest.ann_files[0].path
     sound, shape = path.read_bytes(), FaissShape(SPEC.embed_dim, vectors=297, rows=SPEC.rows)
     for offset in offsets_of_sizes_and_ids(sound, factory):
         for value in (1 << 40, -1):
