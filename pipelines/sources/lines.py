@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import weakref
@@ -70,7 +71,10 @@ class LinesSource(FileSource):
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
     """Yield the lines of a file; None for a line that is too long."""
+    at_start = True
     while line := file.readline(_MAX_LINE):
+        if at_start:
+            line, at_start = line.removeprefix(codecs.BOM_UTF8), False
         if line.endswith(b"\n") or len(line) < _MAX_LINE:
             yield line
             continue

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from edje_index.filesystem import read_json_lines
+from edje_index.images.inputs import display_path
 from pipelines.sources.metadata import BAD_NAME
 from pipelines.sources.selection import Ignored
 from storage_formats.errors import UsageError
@@ -16,6 +17,9 @@ from storage_formats.format.source_columns import PlainText
 
 Entry: TypeAlias = tuple[int, dict[Any, Any]]
 """The number of an entry and its values by name of the column. The values are empty if the entry cannot be read."""
+
+Row: TypeAlias = tuple[int, list[str] | None]
+"""The number of the last line of a row of a table, and the fields of the row."""
 
 BINARY = "(binary column)"
 MORE_FIELDS = "(fields without a column)"
@@ -28,19 +32,53 @@ def json_entries(path: bytes) -> Iterator[Entry]:
         yield line.number, line.value if isinstance(line.value, dict) else {}
 
 
-def csv_rows(path: bytes, delimiter: str = ",") -> Iterator[tuple[int, list[str] | None]]:
-    """Yield (line number, fields) of each row, including the header. The fields of an invalid row are None."""
+def csv_rows(path: bytes, delimiter: str = ",") -> Iterator[Row]:
+    """Yield (line number, fields) of each row, including the header. The fields of an invalid row are None.
+
+    Every line of a table with tabs is a row, because quotation marks have no special meaning in most of these tables. In
+    a table with commas, quoted text can contain line breaks.
+
+    Raises:
+        UsageError: quoted text has no end or is too long, so rows after it would be lost.
+    """
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file, delimiter=delimiter)
-        while True:
-            try:
-                row: list[str] | None = next(rows)
-            except StopIteration:
-                return
-            except csv.Error:
-                row = None
-            if row != []:
-                yield rows.line_num, row
+        rows = _tab_rows(file) if delimiter == "\t" else _comma_rows(file, display_path(path))
+        yield from (row for row in rows if row[1] != [])
+
+
+def _tab_rows(lines: Iterable[str]) -> Iterator[Row]:
+    for number, line in enumerate(lines, 1):
+        try:
+            yield number, next(csv.reader([line], delimiter="\t", strict=True))
+        except csv.Error:  # quotation marks that quote no field, or a field that is too long
+            is_too_long = len(line) > csv.field_size_limit()
+            yield number, None if is_too_long else line.rstrip("\r\n").split("\t")
+
+
+def _comma_rows(file: Iterable[str], name: str) -> Iterator[Row]:
+    at_end = False
+
+    def lines() -> Iterator[str]:
+        nonlocal at_end
+        yield from file
+        at_end = True
+
+    rows = csv.reader(lines())
+    while True:
+        first = rows.line_num + 1
+        try:
+            row: list[str] | None = next(rows)
+        except StopIteration:
+            return
+        except csv.Error:
+            row = None
+        if at_end or (row is None and rows.line_num > first):
+            raise UsageError(
+                f"the quoted text that begins in line {first} of {name} has no end or is too long; correct the quotation "
+                "marks of this line",
+                parameter="sources",
+            )
+        yield rows.line_num, row
 
 
 def csv_entries(path: bytes, ignored: Ignored, delimiter: str = ",") -> Iterator[Entry]:

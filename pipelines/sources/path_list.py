@@ -76,8 +76,8 @@ class PathListSource(FileSource):
             if name in columns:
                 return name
         raise UsageError(
-            f"{self.spec} has no column {' or '.join(candidates)}; name the column with the paths "
-            f"(columns: {', '.join(columns) or 'none'})",
+            f"{self.spec} has no column {' or '.join(candidates)} with texts; name the column with the paths "
+            f"(columns with texts: {', '.join(columns) or 'none'})",
             parameter="column",
         )
 

@@ -53,6 +53,30 @@ def test_tables_with_tabs(tmp_path: Path) -> None:
     assert refs[0].metadata == {"caption": "a dog, brown"}
 
 
+def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "list.tsv"
+    path.write_text('path\tcaption\na.jpg\t"hello\nb.jpg\t2" wide\nc.jpg\t"a ""big""\tdog"\r\nd.jpg\t"\n')
+    assert [(ref.uri, ref.metadata) for ref in scan(path)] == [
+        (f"{tmp_path}/a.jpg", {"caption": '"hello'}),
+        (f"{tmp_path}/b.jpg", {"caption": '2" wide'}),
+        (f"{tmp_path}/c.jpg", {"caption": 'a "big"\tdog'}),
+        (f"{tmp_path}/d.jpg", {"caption": '"'}),
+    ]
+
+
+@pytest.mark.parametrize("rest", ["c.jpg,y\n", "c.jpg," + "y" * 200_000 + '\nd.jpg,"\n'])
+def test_quoted_text_without_an_end_hides_no_row(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "list.csv"
+    path.write_text('path,caption\na.jpg,"two\nlines"\nb.jpg,"hello\n' + rest)
+    with pytest.raises(UsageError, match=r"quoted text that begins in line 4 of .*list.csv has no end or is too long"):
+        scan(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_path(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfa.jpg\n\xef\xbb\xbfb.jpg\n")
+    assert [ref.uri for ref in scan(tmp_path / "list.txt")] == [f"{tmp_path}/a.jpg", f"{tmp_path}/\ufeffb.jpg"]
+
+
 STDIN = """
 from pipelines.sources import open_sources, iter_all
 for ref in iter_all(open_sources(["-"])):
