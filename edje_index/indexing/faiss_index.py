@@ -99,8 +99,8 @@ def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: O
 def _is_in_use(layout: Layout, manifest: Manifest) -> bool:
     """Return True if readers need the file `ann/index.faiss`, so that the new file needs another name.
 
-    The current snapshot needs an undamaged file until the commit, and earlier snapshots need it afterwards. On an object
-    store, committed objects are never replaced.
+    The current snapshot needs an undamaged file until the commit, and earlier snapshots need it afterwards. On an
+    object store, committed objects are never replaced.
     """
     if manifest.snapshot.number or remote_files(layout.root) is not None:
         return True

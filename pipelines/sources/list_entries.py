@@ -35,8 +35,8 @@ def json_entries(path: bytes) -> Iterator[Entry]:
 def csv_rows(path: bytes, delimiter: str = ",") -> Iterator[Row]:
     """Yield (line number, fields) of each row, including the header. The fields of an invalid row are None.
 
-    Every line of a table with tabs is a row, because quotation marks have no special meaning in most of these tables. In
-    a table with commas, quoted text can contain line breaks.
+    Every line of a table with tabs is a row, because quotation marks have no special meaning in most of these tables.
+    In a table with commas, quoted text can contain line breaks.
 
     Raises:
         UsageError: quoted text has no end or is too long, so rows after it would be lost.
@@ -74,8 +74,8 @@ def _comma_rows(file: Iterable[str], name: str) -> Iterator[Row]:
             row = None
         if at_end or (row is None and rows.line_num > first):
             raise UsageError(
-                f"the quoted text that begins in line {first} of {name} has no end or is too long; correct the quotation "
-                "marks of this line",
+                f"the quoted text that begins in line {first} of {name} has no end or is too long; correct the "
+                "quotation marks of this line",
                 parameter="sources",
             )
         yield rows.line_num, row
