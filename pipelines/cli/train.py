@@ -12,6 +12,8 @@ from edje_index.scoring.weights import ScoreWeights
 from edje_index.training.presets import PRESETS
 from pipelines.cli.options import DEVICE, PATH, images_option, json_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
+from pipelines.jobs.training.result import BLANK_CAPTION
+from pipelines.progress.wording import counted
 
 if TYPE_CHECKING:
     from pipelines.jobs.training.result import TrainResult
@@ -152,10 +154,25 @@ def describe_result(result: TrainResult) -> list[str]:
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
         f"{result.seconds:.1f} s"
     )
+    lines += _describe_inputs(result)
     lines += [f"{direction} score: {ScoreWeights.from_json(w).described()}" for direction, w in result.score.items()]
     lines += [_describe_choice(candidates, choice) for candidates, choice in (result.dev or {}).items()]
     if result.bank_unused:
         lines.append("the hubness correction did not improve the likelihood of the dev captions and was left out")
+    return lines
+
+
+def _describe_inputs(result: TrainResult) -> list[str]:
+    """Return lines on blank captions, images that were left out, and images that were used only in part."""
+    images = {reason: count for reason, count in result.left_out.items() if reason != BLANK_CAPTION}
+    blank, lines = result.left_out.get(BLANK_CAPTION, 0), []
+    if images:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in images.items())
+        lines.append(f"{counted(sum(images.values()), 'image')} left out: {reasons}")
+    if blank:
+        lines.append(f"{counted(blank, 'blank caption')} left out")
+    if result.truncated:
+        lines.append(f"{counted(result.truncated, 'truncated image')} used, but decoded only in part")
     return lines
 
 

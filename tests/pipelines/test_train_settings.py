@@ -203,3 +203,15 @@ def test_the_recall_of_a_single_dev_image_is_described_without_cross_validation(
     assert describe_result(result)[-1] == (
         "R@1 of images for 5 dev captions, pool 1: embeddings 100.0%, 100.0% with weights fitted to the same images"
     )
+
+
+def test_what_was_not_trained_on_is_described():
+    left_out = {"truncated": 2, "not-an-image": 1, "blank-caption": 4}
+    result = TrainResult(
+        "model", "f" * 64, "e" * 64, images=6, captions=6, left_out=left_out, steps=2, seconds=1.5, truncated=1
+    )
+    assert describe_result(result)[1:] == [
+        "3 images left out: truncated 2, not-an-image 1",
+        "4 blank captions left out",
+        "1 truncated image used, but decoded only in part",
+    ]

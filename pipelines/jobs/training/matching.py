@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edje_index.images.inputs import display_path
 from pipelines.jobs.training.indexes import VIEW_FILES, VIEW_ROWS
+from pipelines.jobs.training.result import BLANK_CAPTION
 from pipelines.jobs.training.view_images import view_path
 from pipelines.progress.events import OnEvent, StatusMessage
 from storage_formats.atomic import write_bytes_atomic
@@ -42,7 +43,7 @@ class MatchedCaptions:
         items: the images to train on.
         captions: captions of `items`, and the rows of `items` in `features`.
         dev: dev captions, and the rows of the dev images in `features`; None without dev captions.
-        left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
+        left_out: number of images without features, by reason. The entry `BLANK_CAPTION` counts blank captions.
         truncated: number of training images that could be decoded only in part.
     """
 
@@ -74,7 +75,7 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
         on_event(StatusMessage(f"images left out because they have no features: {reasons}"))
     if captions.blank:
         on_event(StatusMessage(f"blank captions left out: {captions.blank:,}"))
-        left_out = {**left_out, "blank-caption": captions.blank}
+        left_out = {**left_out, BLANK_CAPTION: captions.blank}
     if truncated := int(trained_rows.truncated.sum()):
         on_event(StatusMessage(f"truncated images that are used in part: {truncated:,}"))
     trained_items, trained = _caption_set(trained_rows, captions.trained, "inputs.captions")

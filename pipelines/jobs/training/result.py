@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from edje_index.training.fitting.finish import FinishedModel
     from pipelines.jobs.training.task import RunTask
 
+BLANK_CAPTION = "blank-caption"
+"""The key of `TrainResult.left_out` that counts blank captions instead of images."""
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -21,7 +24,7 @@ class TrainResult:
         run: fingerprint of the settings and data of the training run.
         images, captions: numbers of training images and training captions.
         left_out: number of images without features, by reason. Images that became unreadable during the training are
-            counted too. The entry "blank-caption" counts blank captions.
+            counted too. The entry `BLANK_CAPTION` counts blank captions.
         steps: number of finished steps of the phase that trains the joint encoder.
         seconds: wall time of this run.
         last: the last log record; empty if there is none.
