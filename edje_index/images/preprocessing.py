@@ -30,13 +30,18 @@ class Preprocessor:
         self._table = _tabulate(steps[-2], steps[-1])
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        values = np.asarray(self._resize(image))
+        values = np.asarray(self.resize(image))
         pixels = np.empty((3, *values.shape[:2]), np.float32)
         for channel in range(3):
             np.take(self._table[channel], values[:, :, channel], out=pixels[channel], mode="clip")
         return torch.from_numpy(pixels)
 
-    def _resize(self, image: Image.Image) -> Image.Image:
+    def resize(self, image: Image.Image) -> Image.Image:
+        """Return the image (RGB) as the vision tower reads it: resized and cropped.
+
+        Raises:
+            ImageError: the image is too narrow to be resized.
+        """
         width, height = image.size
         try:
             for step in self._geometry:

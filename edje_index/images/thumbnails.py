@@ -28,7 +28,11 @@ DEFAULT_SIDE = 256
 """Pixels of the longer side of a thumbnail."""
 
 _JPEG_QUALITY = 82
-_COLUMNS = ["uri", "uri_raw", "size", "content_hash", "status", "reason", "detail"]
+PHOTO_COLUMNS = ["uri", "uri_raw", "size", "content_hash", "status", "reason", "detail"]
+"""The columns of the rows table that `read_photo` and `read_thumbnails` need."""
+
+PHOTO_ERRORS = (ImageError, MissingExtraError, TransientInputError, OSError, MemoryError)
+"""What reading and decoding the photo of a row may raise. See `describe_photo_error`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAUL
         RowIdError: a row id is out of range.
         UsageError, IncompleteIndexError, CorruptIndexError: as for `storage_formats.format.rows.read_rows`.
     """
-    rows = read_rows(root, row_ids, _COLUMNS).to_pylist()
+    rows = read_rows(root, row_ids, PHOTO_COLUMNS).to_pylist()
     return [_thumbnail(row_id, row, side) for row_id, row in zip(row_ids, rows, strict=True)]
 
 
@@ -98,14 +102,17 @@ def _thumbnail(row_id: int, row: dict[str, Any], side: int) -> Thumbnail:
         return Thumbnail(row_id, row["uri"], None, f"{row['status']}: {row['reason'] or 'see the rows table'}")
     try:
         return Thumbnail(row_id, row["uri"], _shrink(read_photo(row), side))
-    except ImageError as error:
-        return Thumbnail(row_id, row["uri"], None, str(error))
-    except MissingExtraError as error:
-        return Thumbnail(row_id, row["uri"], None, str(error))
-    except (TransientInputError, OSError):
-        return Thumbnail(row_id, row["uri"], None, "unreadable: the storage of the photo does not respond")
-    except MemoryError:
-        return Thumbnail(row_id, row["uri"], None, "too-expensive: there is too little memory to decode the photo")
+    except PHOTO_ERRORS as error:
+        return Thumbnail(row_id, row["uri"], None, describe_photo_error(error))
+
+
+def describe_photo_error(error: Exception) -> str:
+    """Return the reason why a photo cannot be shown. `error` is one of `PHOTO_ERRORS`."""
+    if isinstance(error, MemoryError):
+        return "too-expensive: there is too little memory to decode the photo"
+    if isinstance(error, ImageError | MissingExtraError):
+        return str(error)
+    return "unreadable: the storage of the photo does not respond"
 
 
 def _shrink(data: bytes, side: int) -> bytes:

@@ -146,9 +146,21 @@ class CompressionAdapter(Adapter):
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Map patch features [b, n, d_v] to tokens [b, m, d]."""
-        queries = self.query.expand(patches.shape[0], -1, -1)
-        attended, _ = self.attention(queries, self.key(patches), self.value(patches), need_weights=False)
+        attended, _ = self._attend(patches, need_weights=False)
         result: torch.Tensor = self.projection(attended + self.mlp(self.layernorm(attended)))
+        return result
+
+    def query_attention(self, patches: torch.Tensor) -> torch.Tensor:
+        """Return the attention weights of the queries over the patches [b, n, d_v], averaged over heads, [b, m, n]."""
+        weights = self._attend(patches, need_weights=True)[1]
+        assert weights is not None
+        return weights
+
+    def _attend(self, patches: torch.Tensor, *, need_weights: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        queries = self.query.expand(patches.shape[0], -1, -1)
+        result: tuple[torch.Tensor, torch.Tensor | None] = self.attention(
+            queries, self.key(patches), self.value(patches), need_weights=need_weights
+        )
         return result
 
     def of_frames(self, patches: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:

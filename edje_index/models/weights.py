@@ -128,5 +128,5 @@ def _first(names: list[str]) -> str:
 
 
 def _one_line(error: BaseException, limit: int = 400) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[:limit] + " ..."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,10 @@ def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json:
     """Write an HTML page that explains the tokens of INDEX with words.
 
     ROW is a row id. For each ROW, the page shows the image and the words of the language model that are nearest to the
-    tokens. Without ROW, the page shows the first images of a random sample. The page also shows the most frequent words
-    in the sample. With --captions, the page also shows how well the words of captions align with tokens.
+    tokens. If the model has a compressed adapter, the page also shows the attention of the adapter's queries, which is
+    the part of the image that each token was computed from. Without ROW, the page shows the first images of a random
+    sample. The page also shows the most frequent words in the sample. With --captions, the page also shows how well the
+    words of captions align with tokens.
 
     \b
     Examples:
@@ -93,9 +95,15 @@ def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json:
     write_bytes_atomic(out, explain_page(explanation).encode())
     note(f"page: {out}")
     if as_json:
-        print_json({**asdict(explanation), "root": str(explanation.root), "against": against, "page": str(out)})
+        print_json({**_as_json(explanation), "against": against, "page": str(out)})
     else:
         _print(explanation)
+
+
+def _as_json(explanation: Explanation) -> dict[str, Any]:
+    """Return an explanation as a JSON object. Of the attention, only the reason why it is missing is kept."""
+    rows = [{**vars(row), "words": asdict(row.words), "attention": row.attention.problem} for row in explanation.rows]
+    return {**asdict(replace(explanation, rows=())), "root": str(explanation.root), "rows": rows}
 
 
 def _print(explanation: Explanation) -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edje_index.images.thumbnails import Thumbnail, read_thumbnails
 from pipelines.pages.rendering import render
 from pipelines.pages.search_page import short_name
 
 if TYPE_CHECKING:
-    from edje_index.evaluation.interpretation.explain import Alignment, Explanation
+    from PIL import Image
+
+    from edje_index.evaluation.interpretation.explain import Alignment, ExplainedRow, Explanation
     from edje_index.evaluation.interpretation.nearest_words import WordCounts
 
 MAX_FREQUENT = 50
 _CLOUD_WORDS = 64
+_MAP_SIDE = 160  # pixels of the image under an attention map
+_DARKEST = 230  # opacity, of 255, over a patch without attention
 _SMALLEST, _SPAN = 0.8, 1.8  # font size in rem of the rarest word of an image, and what the most frequent adds
 
 
@@ -28,12 +37,21 @@ class _Word:
 
 
 @dataclass(frozen=True)
+class _Map:
+    word: str
+    mask: str
+
+
+@dataclass(frozen=True)
 class _Row:
     row_id: int
     name: str
     thumbnail: Thumbnail
     counts: WordCounts
     words: Sequence[_Word]
+    photo: str
+    maps: Sequence[_Map]
+    no_maps: str
 
 
 @dataclass(frozen=True)
@@ -53,10 +71,7 @@ class _Page:
 def explain_page(explanation: Explanation) -> str:
     """Return the HTML page of an explanation."""
     thumbnails = read_thumbnails(explanation.root, [row.row_id for row in explanation.rows])
-    rows = [
-        _Row(row.row_id, short_name(row.uri), thumbnail, row.words, _cloud(row.words))
-        for row, thumbnail in zip(explanation.rows, thumbnails, strict=True)
-    ]
+    rows = [_row(row, thumbnail) for row, thumbnail in zip(explanation.rows, thumbnails, strict=True)]
     page = _Page(
         index=str(explanation.root),
         against=str(explanation.against),
@@ -70,6 +85,47 @@ def explain_page(explanation: Explanation) -> str:
         bars=_bars(explanation.alignment),
     )
     return render("explain.html", page=page)
+
+
+def _row(row: ExplainedRow, thumbnail: Thumbnail) -> _Row:
+    photo, maps = "", []
+    if row.attention.maps is not None:
+        photo = _photo(row.attention.maps.pixels)
+        words = zip(row.token_words, row.attention.maps.weights, strict=True)
+        maps = [_Map(word, _mask(weights)) for word, weights in words]
+    return _Row(
+        row_id=row.row_id,
+        name=short_name(row.uri),
+        thumbnail=thumbnail,
+        counts=row.words,
+        words=_cloud(row.words),
+        photo=photo,
+        maps=maps,
+        no_maps=row.attention.problem,
+    )
+
+
+def _photo(pixels: NDArray[np.uint8]) -> str:
+    """Return a small copy of the image that the vision tower read, as a data URI."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels)
+    image.thumbnail((_MAP_SIDE, _MAP_SIDE))
+    return _data_uri(image, "JPEG")
+
+
+def _mask(weights: NDArray[np.float32]) -> str:
+    """Return an image that darkens the patches of an attention map [rows, columns] that get little attention."""
+    from PIL import Image
+
+    alpha = _DARKEST * (1 - np.sqrt(weights / weights.max()))  # without the root, only the peaks would be visible
+    return _data_uri(Image.fromarray(np.stack([np.zeros_like(alpha), alpha], axis=2).astype(np.uint8)), "PNG")
+
+
+def _data_uri(image: Image.Image, kind: str) -> str:
+    content = io.BytesIO()
+    image.save(content, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
 def _cloud(counts: WordCounts) -> list[_Word]:

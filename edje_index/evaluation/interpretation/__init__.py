@@ -1,1 +1,1 @@
-"""Interprets stored tokens as in the appendix of the EDJE paper: by nearest words and by alignment with captions."""
+"""Interprets stored tokens as in the EDJE paper: by nearest words, attention, and alignment with captions."""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from edje_index.bundles.index_bundle import matching_bundle
-from edje_index.bundles.info import JOINT_FOLDER, verify_files
+from edje_index.bundles.info import JOINT_FOLDER, BundleInfo, verify_files
 from edje_index.bundles.scorer_parts import load_scorer
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import CaptionedImage, read_captions
@@ -23,6 +23,7 @@ from edje_index.evaluation.interpretation.alignment import (
     distributions,
     paired_test,
 )
+from edje_index.evaluation.interpretation.attention import RowAttention, row_attention
 from edje_index.evaluation.interpretation.nearest_words import Vocabulary, WordCounts, count_words
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.progress import OnProgress
@@ -53,11 +54,21 @@ class ExplainedIndex:
 
 @dataclass(frozen=True)
 class ExplainedRow:
-    """A row of the index, with the nearest words of the tokens of this row."""
+    """A row of the index, with the nearest words of the tokens of this row.
+
+    Attributes:
+        row_id: row id.
+        uri: name of the image in the rows table.
+        words: how often each word is the nearest word of a token of this row.
+        token_words: nearest word of each of the m tokens.
+        attention: attention of the m queries over the image, from which the m tokens were computed.
+    """
 
     row_id: int
     uri: str
     words: WordCounts
+    token_words: tuple[str, ...]
+    attention: RowAttention
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,8 @@ def explain_index(
 ) -> Explanation:
     """Find the nearest words of the tokens in an index, and measure the alignment of the tokens with captions.
 
+    For single rows, the attention of the queries over the image is computed too.
+
     Args:
         index: index to explain.
         row_ids: row ids of single rows to explain. If empty, the first `DEFAULT_ROWS` rows of the random sample.
@@ -138,14 +151,22 @@ def explain_index(
     alignment = None if captions is None else _alignment(opened, captions, on_progress)
     vocabulary = Vocabulary(opened.joint)
     nearest = [*opened.nearest(vocabulary, sampled, on_progress)]
+    attention = row_attention(index.root, opened.info, shown.tolist(), on_progress)
+    ids_of_rows = np.concatenate(opened.nearest(vocabulary, shown, on_progress)).tolist()
     rows = [
-        ExplainedRow(int(row), str(table["uri"][int(row)]), count_words(vocabulary, ids.tolist()))
-        for row, ids in zip(shown, np.concatenate([*opened.nearest(vocabulary, shown, on_progress)]), strict=True)
+        ExplainedRow(
+            row_id=row_id,
+            uri=str(table["uri"][row_id]),
+            words=count_words(vocabulary, ids),
+            token_words=tuple(map(vocabulary.word, ids)),
+            attention=its_attention,
+        )
+        for row_id, ids, its_attention in zip(shown.tolist(), ids_of_rows, attention, strict=True)
     ]
     return Explanation(
         root=index.root,
         precision=opened.store.precision,
-        trained=opened.trained,
+        trained=opened.info.trained,
         rows=tuple(rows),
         sample=len(sampled),
         words=count_words(vocabulary, np.concatenate(nearest).ravel().tolist()),
@@ -178,7 +199,7 @@ class _Opened:
     index: CommittedIndex
     store: TokenStore
     joint: JointScorer
-    trained: bool
+    info: BundleInfo
 
     @classmethod
     def of(cls, source: ExplainedIndex) -> _Opened:
@@ -192,7 +213,7 @@ class _Opened:
                 f"{source.root} stores tokens of width {store.block_shape[1]}, but the word embeddings of "
                 f"the joint encoder have width {joint.width}; choose an index that a trained bundle built"
             )
-        return cls(index, store, joint, info.trained)
+        return cls(index, store, joint, info)
 
     def nearest(
         self, vocabulary: Vocabulary, rows: NDArray[np.int64], on_progress: OnProgress

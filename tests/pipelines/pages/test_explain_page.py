@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.models.clip_model import eval_transform
 from pipelines import build_index, quantize_index
 from storage_formats.token_store import TokenStore
 from tests.pipelines.conftest import write_photo
@@ -20,8 +28,6 @@ HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tiny_bundle) -> Path:
     """Photos with captions, their index with two precisions, and one built by another model."""
-    from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-
     folder = tmp_path_factory.mktemp("explain")
     names = [*(f"{seed}.jpg" for seed in range(6)), HOSTILE]
     for seed, name in enumerate(names):
@@ -48,7 +54,7 @@ def explained(case, run, tmp_path, *arguments: object) -> tuple[Page, dict]:
 def test_rows_show_their_image_and_the_words_of_their_tokens(case, run, tmp_path, tiny_bundle, precision):
     page, result = explained(case, run, tmp_path, "4", "1", "--precision", precision)
     assert [row["row_id"] for row in result["rows"]] == [4, 1]
-    assert len([tag for tag, _ in page.tags if tag == "img"]) == 2
+    assert len([tag for tag, _ in page.tags if tag == "img"]) == 2 + 2 * 4, "two photos, and a map per token"
     joint = ModelBundle.load(tiny_bundle).joint
     words = joint.text_embeddings.weight.detach().double().numpy()
     words = words / np.linalg.norm(words, axis=1, keepdims=True).clip(min=1e-12)  # [PAD] has length 0
@@ -56,7 +62,8 @@ def test_rows_show_their_image_and_the_words_of_their_tokens(case, run, tmp_path
     blocks = TokenStore.open(case / "photos.edje", precision).fetch([4, 1]).astype(np.float64)
     for block, row in zip(blocks, result["rows"], strict=True):
         nearest = [int(np.argmax(words @ token)) for token in block]
-        expected = sorted(map(joint.tokenizer.tokenizer.id_to_token, nearest))
+        assert row["token_words"] == [*map(joint.tokenizer.tokenizer.id_to_token, nearest)]
+        expected = sorted(row["token_words"])
         assert sorted(word for word, count in row["words"]["words"] for _ in range(count)) == expected
     text = " ".join(page.text)
     assert all(word in text for word, _ in result["rows"][0]["words"]["words"])
@@ -66,8 +73,9 @@ def test_rows_show_their_image_and_the_words_of_their_tokens(case, run, tmp_path
 
 def test_the_page_loads_nothing_from_elsewhere_and_escapes_names(case, run, tmp_path):
     page, _ = explained(case, run, tmp_path, "--captions", case / "captions.jsonl", "--images", case / "photos")
-    assert all(reference.startswith("data:image/jpeg;base64,") for reference in page.references())
-    assert len(page.references()) == 6
+    photos = [reference for reference in page.references() if reference.startswith("data:image/jpeg;base64,")]
+    masks = [reference for reference in page.references() if reference.startswith("data:image/png;base64,")]
+    assert (len(photos), len(masks), len(page.references())) == (6, 6 * 4, 6 * 5)
     page, _ = explained(case, run, tmp_path, *(str(row) for row in range(8) if row not in _holes(case)))
     assert HOSTILE in " ".join(page.text)
     assert not [attributes for _, attributes in page.tags if "onerror" in attributes]
@@ -91,6 +99,39 @@ def test_alignment_is_compared_pair_by_pair(case, run, tmp_path):
     assert len(bars) == 2 * 30
     assert max(float(bar["height"]) for bar in bars) == 100
     assert f"t = {alignment['test']['t']:.2f}" in " ".join(page.text)
+
+
+def test_maps_are_bright_where_a_query_looks(case, run, tmp_path, tiny_bundle):
+    """Against the formula of attention, head by head, on the pixels of open_clip's own transform."""
+    page, result = explained(case, run, tmp_path, "2")
+    assert result["rows"][0]["attention"] == ""
+    bundle = ModelBundle.load(tiny_bundle)
+    image = Image.open(result["rows"][0]["uri"]).convert("RGB")
+    patches, _ = bundle.vision.encode(eval_transform(bundle.clip_config)(image)[None])
+    adapter = bundle.adapter
+    width, heads = patches.shape[2], adapter.config.num_heads
+    weight, bias = adapter.attention.in_proj_weight.double(), adapter.attention.in_proj_bias.double()
+    queries = adapter.query[0].double() @ weight[:width].T + bias[:width]
+    keys = adapter.key(patches[0]).double() @ weight[width : 2 * width].T + bias[width : 2 * width]
+    part = width // heads
+    scores = [queries[:, h : h + part] @ keys[:, h : h + part].T / part**0.5 for h in range(0, width, part)]
+    expected = torch.stack([score.softmax(dim=1) for score in scores]).mean(dim=0).detach().numpy()
+    masks = [reference for reference in page.references() if reference.startswith("data:image/png")]
+    for mask, weights in zip(masks, expected, strict=True):
+        darkness = np.asarray(Image.open(io.BytesIO(base64.b64decode(mask.partition(",")[2]))))[:, :, 1]
+        side = math.isqrt(len(weights))
+        np.testing.assert_allclose(
+            darkness, 230 * (1 - (weights / weights.max()) ** 0.5).reshape(side, side), atol=1.01
+        )
+
+
+def test_adapters_without_queries_have_no_maps(run, tmp_path):
+    create_untrained_bundle(tmp_path / "local", sizes=replace(TINY, adapter_kind="local"))
+    write_photo(tmp_path / "photos" / "0.jpg", 0)
+    build_index(tmp_path / "photos", tmp_path / "local.edje", tmp_path / "local", engine="inline", threads=1)
+    code, out, err = run("explain", tmp_path / "local.edje", "--out", tmp_path / "page.html", "--quiet", "--json")
+    assert code == 0, err
+    assert json.loads(out)["rows"][0]["attention"].startswith("the adapter is local, and only a compressed adapter")
 
 
 @pytest.mark.parametrize(
@@ -121,4 +162,6 @@ def test_a_photo_that_is_gone_still_has_words(case, run, tmp_path):
     finally:
         photo.write_bytes(content)
     assert "missing: no such file" in " ".join(page.text)
+    assert "No attention maps: missing: no such file" in " ".join(page.text)
+    assert result["rows"][0]["attention"].startswith("missing: ")
     assert result["rows"][0]["words"]["tokens"] == 4
