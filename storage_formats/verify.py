@@ -317,9 +317,11 @@ def _check_strays(files: VerifiedFiles, manifest: Manifest) -> Iterator[Problem]
 
 def _is_unfinished(path: str, manifest: Manifest) -> bool:
     """Return True if the file at `path` may belong to an unfinished change or conversion."""
-    if path.startswith(("manifest/", "ann/")) or _precision_of(path) not in (None, *manifest.spec.precisions):
+    name = path.rpartition("/")[2]
+    is_metadata = path.startswith(("manifest/", "ann/")) or name.startswith(".zarr.json.")
+    if is_metadata or _precision_of(path) not in (None, *manifest.spec.precisions):
         return True
-    numbers = re.findall(r"\d+", path.rpartition("/")[2])
+    numbers = re.findall(r"\d+", name)
     return bool(numbers) and int(numbers[0]) >= manifest.spec.shards
 
 

@@ -12,11 +12,14 @@ from pathlib import Path
 from storage_formats.atomic import make_directories, naming
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
+from storage_formats.writing.begin import remove_unfinished
 
 
 @contextlib.contextmanager
 def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
     """Context manager that holds the lock `build/lock` of the index at `root`.
+
+    If an earlier holder was killed, the temporary files that it was writing are removed first.
 
     Args:
         root: directory of the index.
@@ -29,6 +32,8 @@ def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
     root_is_new = not root.exists()
     fd = _acquire(layout)
     try:
+        if os.fstat(fd).st_size:  # an earlier holder has not removed the file
+            remove_unfinished(layout)
         with naming(layout.lock):
             os.ftruncate(fd, 0)
             os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())

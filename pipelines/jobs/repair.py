@@ -121,8 +121,11 @@ def _repair(
         The repaired files, the paths of all files that have no problem after the repair, and the reasons why token
         files could not be rebuilt from the sources.
     """
+    from storage_formats.writing.begin import clear_staging
     from storage_formats.writing.repair import ShardRepair
 
+    if not dry_run:
+        clear_staging(index.root)
     damaged = {problem.path for problem in problems}
     repaired, settled = list(_repair_metadata(files, index, damaged, dry_run=dry_run)), set[str]()
     refusals: list[Problem] = []

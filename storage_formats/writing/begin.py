@@ -10,7 +10,8 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.zarr_metadata import zarr_documents
 
 _UNFINISHED = (
-    ".index.json.*", "manifest/.shards-*", "tokens/.zarr.json.*", "tokens/*/.zarr.json.*", "embeddings/.zarr.json.*",
+    ".index.json.*", "manifest/.shards-*", "manifest/.deleted-*", "manifest/.row-map-*", "snapshots/.*.json.*",
+    "ann/index.faiss.partial", "tokens/.zarr.json.*", "tokens/*/.zarr.json.*", "embeddings/.zarr.json.*",
 )  # fmt: skip
 
 

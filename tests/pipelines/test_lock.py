@@ -55,3 +55,20 @@ def test_directories_of_a_new_index_survive_a_loss_of_power(tmp_path, monkeypatc
     with locked_index(tmp_path / "a/b/index"):
         pass
     assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")} <= set(flushed)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_the_temporary_files_of_a_killed_process_are_removed(tmp_path, is_killed):
+    layout = Layout(tmp_path)
+    tables = [layout.tombstones(1), layout.shard_table(1), layout.row_map(1)]
+    written = [*tables, layout.snapshot(0), layout.manifest, layout.embeddings / "zarr.json"]
+    temporary = [path.with_name(f".{path.name}.{'0' * 32}") for path in written] + [layout.ann / "index.faiss.partial"]
+    layout.build.mkdir()
+    if is_killed:
+        layout.lock.write_text("1234 on host")
+    for path in (*written, *temporary):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    with locked_index(tmp_path):
+        assert [path.exists() for path in temporary] == [not is_killed] * len(temporary)
+    assert all(path.exists() for path in written)

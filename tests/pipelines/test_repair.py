@@ -138,6 +138,17 @@ def test_an_earlier_snapshot_is_repaired_too(index):
     assert verify_index(index) == []
 
 
+def test_a_repair_removes_what_a_killed_repair_left(index):
+    before = contents(index)
+    harm(index / "tokens/fp8/c.1.0", "noise")
+    (index / "build/staging/00000001-attempt").mkdir(parents=True)
+    (index / "build/staging/00000001-attempt/fp8").touch()
+    (index / "build/staging/00000002-attempt").mkdir()
+    repair_index(index)
+    assert contents(index) == before
+    assert not (index / "build").exists()
+
+
 def test_only_damaged_shards_are_verified_again(index, monkeypatch):
     harm(index / "tokens/fp8/c.1.0", "noise")
     run, shards = ShardCheck.run, []

@@ -119,6 +119,14 @@ def test_files_that_no_commit_made_are_named(copy):
     assert codes(copy) == {("rows/extra.parquet", "stray-file"), ("tokens/bf16/c.9.0.0", "stray-file")}
 
 
+def test_the_temporary_file_of_a_killed_change_is_no_damage(copy):
+    (copy / "tokens" / "bf16" / f".zarr.json.{'0' * 32}").write_bytes(b"")
+    (copy / "build").mkdir()
+    assert codes(copy) == set()
+    (copy / "build").rmdir()
+    assert {code for _, code in codes(copy)} == {"stray-file"}
+
+
 def test_rows_that_contradict_the_data_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(RowEntry, "fail", lambda *_: None)  # row 3 stays "indexed" but gets no block
     write_random_index(tmp_path, SPEC, failed=frozenset({3}))
