@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import iter_rows, row_schema
+from storage_formats.format.rows import iter_rows, iter_stored_rows, row_schema
 
 _CACHED_BYTES = 256 << 20  # of columns
 _CACHED_FILTERS = 16
@@ -32,17 +32,19 @@ class RowFilters:
 
     Args:
         index: an open index.
+        with_deleted: whether deleted rows can pass.
     """
 
-    def __init__(self, index: CommittedIndex) -> None:
+    def __init__(self, index: CommittedIndex, *, with_deleted: bool = False) -> None:
         self._index = index
+        self._iter_rows = iter_stored_rows if with_deleted else iter_rows
         self._columns: dict[str, pa.ChunkedArray] = {}
         self._results: OrderedDict[str, NDArray[np.bool_]] = OrderedDict()
         self._lock = threading.Lock()
 
     @name_missing_extra("search")
     def passing(self, where: str, until: float = float("inf")) -> NDArray[np.bool_]:
-        """Return which rows pass, bool [rows of the index]. Deleted rows and unused row ids do not pass.
+        """Return which rows pass, bool [rows of the index]. Unused row ids do not pass.
 
         Args:
             where: the filter expression.
@@ -75,7 +77,7 @@ class RowFilters:
         return np.flatnonzero(self.passing(where))
 
     def _tables(self, names: list[str]) -> Iterator[pa.Table]:
-        """Yield pieces of the rows table with the columns `names`, without deleted rows."""
+        """Yield pieces of the rows table with the columns `names`."""
         names = list(dict.fromkeys(names))
         missing = [name for name in names if name not in self._columns]
         if not missing:
@@ -84,7 +86,7 @@ class RowFilters:
             return
         free = _CACHED_BYTES - sum(column.nbytes for column in self._columns.values())
         kept: list[pa.Table] = []
-        for table in iter_rows(self._index, names):
+        for table in self._iter_rows(self._index, names):
             yield table
             free -= table.select(missing).nbytes
             if free >= 0:

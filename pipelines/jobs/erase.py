@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from pipelines.jobs.lock import locked_index
 from pipelines.jobs.snapshots import DeleteResult
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import IndexLocation, is_url
+from storage_formats.row_ids import check_row_ids
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
@@ -26,8 +28,8 @@ def run_erase(
 ) -> DeleteResult:
     """Delete and erase the rows that `run_delete` would delete, and the duplicates of these rows.
 
-    Rows that are already deleted are erased too, if `rows` or `uri` selects them. An interrupted erasure is finished
-    first, even if no rows are selected. All earlier snapshots are removed, because they still contain the rows.
+    Selected rows that are already deleted are erased too. An interrupted erasure is finished first, even if no rows are
+    selected. All earlier snapshots are removed if they contain an erased row, or a row that `uri` or `where` selects.
 
     Raises:
         UsageError: there is no index at `location`, `location` is a URL, or `where` is invalid.
@@ -40,7 +42,7 @@ def run_erase(
     from edje_index.indexing.faiss_part import check_faiss
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.erase import plan_erasure, read_erasure, store_erasure
-    from storage_formats.writing.snapshots import plan_deletion
+    from storage_formats.writing.snapshots import plan_deletion, remove_snapshots
 
     if is_url(location):
         raise UsageError(
@@ -62,24 +64,43 @@ def run_erase(
         if erasure is not None and not dry_run:
             store_erasure(index, erasure)
             index = _finish(index, erasure)
+        removed = _rows_of_earlier_snapshots(index, uri, where)
+        if not dry_run:
+            remove_snapshots(index, keep=1 if removed else None)  # None: an interrupted removal is finished
         return DeleteResult(
             deleted=deletion.new,
             already_deleted=deletion.already_deleted,
             left=left,
             snapshot=index.manifest.snapshot.number,
             dry_run=dry_run,
-            erased=sum(len(each.rows) for each in (stopped, erasure) if each is not None),
+            erased=sum(len(each.rows) for each in (stopped, erasure) if each is not None) + len(removed),
         )
 
 
 def _requested(index: CommittedIndex, rows: Sequence[int], uri: str | None, where: str | None) -> NDArray[np.int64]:
-    from edje_index.search.row_filters import RowFilters
     from storage_formats.writing.erase import duplicates_of
 
     matching = [] if uri is None else _stored_rows_of_uris(index, uri)
-    passing = [] if where is None else RowFilters(index).row_ids(where).tolist()
-    requested = [*rows, *matching, *passing]
+    passing = [] if where is None else _stored_rows_that_pass(index, where)
+    requested = [*check_row_ids(rows, index.manifest.spec.rows).tolist(), *matching, *passing]
     return np.array([*requested, *duplicates_of(index, requested)], dtype=np.int64)
+
+
+def _rows_of_earlier_snapshots(index: CommittedIndex, uri: str | None, where: str | None) -> set[int]:
+    """Return the selected rows whose data only earlier snapshots hold, for example after a compaction or a rollback."""
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.snapshots import kept_snapshots
+
+    current = {segment.first_row for segment in index.manifest.spec.used_segments}  # no two segments begin at one row
+    selected: set[int] = set()
+    for manifest in kept_snapshots(index)[:-1]:
+        segments = [each for each in manifest.spec.used_segments if each.first_row not in current]
+        if segments:
+            earlier = CommittedIndex(index.root, manifest)
+            with contextlib.suppress(UsageError):  # the snapshot has no such column
+                row_ids = _requested(earlier, [], uri, where).tolist()
+                selected.update(row for row in row_ids for each in segments if each.first_row <= row < each.stop)
+    return selected
 
 
 def _finish(index: CommittedIndex, erasure: Erasure) -> CommittedIndex:
@@ -103,3 +124,12 @@ def _stored_rows_of_uris(index: CommittedIndex, pattern: str) -> list[int]:
     matches = re.compile(fnmatch.translate(pattern)).match
     rows = (row for table in iter_stored_rows(index, ["row_id", "uri", "reason"]) for row in table.to_pylist())
     return [row["row_id"] for row in rows if row["reason"] != ERASED and matches(row["uri"])]
+
+
+def _stored_rows_that_pass(index: CommittedIndex, where: str) -> list[int]:
+    """Return the ids of all rows that pass the filter `where`, including deleted rows."""
+    from edje_index.search.row_filters import RowFilters
+    from storage_formats.format.rows import ERASED
+
+    filters = RowFilters(index, with_deleted=True)
+    return np.flatnonzero(filters.passing(where) & ~filters.passing(f"reason = '{ERASED}'")).tolist()

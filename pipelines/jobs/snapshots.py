@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipelines.jobs.lock import locked_index
 from storage_formats.errors import UsageError
+from storage_formats.row_ids import check_row_ids
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex, Manifest
@@ -81,7 +82,8 @@ def _delete(root: Path, rows: Sequence[int], uri: str | None, where: str | None,
         index = CommittedIndex.open(root)
         matching = [] if uri is None else rows_of_uris(index, uri).tolist()
         passing = [] if where is None else RowFilters(index).row_ids(where).tolist()
-        deletion = plan_deletion(index, np.array([*rows, *matching, *passing], dtype=np.int64))
+        row_ids = check_row_ids(rows, index.manifest.spec.rows)
+        deletion = plan_deletion(index, np.array([*row_ids, *matching, *passing], dtype=np.int64))
         manifest = index.manifest
         if deletion.new and not dry_run:
             manifest = commit_deletion(index, deletion)

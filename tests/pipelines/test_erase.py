@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from edje_index.indexing.faiss_index import AnnIndex
+from pipelines import append_index, compact_index, delete_rows
 from pipelines.jobs.build import run_build
 from pipelines.jobs.erase import run_erase
 from pipelines.jobs.snapshots import history, run_delete, run_rollback
@@ -33,6 +34,7 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits, write_random_index
+from tests.pipelines.conftest import write_photo
 
 PRECISIONS = ("bf16", "fp8", "sign1")
 
@@ -100,6 +102,45 @@ def test_no_snapshot_brings_erased_rows_back(built):
     run_rollback(built, 1)
     assert 0 not in read_rows(built)["row_id"].to_pylist()
     assert verify_index(built) == []
+
+
+def test_a_filter_selects_deleted_rows_too(built):
+    parts = data_of(built, 4)
+    run_delete(built, [4], None)
+    name = read_rows(built, [5])["uri"][0].as_py().replace("05", "04")
+    result = run_erase(built, [], None, where=f"uri = '{name}' or reason = 'erased'")
+    assert (result.deleted, result.already_deleted, result.erased) == ((), 1, 1)
+    assert [count_in_files(built, part) for part in parts] == [0] * 4
+    assert run_erase(built, [], None, where="uri is not null and reason = 'erased'").erased == 0
+    assert verify_index(built) == []
+
+
+@pytest.mark.parametrize("change", ["compaction", "rollback"])
+def test_rows_of_earlier_snapshots_are_erased_with_these(built, change, photos):
+    if change == "compaction":
+        row = 4
+        parts, name = data_of(built, row), read_rows(built, [row])["uri"][0].as_py()
+        run_delete(built, [row], None)
+        compact_index(built)
+    else:
+        write_photo(photos / "jane.jpg", 77)
+        row = append_index(built, [photos / "jane.jpg"], engine="inline").first_row
+        parts, name = data_of(built, row), "*/jane.jpg"
+        run_rollback(built, 0)
+    assert run_erase(built, [], name, dry_run=True).erased == 1
+    assert len(history(built)) == 3
+    assert run_erase(built, [], "*/nobody.jpg").erased == 0
+    assert len(history(built)) == 3
+    assert run_erase(built, [], name).erased == 1
+    assert len(history(built)) == 1
+    assert [count_in_files(built, part) for part in parts] == [0] * 4
+    assert verify_index(built) == []
+
+
+@pytest.mark.parametrize("erase", [False, True])
+def test_a_row_id_of_more_than_64_bits_is_wrong_usage(built, erase):
+    with pytest.raises(UsageError, match="must be a flat sequence of integers"):
+        delete_rows(built, [2**70], erase=erase)
 
 
 def test_a_dry_run_changes_nothing(built):
