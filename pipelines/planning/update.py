@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.images.inputs import InputRef, display_path
+from edje_index.images.remote.urls import is_remote
 from pipelines.planning.config import UpdateConfig
 from pipelines.planning.new_rows import NewInputs
 from pipelines.planning.recorded_sources import holds_clips, open_recorded, recorded_sources
 from pipelines.planning.stored_rows import StoredRow, StoredRows
-from pipelines.progress.events import OnEvent
+from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.stopping import ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError
@@ -77,6 +79,9 @@ def compare_sources(
     for ref in hashed(digested(iter_all(listings), hashlib.sha256(), on_event, should_stop)):
         comparison.add(ref)
     comparison.finish()
+    if comparison.unreachable:
+        inputs = counted(comparison.unreachable, "input")
+        on_event(StatusMessage(f"{inputs} on servers cannot be read now; the rows stay"))
     changes = comparison.changes(count_ignored(sources))
     _refuse_unreadable(comparison)
     empty = [display_path(listing.path) for listing in listings if not listing.inputs]
@@ -125,6 +130,7 @@ class _Comparison:
         kept: rows that have an input of the same name and content.
         pending: inputs that have no row of the same name and content, in the order of the sources.
         hidden: the problem of each directory or archive that could not be read, by path.
+        unreachable: number of inputs on servers that cannot be read now. Their rows are kept.
     """
 
     def __init__(self, stored: StoredRows) -> None:
@@ -133,6 +139,7 @@ class _Comparison:
         self.kept: list[StoredRow] = []
         self.pending: list[_Pending] = []
         self.hidden: dict[str, str] = {}
+        self.unreachable = 0
         self._duplicates: list[_Pending] = []
 
     def add(self, ref: InputRef) -> None:
@@ -150,6 +157,7 @@ class _Comparison:
 
     def finish(self) -> None:
         """Pair the remaining inputs with rows of the same name. Call this method once, after the last `add`."""
+        self._keep_unreachable()
         originals = {row.row_id for row in self.kept} if self._duplicates else set()
         for each in self._duplicates:
             if each.row is not None and each.row.duplicate_of in originals:
@@ -159,6 +167,21 @@ class _Comparison:
         self.pending.sort(key=lambda each: each.position)
         for each in self.pending:
             each.row = each.row or self.stored.take_named(each.ref)
+
+    def _keep_unreachable(self) -> None:
+        """Keep the rows of inputs whose server does not respond or refuses the request. Failed rows are not kept."""
+        pending, self.pending = self.pending, []
+        for each in pending:
+            is_refused = each.ref.problem == "unreadable" and is_remote(each.ref.path)
+            row = self.stored.take_named(each.ref) if is_refused or each.ref.problem == "unreachable" else None
+            if row is None or row.failed_for is not None:
+                self.pending.append(dataclasses.replace(each, row=row))
+                continue
+            self.unreachable += 1
+            if row.duplicate_of is None:
+                self.kept.append(row)
+            else:
+                self._duplicates.append(dataclasses.replace(each, row=row))
 
     def changes(self, ignored: dict[str, int]) -> SourceChanges:
         """Return the changes that make the rows match the inputs."""
@@ -211,6 +234,9 @@ def _refuse_hidden_rows(index: CommittedIndex, comparison: _Comparison, empty_so
 
     hidden = {**dict.fromkeys(empty_sources, "it lists no images"), **comparison.hidden}
     vanished = {row.row_id for row in comparison.stored}
+    for each in comparison.pending:
+        if each.ref.problem in _HIDES_OTHERS and each.row is not None and each.row.failed_for is None:
+            vanished.add(each.row.row_id)  # the first input that is cut off has the problem of its archive
     if not hidden or not vanished:
         return
     below: dict[str, int] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from edje_index.images.containers.container import ARCHIVE_SUFFIXES, COMPRESSIONS, TAR_SUFFIXES, ZIP_MAGIC
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.remote.errors import NoRangesError
+from edje_index.images.remote.urls import is_remote
 from pipelines.sources.base import Source
 from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import problem_of, read_head
@@ -59,6 +60,8 @@ class ArchiveFile(FileSource):
     """An archive or Parquet file that is opened when it is listed.
 
     A Parquet file without images is ignored. A file that cannot be opened becomes one input with a problem.
+    `iter_inputs` raises UsageError if a server refuses the file or does not have it, because all images in the file
+    would be lost.
 
     Attributes:
         column: the only column of a Parquet file to consider; None considers all columns.
@@ -78,6 +81,9 @@ class ArchiveFile(FileSource):
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
             is_damage = not isinstance(error, OSError) or error.errno is None
             problem = "damaged-archive" if is_damage else problem_of(error)
+            if is_remote(self.path) and problem in ("missing", "unreadable"):
+                reason = getattr(error, "strerror", None) or error
+                raise UsageError(f"cannot read {self.spec}: {reason}; check the URL", parameter="sources") from error
             yield InputRef(display_path(self.path), self.path, problem=problem)
             return
         if source is None:

@@ -17,7 +17,8 @@ from edje_index.images.remote import web
 from pipelines.cli.failures import failed_rows
 from pipelines.jobs.build import run_build
 from pipelines.jobs.retry_failed import run_retry_failed
-from pipelines.planning.config import AppendConfig
+from pipelines.jobs.update import run_update
+from pipelines.planning.config import AppendConfig, UpdateConfig
 from pipelines.sources import iter_all, open_source, open_sources, remote_folder
 from storage_formats import MissingExtraError, UsageError, read_rows
 from tests.pipelines.test_build_packed import _pack
@@ -172,6 +173,33 @@ def test_a_build_from_addresses(
     assert read_rows(request.out, columns=["caption"])["caption"].to_pylist()[4] == "photo 04"
     retried = run_retry_failed(AppendConfig(request.out, (), engine="inline"), lambda event: None)
     assert (retried.retried, retried.indexed) == (3, 1)
+
+
+def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
+    server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any]
+) -> None:
+    names = ["00.jpg", "01.jpg", "02.jpg", "04.jpg", "gone.jpg"]
+    for name in names[:4]:
+        server.files[f"/{name}"] = (photos / name).read_bytes()
+    (tmp_path / "list.txt").write_text("".join(f"{server.url}/{name}\n" for name in names))
+    request = replace(config(), sources=(str(tmp_path / "list.txt"),), out=tmp_path / "web.edje")
+    run_build(request, lambda event: None)
+    server.faults["/00.jpg"] = ["503"] * 4
+    server.faults["/01.jpg"] = ["403"]
+    server.faults["/gone.jpg"] = ["503"] * 4
+    del server.files["/04.jpg"]
+    events: list[Any] = []
+    result = run_update(UpdateConfig(request.out, (), engine="inline", dry_run=True), events.append)
+    assert (result.unchanged, result.deleted, result.failed_by_reason) == (3, 2, {"missing": 1, "unreachable": 1})
+    assert "2 inputs on servers cannot be read now; the rows stay" in str(events)
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.zip"])
+@pytest.mark.parametrize("status", ["403", "404"])
+def test_an_archive_that_the_server_does_not_give_is_refused(server: WebServer, name: str, status: str) -> None:
+    server.faults[f"/{name}"] = [status] * 9
+    with pytest.raises(UsageError, match=rf"cannot read .*/{name}: HTTP status {status} .*; check the URL"):
+        scan(f"{server.url}/{name}")
 
 
 @pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz", "a.parquet"])
