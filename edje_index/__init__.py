@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from edje_index.models.vision_tower import VisionTower
     from edje_index.search.client import Client, ServiceError
     from edje_index.search.hits import Hit, Hits
+    from edje_index.search.image_to_text import TextHit
     from edje_index.search.late_interaction_search import LateInteractionSearch, TokenHit, max_sim
     from edje_index.search.token_index import TokenIndex
     from storage_formats.extras import MissingExtraError
@@ -56,6 +57,7 @@ _MODULES = {
     "ModelError": "edje_index.errors",
     "PublishedModel": "edje_index.bundles.published_checkpoint",
     "ServiceError": "edje_index.search.client",
+    "TextHit": "edje_index.search.image_to_text",
     "TextTower": "edje_index.models.text_tower",
     "TokenDataset": "edje_index.fetching.token_dataset",
     "TokenHit": "edje_index.search.late_interaction_search",
@@ -91,6 +93,7 @@ __all__ = [
     "ModelError",
     "PublishedModel",
     "ServiceError",
+    "TextHit",
     "TextTower",
     "TokenDataset",
     "TokenHit",

@@ -19,6 +19,7 @@ from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
     from edje_index.search.hits import Hit
+    from edje_index.search.image_to_text import TextHit
     from edje_index.search.search_options import ServiceSearchOptions
 
 Document = int | str | bytes
@@ -111,6 +112,28 @@ class Client:
         body = {**by, "k": k, "pool": max(pool, k), **options, "index": self._index}
         names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
+
+    def search_texts(
+        self, image: int | bytes, texts: Sequence[str], k: int = 10, pool: int = 100, *, precision: str | None = None
+    ) -> list[TextHit]:
+        """Return the `k` texts that best describe `image`, best first: image-to-text search.
+
+        Args:
+            image: row id, or the bytes of an image file.
+            texts: texts to choose from.
+            k: number of hits.
+            pool: number of texts to re-rank; values below `k` are raised to `k`.
+            precision: precision of the tokens of the row; None selects the first precision of the index.
+
+        Raises:
+            ServiceError: the service refused the request or cannot be reached.
+        """
+        from edje_index.search.image_to_text import TextHit
+
+        by = {"image": _base64(image)} if isinstance(image, bytes) else {"row_id": int(image)}
+        options = {"k": k, "pool": max(pool, k), "precision": precision, "index": self._index}
+        answer = self._json("POST", "/search/texts", {**by, "texts": list(texts), **options})
+        return [TextHit(**hit) for hit in answer["hits"]]
 
     def rerank(self, query: str, documents: Sequence[Document], top_n: int | None = None) -> list[tuple[int, float]]:
         """Score `documents` for `query`. Return (position in `documents`, score) pairs, best first.

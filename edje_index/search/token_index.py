@@ -37,6 +37,8 @@ from storage_formats.token_store import TokenStore
 if TYPE_CHECKING:
     from PIL import Image
 
+    from edje_index.search.image_to_text import TextHit
+
 
 _PAIRS_AT_ONCE = 1024
 """Number of pairs whose tokens are in memory at the same time.
@@ -373,6 +375,41 @@ class TokenIndex:
             rows, similarities = self._ann.nearest(embedding, k + 1, self._passing(where))
         other = rows != row_id
         return self._plain_hits([Candidates(rows[other], similarities[other])], k, stages)[0]
+
+    def search_texts(
+        self,
+        image: int | str | Path | bytes | Image.Image,
+        texts: Sequence[str],
+        k: int = 10,
+        pool: int = 100,
+        *,
+        score: str | ScoreWeights | None = None,
+    ) -> list[TextHit]:
+        """Return the `k` texts that best describe `image`, best first: image-to-text search.
+
+        Args:
+            image: row id of the image, or path of an image file, bytes of an image file, or a PIL image. The tokens of
+                a row are read from the index. Other images are encoded.
+            texts: texts to choose from.
+            k: number of hits.
+            pool: number of texts to re-rank; at least `k`. These are the texts with the nearest embeddings.
+            score: final score to sort by, see `open`; None selects the score that was given to `open`.
+
+        Raises:
+            UsageError: `texts` is empty or contains a blank text, `k` or `pool` is out of range, `score` is invalid,
+                the row has no tokens, or the image cannot be read.
+            ModelError: as for `search`.
+
+        Example:
+            >>> from edje_index import TokenIndex
+            >>> index = TokenIndex.open("photos.edje")
+            >>> len(index.search_texts("photos/3.jpg", ["a dog", "a canoe", "two cats"], k=2))
+            2
+        """
+        from edje_index.search.image_to_text import search_texts
+
+        chosen = self._score if score is None else score
+        return search_texts(self, image, texts, k=k, pool=pool, score=chosen)
 
     def fetch_blocks(self, row_ids: Sequence[int]) -> Blocks:
         """Return the token blocks of `row_ids`, bfloat16 [k, m, d]. See `TokenStore.fetch`."""

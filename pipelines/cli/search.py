@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edje_index.scoring.weights import BUNDLE_SCORE
+from edje_index.scoring.weights import BUNDLE_SCORE, EMBEDDING
 from pipelines.cli.options import (
     FILE,
     POSITIVE,
@@ -26,7 +26,7 @@ from pipelines.cli.options import (
     where_option,
 )
 from pipelines.cli.output import note, print_json, print_line
-from pipelines.cli.search_queries import hint_at_image, prompt_for_queries, read_queries
+from pipelines.cli.search_queries import hint_at_image, prompt_for_queries, read_queries, read_texts
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class _Request:
     score: str
     rerank: bool
     where: str | None
+    texts: Path | None
     html: Path | None
     open_page: bool
     as_json: bool
@@ -64,6 +65,11 @@ class _Request:
     "--image",
     type=FILE,
     help="Image file to search with. Hits are sorted by embedding similarity, without re-ranking.",
+)
+@click.option(
+    "--texts",
+    type=FILE,
+    help="File with one text per line. With --image, find the texts that describe the image best.",
 )
 @click.option("-k", "k", type=POSITIVE, default=10, show_default=True, help="Number of hits.")
 @click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
@@ -106,6 +112,8 @@ def search(
     of the embeddings. `joint_score` is the weighted sum of logit, late interaction and pooled similarity. With
     --queries, --json prints one line per query.
 
+    With --image and --texts, the hits are texts, sorted by the final score for image-to-text search.
+
     \b
     Examples:
       edje-index search photos.edje "two dogs play in the snow"
@@ -113,16 +121,17 @@ def search(
       edje-index search photos.edje "a red car" --score logit
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
       edje-index search photos.edje "a red car" --joint-pool 20
-      edje-index search photos.edje "a red car" --no-rerank
       edje-index search photos.edje "a red car" --precision fp8
       edje-index search photos.edje "a red car" --where "width > 800 and licence = 'cc0'"
       edje-index search photos.edje "a red car" --html car.html --open
       edje-index search photos.edje --queries queries.txt --json
       edje-index search photos.edje --image car.jpg
+      edje-index search photos.edje --image car.jpg --texts captions.txt
     """
     request = _Request(**options)
     _check(request)
-    _check_query(request, text=text, queries=queries, image=image)
+    _check_query(request, text=text, queries=queries, image=image, precision=precision)
+    texts = None if request.texts is None else read_texts(request.texts)
     batches = [[text]] if text is not None else _batches(queries)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for one query, threads that spin between products cost more
     from storage_formats.format.mirror import open_index
@@ -136,7 +145,7 @@ def search(
     if not manifest.model.get("trained", True):
         note("note: this model is untrained: the order of these hits has no meaning")
     if image is not None:
-        _show(str(image), opened.search_image(image, request.k, where=request.where), request, heading=False)
+        _answer_image(opened, image, texts, request)
         return
     for batch in batches:
         _answer(opened, batch, request, loading, heading=text is None)
@@ -174,14 +183,44 @@ def _show(query: str, hits: Hits, request: _Request, *, heading: bool) -> None:
     _print(hits)
 
 
-def _check_query(request: _Request, *, text: str | None, queries: Path | None, image: Path | None) -> None:
+def _answer_image(opened: TokenIndex, image: Path, texts: list[str] | None, request: _Request) -> None:
+    """Print the images that are most similar to an image or, if there are `texts`, those that describe it best."""
+    if texts is None:
+        _show(str(image), opened.search_image(image, request.k, where=request.where), request, heading=False)
+        return
+    pool = max(request.pool, request.k)
+    hits = opened.search_texts(image, texts, request.k, pool, score=None if request.rerank else EMBEDDING)
+    if request.as_json:
+        print_json({"query": str(image), "hits": [asdict(hit) for hit in hits]})
+        return
+    print_line(f"{'score':>9} {'embedding':>10}  text")
+    for hit in hits:
+        print_line(f"{hit.score:>9.4f} {hit.embedding_score:>10.4f}  {hit.text}")
+
+
+def _check_query(
+    request: _Request, *, text: str | None, queries: Path | None, image: Path | None, precision: str | None
+) -> None:
     """Raise UsageError if several kinds of query are given, or an option does not apply to the query."""
     if sum(query is not None for query in (text, queries, image)) > 1:
         raise UsageError("give only one of TEXT, --queries and --image")
     if request.html is not None and text is None:
         raise UsageError("--html shows the hits of one TEXT: give TEXT, or leave out --html")
-    if image is not None:
+    if image is not None and precision is not None:
+        raise UsageError("--precision has no effect with --image, which is encoded now: leave out --precision")
+    if request.texts is not None:
+        _check_texts(request, image)
+    elif image is not None:
         _check_unused(request, "with --image, which compares embeddings alone")
+
+
+def _check_texts(request: _Request, image: Path | None) -> None:
+    """Raise UsageError if an option does not apply to image-to-text search."""
+    if image is None:
+        raise UsageError("--texts are ranked for an image: add --image FILE")
+    for option, value in (("--where", request.where), ("--joint-pool", request.joint_pool)):
+        if value is not None:
+            raise UsageError(f"{option} has no effect with --texts: leave out {option}")
 
 
 def _check(request: _Request) -> None:

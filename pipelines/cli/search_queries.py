@@ -1,4 +1,4 @@
-"""Reads the queries of `edje-index search` from a file or from a prompt."""
+"""Reads the queries and texts of `edje-index search` from a file or from a prompt."""
 
 from __future__ import annotations
 
@@ -22,21 +22,37 @@ def read_queries(file: Path) -> list[str]:
     Raises:
         UsageError: the file cannot be read, a line of a .jsonl file has no valid query, or there is no query.
     """
-    try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot read --queries {file}: {getattr(error, 'strerror', None) or error}; give a UTF-8 text file"
-        ) from error
     is_json = file.suffix == ".jsonl"
     queries = [
-        _query_of(line, f"line {number} of --queries {file}") if is_json else line.strip()
-        for number, line in enumerate(lines, 1)
-        if line.strip()
+        _query_of(line, f"line {number} of --queries {file}") if is_json else line
+        for number, line in _lines(file, "--queries")
     ]
     if not queries:
         raise UsageError(f"--queries {file} contains no query: write one query per line")
     return queries
+
+
+def read_texts(file: Path) -> list[str]:
+    """Return the texts in a file with one text per line, in order. Blank lines are skipped.
+
+    Raises:
+        UsageError: the file cannot be read, or has no text.
+    """
+    texts = [line for _, line in _lines(file, "--texts")]
+    if not texts:
+        raise UsageError(f"--texts {file} contains no text: write one text per line")
+    return texts
+
+
+def _lines(file: Path, option: str) -> list[tuple[int, str]]:
+    """Return number and text of each line that is not blank. `option` names the file in error messages."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read {option} {file}: {getattr(error, 'strerror', None) or error}; give a UTF-8 text file"
+        ) from error
+    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _query_of(line: str, place: str) -> str:

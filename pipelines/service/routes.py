@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from anyio import CapacityLimiter, fail_after, to_thread
@@ -34,6 +35,9 @@ from pipelines.service.schemas import (
     SearchRequest,
     TeiRerankRequest,
     TeiResult,
+    TextHitAnswer,
+    TextSearchAnswer,
+    TextSearchRequest,
     TimingAnswer,
 )
 from pipelines.service.state import ServiceState
@@ -103,11 +107,34 @@ def _search_work(state: ServiceState, index: Any, body: SearchRequest) -> Work:
         return works.search_image(index, image_bytes(body.image), how)
     assert body.query is not None
     _check_query(state, body.query)
-    if body.pool > state.limits.pool:
-        raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}; set a smaller pool")
+    _check_pool(state, body.pool)
     wanted = body.pool if body.embedding_order and body.rerank else body.k
     options = works.ScoreOptions(body.pool, body.rerank, body.score, body.where, body.joint_pool)
     return works.search_text(index, body.query, wanted, options)
+
+
+@router.post("/search/texts")
+async def search_texts(request: Request, body: TextSearchRequest) -> TextSearchAnswer:
+    """Search for the texts that describe an image, or the image of a row, best."""
+    state = _state(request)
+    if len(body.texts) > state.limits.documents:
+        raise ServiceError(413, f"send fewer texts: {len(body.texts)} are over the limit of {state.limits.documents}")
+    for text in body.texts:
+        _check_query(state, text)
+    _check_pool(state, body.pool)
+    served = state.indexes.get(body.index)
+    index = await _in_thread(state, served.at, body.precision)
+    image = body.row_id if body.image is None else image_bytes(body.image)
+    assert image is not None
+    options = works.TextOptions(body.k, body.pool, body.score, state.limits.image_pixels)
+    hits, _ = await state.batcher.submit(works.search_texts(index, image, body.texts, options))
+    weights = index.model.weights("i2t", body.score or "bundle").by_part()
+    return TextSearchAnswer(
+        index=served.name,
+        precision=index.precision,
+        hits=[TextHitAnswer(**asdict(hit)) for hit in hits],
+        weights={part: weight for part, weight in weights.items() if weight},
+    )
 
 
 @router.post("/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
@@ -233,6 +260,11 @@ def _check_query(state: ServiceState, text: str) -> None:
             413,
             f"a text has {len(text)} characters, over the limit of {state.limits.query_letters}; send a shorter text",
         )
+
+
+def _check_pool(state: ServiceState, pool: int) -> None:
+    if pool > state.limits.pool:
+        raise ServiceError(422, f"pool {pool} is over the limit of {state.limits.pool}; set a smaller pool")
 
 
 async def _in_thread(state: ServiceState, function: Any, *arguments: Any) -> Any:

@@ -106,6 +106,50 @@ class SearchAnswer(BaseModel):
     timing: TimingAnswer
 
 
+class TextSearchRequest(_Request):
+    """A search for the texts that describe an image best. Exactly one of `image` and `row_id` is set."""
+
+    image: Text | None = Field(None, description="An image as base64 or data URI.")
+    row_id: RowId | None = Field(None, description="Row id of an image of the index.")
+    texts: Items[Text] = Field(min_length=1, description="The texts to choose from.")
+    k: int = Field(10, ge=1, le=1000, description="Number of hits.")
+    pool: int = Field(100, ge=1, le=1000, description="Number of texts to re-rank, at least k.")
+    score: str | None = Field(
+        None, max_length=200, description="Score to sort by; the default is the score of the bundle."
+    )
+    index: Name | None = Field(None, description="Name of the index; the default is the first index in /info.")
+    precision: Name | None = Field(
+        None, description="Precision of the tokens of the row; the default is the value of precision in /info."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> TextSearchRequest:
+        if (self.image is None) == (self.row_id is None):
+            raise ValueError("give exactly one of image and row_id")
+        if self.pool < self.k:
+            raise ValueError(f"pool must be at least k, got pool = {self.pool} and k = {self.k}")
+        return self
+
+
+class TextHitAnswer(BaseModel):
+    """One hit of a search for texts."""
+
+    position: int = Field(description="Position of the text in the request.")
+    text: str
+    score: float = Field(description="Final score. The hits are sorted by this score.")
+    embedding_score: float = Field(description="Cosine similarity of the embeddings.")
+    parts: dict[str, float] = Field(description="Value of each part of the score, before weighting.")
+
+
+class TextSearchAnswer(BaseModel):
+    """The texts that describe an image best, best first."""
+
+    index: str
+    precision: str
+    hits: list[TextHitAnswer]
+    weights: dict[str, float] = Field(description="Weight of each part of the score.")
+
+
 class ImageUrl(BaseModel):
     """An image in the format of the OpenAI chat API. Only data URIs are accepted."""
 

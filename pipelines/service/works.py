@@ -14,6 +14,7 @@ from pipelines.service.images import decode_image
 
 if TYPE_CHECKING:
     from edje_index.search.hits import Hits
+    from edje_index.search.image_to_text import TextHit
     from edje_index.search.token_index import TokenIndex
 
 _PAIRS_PER_IMAGE = 16  # one pass of the vision tower takes about as long as this many pairs of the joint encoder
@@ -60,6 +61,23 @@ class ImageOptions:
     where: str | None = None
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """How to search for texts that describe an image.
+
+    Attributes:
+        k: number of hits.
+        pool: number of texts to re-rank.
+        score: final score to sort by; None for the score of the bundle.
+        max_pixels: maximum number of pixels of the image.
+    """
+
+    k: int
+    pool: int
+    score: str | None
+    max_pixels: int
+
+
 def search_text(index: TokenIndex, text: str, k: int, options: ScoreOptions) -> Work:
     """Return work that finds the `k` best hits for a text."""
     cost = max(1, options.joint_pairs) * _tokens(index)
@@ -97,6 +115,21 @@ def search_row(index: TokenIndex, row_id: int, k: int, where: str | None = None)
         return [index.search_row(row, k, where=where) for row in payloads]
 
     return Work(("row", id(index), k, where), _tokens(index), row_id, run)
+
+
+def search_texts(index: TokenIndex, image: int | bytes, texts: Sequence[str], options: TextOptions) -> Work:
+    """Return work that finds the texts that describe a row, or an encoded image, best."""
+
+    def run(payloads: Sequence[tuple[int | bytes, Sequence[str]]]) -> list[list[TextHit]]:
+        return [_texts_of(index, image, texts, options) for image, texts in payloads]
+
+    pairs = min(options.pool, len(texts)) + (_PAIRS_PER_IMAGE if isinstance(image, bytes) else 0)
+    return Work(("texts", id(index), options), pairs * _tokens(index), (image, texts), run)
+
+
+def _texts_of(index: TokenIndex, image: int | bytes, texts: Sequence[str], options: TextOptions) -> list[TextHit]:
+    query = decode_image(image, options.max_pixels) if isinstance(image, bytes) else image
+    return index.search_texts(query, texts, options.k, options.pool, score=options.score)
 
 
 def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:

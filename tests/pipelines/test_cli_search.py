@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from edje_index import TokenIndex
 from tests.edje_index.search.indexes import build_photos
 
 QUERIES = ["a red canoe", "two dogs", "a red canoe"]
@@ -70,6 +71,26 @@ def test_a_photo_finds_itself(run, built):
     assert "--image: cannot read the query image" in err
 
 
+def test_texts_are_ranked_for_a_photo(run, built, tmp_path):
+    photo, texts = built[0].parent / "4.png", [*dict.fromkeys(QUERIES), "snow", "a man on a bicycle"]
+    (tmp_path / "texts.txt").write_text("\n".join(["", *texts, " "]))
+    command = ["search", built[0], "--image", photo, "--texts", tmp_path / "texts.txt"]
+    index = TokenIndex.open(built[0])
+    for options, score, pool in (([], "bundle", 100), (["--score", "embedding"], "embedding", 100),
+                                 (["--no-rerank"], "embedding", 100), (["--pool", 2], "bundle", 2)):  # fmt: skip
+        (answer,) = hits_of(run, *command, "-k", 2, *options)
+        expected = index.search_texts(photo, texts, 2, pool, score=score)
+        assert [(hit["text"], hit["position"]) for hit in answer["hits"]] == [
+            (hit.text, hit.position) for hit in expected
+        ]
+        assert [hit["score"] for hit in answer["hits"]] == pytest.approx([hit.score for hit in expected], abs=1e-5)
+        assert answer["query"] == str(photo)
+    _, out, _ = run(*command)
+    assert {line.split(maxsplit=2)[2] for line in out.splitlines()[1:]} == set(texts)
+    (tmp_path / "texts.txt").write_text(" \n")
+    assert "contains no text: write one text per line" in run(*command)[2]
+
+
 def test_the_path_of_a_photo_as_a_text_gets_a_hint(run, built, tmp_path):
     photo = built[0].parent / "4.png"
     code, _, err = run("search", built[0], photo, "-k", 1)
@@ -106,6 +127,11 @@ def test_a_joint_pool_leaves_logits_out(run, built):
         (["--image", "x.jpg", "--joint-pool", "3"], "compares embeddings alone: leave out --joint-pool"),
         (["text", "--no-rerank", "--joint-pool", "3"], "--joint-pool has no effect with --no-rerank"),
         (["text", "--joint-pool", "3"], "joint_pool needs a score with other parts than the logit"),
+        (["--image", "x.jpg", "--precision", "bf16"], "--precision has no effect with --image"),
+        (["text", "--texts", "x.txt"], "--texts are ranked for an image: add --image FILE"),
+        (["--image", "x.jpg", "--texts", "x.txt", "--where", "width > 3"], "--where has no effect with --texts"),
+        (["--image", "x.jpg", "--texts", "x.txt", "--joint-pool", "3"], "--joint-pool has no effect with --texts"),
+        (["--image", "x.jpg", "--texts", "none.txt"], "cannot read --texts none.txt: No such file"),
         ([], "no query: give TEXT, --queries FILE or --image PHOTO"),
     ],
 )

@@ -143,11 +143,38 @@ async function search(what, remember = true) {
     const result = await answer.json();
     if (remember && what.image === undefined) writeAddress(what);
     show(result, what, performance.now() - started);
+    await rankTexts(what, mine.signal);
   } catch (error) {
     if (error.name !== "AbortError") say(error.message, true);
   } finally {
     if (running === mine) byId("orders").classList.remove("busy");
   }
+}
+
+async function rankTexts(what, signal) {
+  const texts = byId("texts").value.split("\n").map((text) => text.trim()).filter(Boolean);
+  const isRanked = what.query === undefined && texts.length > 0;
+  byId("ranked-texts-section").hidden = !isRanked;
+  if (!isRanked) return;
+  const pool = Number(byId("pool").value);
+  const body = { ...what, texts, k: Math.min(HITS, pool), pool, precision: byId("precision").value, index: chosenIndex().name };
+  byId("ranked-texts").replaceChildren();
+  const answer = await ask("/search/texts", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  byId("ranked-texts").replaceChildren(...(await answer.json()).hits.map(textItem));
+}
+
+function textItem(hit) {
+  const item = document.createElement("li");
+  const facts = document.createElement("span");
+  facts.className = "soft facts";
+  facts.textContent = ` score ${hit.score.toFixed(4)}, cosine ${hit.embedding_score.toFixed(4)}`;
+  item.append(hit.text, facts);
+  return item;
 }
 
 function show(result, what, milliseconds) {
@@ -304,6 +331,10 @@ byId("search").addEventListener("submit", (event) => {
   if (query) search({ query });
   else say("Write a query, or choose an image.");
 });
+byId("rank-texts").addEventListener("click", () => {
+  if (shown && shown.what.query === undefined) search(shown.what);
+  else say('Choose an image first, or press "More like this" at a photo.');
+});
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("edje-key", byId("key").value.trim());
@@ -341,7 +372,7 @@ addEventListener("drop", (event) => {
   if (file) useImage(file);
 });
 addEventListener("keydown", (event) => {
-  const isWriting = event.target instanceof HTMLElement && event.target.matches("input[type=search], input[type=password]");
+  const isWriting = event.target instanceof HTMLElement && event.target.matches("input[type=search], input[type=text], input[type=password], textarea");
   if (event.key === "/" && !isWriting && !event.ctrlKey && !event.metaKey && !event.altKey) {
     event.preventDefault();
     byId("query").focus();

@@ -16,7 +16,6 @@ from edje_index.bundles.open_clip_bundle import bundle_of_open_clip
 from edje_index.errors import ModelError
 from edje_index.evaluation.config import EvaluationConfig
 from edje_index.models.weights import save_weights
-from edje_index.search.image_to_text import search_texts
 from pipelines import build_index
 from storage_formats.errors import UsageError
 from storage_formats.reading.embeddings import read_embeddings
@@ -82,7 +81,7 @@ def test_texts_are_ranked_for_an_image(index: Path, tower: Path) -> None:
     expected = similarities(index, tower)
     opened = TokenIndex.open(index)
     for row in range(6):
-        hits = search_texts(opened, row, TEXTS, k=6)
+        hits = opened.search_texts(row, TEXTS, k=6)
         assert [hit.position for hit in hits] == np.argsort(-expected[:, row]).tolist()
         assert [hit.text for hit in hits] == [TEXTS[hit.position] for hit in hits]
 
@@ -95,14 +94,26 @@ def test_texts_are_re_ranked_by_the_joint_encoder(tmp_path: Path, tiny_bundle: P
     texts = bundle.text.encode(TEXTS) @ read_embeddings(opened.committed, np.array([1]))[0]
     pool = np.argsort(-texts, kind="stable")[:4]
     logits = bundle.joint.score([TEXTS[at] for at in pool], np.repeat(opened.fetch_blocks([1]), 4, axis=0)).numpy()
-    hits = search_texts(opened, 1, TEXTS, k=3, pool=4)
+    hits = opened.search_texts(1, TEXTS, k=3, pool=4)
     assert [hit.position for hit in hits] == pool[np.argsort(-logits)][:3].tolist()
     assert [hit.score for hit in hits] == pytest.approx(np.sort(logits)[::-1][:3], abs=1e-5)
     for arguments in ({"k": 0}, {"k": 5, "pool": 4}):
         with pytest.raises(UsageError, match="at most pool"):
-            search_texts(opened, 1, TEXTS, **arguments)
+            opened.search_texts(1, TEXTS, **arguments)
+    photo = tmp_path / "photos" / "1.jpg"
+    for image in (str(photo), photo.read_bytes()):  # the same image as row 1, encoded again
+        again = opened.search_texts(image, TEXTS, k=3, pool=4)
+        assert [hit.position for hit in again] == [hit.position for hit in hits]
+        assert [hit.score for hit in again] == pytest.approx([hit.score for hit in hits], abs=1e-5)
+    plain = opened.search_texts(1, TEXTS, k=3, score="embedding")
+    assert [hit.position for hit in plain] == np.argsort(-texts, kind="stable")[:3].tolist()
+    assert {*plain[0].parts} == {"embedding"}
+    with pytest.raises(UsageError, match="cannot read the query image"):
+        opened.search_texts(b"no image", TEXTS)
+    with pytest.raises(UsageError, match="out of range"):
+        opened.search_texts(3, TEXTS)
     with pytest.raises(UsageError, match="no blank text"):
-        search_texts(opened, 1, ["a", " "])
+        opened.search_texts(1, ["a", " "])
 
 
 @pytest.mark.slow

@@ -217,6 +217,49 @@ def test_the_filter_box_and_its_link(watched, browser):
     shared.page.close()
 
 
+def test_texts_are_ranked_for_an_image_and_a_photo(watched, index):
+    texts = ["a red canoe", "<img src=x onerror=alert(1)>", "two dogs", "snow"]
+    watched.page.locator("#texts-box summary").click()
+    watched.page.fill("#texts", "\n".join([texts[0], "", *texts[1:], " "]))
+    watched.page.click("#rank-texts")
+    watched.see("#status", "Choose an image first")
+    image = index.parent / "photos" / "7.jpg"
+    with watched.page.expect_response("**/search/texts"):
+        watched.page.set_input_files("#image", image)
+    watched.wait()
+    assert sorted(_ranked_texts(watched)) == sorted(texts)
+    with watched.page.expect_response("**/search/texts"):
+        watched.page.locator("#after .similar").first.click()
+    watched.wait()
+    row = int(watched.page.url.partition("row=")[2].partition("&")[0])
+    assert _ranked_texts(watched) == _expected_texts(watched, row, texts)
+    watched.page.fill("#texts", "\n".join(texts[2:]))
+    with watched.page.expect_response("**/search/texts"):
+        watched.page.click("#rank-texts")
+    watched.wait()
+    assert _ranked_texts(watched) == _expected_texts(watched, row, texts[2:])
+    watched.search("a dog")
+    assert watched.page.is_hidden("#ranked-texts-section")
+
+
+def _ranked_texts(watched: Watched) -> list[str]:
+    items = watched.page.locator("#ranked-texts li").all_inner_texts()
+    return [item.rpartition(" score ")[0] for item in items]
+
+
+def _expected_texts(watched: Watched, row: int, texts: list[str]) -> list[str]:
+    body = {"row_id": row, "texts": texts}
+    return [hit["text"] for hit in watched.page.request.post(f"{watched.home}/search/texts", data=body).json()["hits"]]
+
+
+@pytest.mark.parametrize(("box", "field"), [("#filter", "#where"), ("#texts-box", "#texts")])
+def test_a_slash_can_be_typed_into_every_box(watched, box, field):
+    watched.page.locator(f"{box} summary").click()
+    watched.page.focus(field)
+    watched.page.keyboard.type("a/b")
+    assert watched.page.input_value(field) == "a/b"
+
+
 def test_a_link_can_inject_nothing(watched):
     watched.page.goto(f"{watched.home}/?q=%3Cscript%3Ealert(1)%3C/script%3E&pool=abc&precision=x&index=%3Cb%3E&row=1x")
     watched.wait()
@@ -291,6 +334,7 @@ def test_the_page_is_accessible_and_fits(browser, service, axe, scheme, width):
     watched.wait()
     watched.page.locator("#after summary").first.click()
     watched.page.locator("#filter summary").click()
+    watched.page.locator("#texts-box summary").click()
     assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
     watched.page.evaluate(axe)
     violations = watched.page.evaluate("axe.run().then(result => result.violations)")

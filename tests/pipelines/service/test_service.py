@@ -66,6 +66,49 @@ def test_search_by_image_and_by_row(client, library, index, http):
     assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search_row(7, 3)]
 
 
+TEXTS = ["a red canoe", "two dogs", "snow", "a man on a bicycle", "a red canoe"]
+
+
+def test_texts_for_an_image_and_for_a_row(client, library, index, http):
+    for image in (7, photo(index, 7)):
+        for options in ({"k": 3}, {"k": 2, "pool": 2}, {"k": 3, "precision": "nvfp4"}):
+            chosen = {name: value for name, value in options.items() if name != "precision"}
+            expected = library.with_precision(options.get("precision", "bf16")).search_texts(image, TEXTS, **chosen)
+            hits = client.search_texts(image, TEXTS, **options)
+            assert [(hit.position, hit.text) for hit in hits] == [(hit.position, hit.text) for hit in expected]
+            assert np.allclose([hit.score for hit in hits], [hit.score for hit in expected], atol=_CLOSE)
+    body = {"row_id": 7, "texts": TEXTS, "score": "embedding"}
+    answer = http.post("/search/texts", json=body).json()
+    assert [hit["position"] for hit in answer["hits"]] == [
+        hit.position for hit in library.search_texts(7, TEXTS, score="embedding")
+    ]
+    assert answer["weights"] == {"embedding": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"row_id": None}, 422, "exactly one of image and row_id"),
+        ({"image": "AAAA"}, 422, "exactly one of image and row_id"),
+        ({"row_id": None, "image": "AAAA"}, 422, "image"),
+        ({"row_id": HOLE}, 422, "has no tokens"),
+        ({"row_id": 999}, 422, "out of range"),
+        ({"texts": []}, 422, "texts"),
+        ({"texts": ["a", "  "]}, 422, "the query is empty"),
+        ({"texts": ["a" * 2001]}, 413, "over the limit of 2000"),
+        ({"texts": ["a"] * 1001}, 413, "over the limit of 1000"),
+        ({"k": 5, "pool": 4}, 422, "pool must be at least k"),
+        ({"score": "nothing"}, 422, "nothing"),
+        ({"precision": "fp2"}, 422, "does not have precision"),
+        ({"query": "a"}, 422, "query"),
+    ],
+)
+def test_bad_searches_for_texts_are_refused(http, change, status, message):
+    body = {"row_id": 7, "texts": TEXTS, **change}
+    answer = http.post("/search/texts", json={name: value for name, value in body.items() if value is not None})
+    assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
 def test_a_search_with_a_filter(client, library, http):
     where = "row_id > 3 and uri like '%.jpg'"
     assert same_hits(client.search("a dog", 4, where=where), library.search("a dog", 4, where=where))
