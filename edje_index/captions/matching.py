@@ -45,6 +45,13 @@ class MatchedRows:
         """Return the number of images without a row, by reason."""
         return dict(sorted(Counter(reason for reason in self.reasons if reason is not None).items()))
 
+    def without_truncated(self) -> MatchedRows:
+        """Return these rows without the rows of truncated images, for the reason "truncated"."""
+        from edje_index.images.decode import TRUNCATED
+
+        reasons = tuple(TRUNCATED if cut else why for cut, why in zip(self.truncated, self.reasons, strict=True))
+        return MatchedRows(np.where(self.truncated, -1, self.rows), reasons, np.zeros_like(self.truncated))
+
     def split(self, count: int) -> tuple[MatchedRows, MatchedRows]:
         """Return the rows of the first `count` images, and the rows of the remaining images."""
         return self._part(slice(None, count)), self._part(slice(count, None))

@@ -247,6 +247,14 @@ def test_online_features_with_views_a_teacher_and_dev_captions(case, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_given_index_with_truncated_images_is_used_without_them(case, tmp_path):
+    """The index was built with the part of a truncated image that can be decoded."""
+    result = run_here(*training(case, tmp_path / "out"), "--steps", "2", "--set", "inputs.truncated=fail")
+    assert (result["images"], result["truncated"]) == (23, 0)
+    assert result["left_out"] == {"blank-caption": 1, "truncated": 1}
+
+
+@pytest.mark.slow
 def test_a_photo_that_vanishes_during_online_training_is_counted(case, tmp_path):
     """It is there when the embeddings are computed, and gone when the training goes on."""
     folder = tmp_path / "case"

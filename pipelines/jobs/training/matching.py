@@ -55,8 +55,12 @@ class MatchedCaptions:
     truncated: int = 0
 
 
-def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent) -> MatchedCaptions:
+def match_captions(
+    index: CommittedIndex, captions: Captions, on_event: OnEvent, *, truncated: str = "load"
+) -> MatchedCaptions:
     """Return the captions of all images that have features in `index`.
+
+    If `truncated` is "fail", images that the index holds in part are left out.
 
     Raises:
         UsageError: an image is missing from the index, no training image has features, or no dev image has features.
@@ -64,6 +68,8 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
     from edje_index.captions.matching import NOT_IN_INDEX
 
     matched = _match(index, [*captions.trained, *captions.dev])
+    if truncated == "fail":
+        matched = matched.without_truncated()
     if absent := matched.missing().get(NOT_IN_INDEX):
         raise UsageError(
             f"{absent:,} of {len(matched.rows):,} captioned images are not in {index.root}; build that "
@@ -76,11 +82,11 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
     if captions.blank:
         on_event(StatusMessage(f"blank captions left out: {captions.blank:,}"))
         left_out = {**left_out, BLANK_CAPTION: captions.blank}
-    if truncated := int(trained_rows.truncated.sum()):
-        on_event(StatusMessage(f"truncated images that are used in part: {truncated:,}"))
+    if in_part := int(trained_rows.truncated.sum()):
+        on_event(StatusMessage(f"truncated images that are used in part: {in_part:,}"))
     trained_items, trained = _caption_set(trained_rows, captions.trained, "inputs.captions")
     dev = _caption_set(dev_rows, captions.dev, "inputs.dev")[1] if captions.dev else None
-    return MatchedCaptions(index, trained_items, trained, dev, left_out, truncated)
+    return MatchedCaptions(index, trained_items, trained, dev, left_out, in_part)
 
 
 def _caption_set(

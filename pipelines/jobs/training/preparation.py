@@ -60,7 +60,7 @@ def prepare_training(
         features = online_index(start, images, builder)
     else:
         features = feature_index(given.features, start, images, builder)
-    matched = match_captions(features, captions, on_event)
+    matched = match_captions(features, captions, on_event, truncated=inputs.truncated)
     steps = total_steps(config.loop, matched.captions.pairs(config.loop.epoch_of))
     indexes = further_indexes(inputs, given, config, start, matched, builder)
     rows = further_rows(inputs, config, indexes, matched, folder)
