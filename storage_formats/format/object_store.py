@@ -27,6 +27,17 @@ INDEX_SCHEMES = (*STORE_SCHEMES, *WEB_SCHEMES)
 CHUNK_BYTES = 8 << 20  # longer requests would not fit into the time-out on a slow line
 
 _REQUEST_TIMEOUT = timedelta(seconds=60)
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""The environment variables that name another server, by the scheme of a URL."""
+_ACCOUNTS = {
+    "s3": "AWS_ACCESS_KEY_ID",
+    "gs": "GOOGLE_SERVICE_ACCOUNT",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME",
+}
+"""An environment variable with credentials, by the scheme of a URL."""
 _READ_TIMEOUT = timedelta(seconds=20)
 _RETRY_TIMEOUT = timedelta(seconds=60)
 _RETRIES = 6
@@ -370,11 +381,11 @@ def _open_store(url: str) -> ObjectStore:
     if "@" in host:  # messages and results contain the URL and must not show credentials
         place = f"{scheme}://{host.rpartition('@')[2]}"
         raise UsageError(f"the URL at {place} contains a user name or a password; put credentials in the environment")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))), "")
     client: Any = {
         "timeout": _REQUEST_TIMEOUT,
         "read_timeout": _READ_TIMEOUT,
-        "allow_http": scheme == "http" or (scheme == "s3" and endpoint.startswith("http://")),
+        "allow_http": scheme == "http" or endpoint.startswith("http://"),
     }
     retry: Any = {
         "max_retries": _RETRIES,
@@ -384,4 +395,7 @@ def _open_store(url: str) -> ObjectStore:
     try:
         return obstore.store.from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
-        raise UsageError(f"cannot use the URL {url}: {_reason(error)}") from error
+        raise UsageError(
+            f"cannot use the URL {url}: {_reason(error)}; check the URL, and the variables of the environment, such as "
+            f"{_ACCOUNTS.get(scheme, 'HTTPS_PROXY')}"
+        ) from error
