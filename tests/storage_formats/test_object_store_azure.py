@@ -24,5 +24,5 @@ def test_a_server_without_https(monkeypatch, variable):
 
 def test_a_missing_account_names_the_variable(monkeypatch):
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(UsageError, match="Account must be specified; .* AZURE_STORAGE_ACCOUNT_NAME"):
+    with pytest.raises(UsageError, match=r"Account must be specified; .* AZURE_STORAGE_ACCOUNT_NAME"):
         ObjectFolder.open("az://photos/index")
