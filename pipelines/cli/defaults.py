@@ -78,6 +78,8 @@ def _check(option: click.Option, value: Any, place: str, context: click.Context)
     for each in value if option.multiple else [value]:
         if isinstance(each, dict | list) or (isinstance(each, bool) and not option.is_flag):
             raise UsageError(f"{place}{each!r} is not a text or number; correct the value")
+        if isinstance(option.type, click.Path) and not isinstance(each, str):
+            raise UsageError(f"{place}{each!r} is not a path; put the path in quotation marks")
         if isinstance(each, float) and isinstance(option.type, click.types.IntParamType):  # click would cut it
             raise UsageError(f"{place}{each!r} is not a whole number; correct the value")
     try:

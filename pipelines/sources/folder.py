@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from edje_index.images.inputs import InputRef, display_path
 from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
@@ -15,6 +16,7 @@ from pipelines.sources.file_source import FileSource
 from pipelines.sources.files import file_input, problem_of, read_head
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.selection import Ignored, has_input_suffix, ignored_as
+from storage_formats.format.layout import Layout
 
 _FileId = tuple[int, int]  # device and inode: the same for every path to a file or directory
 
@@ -29,6 +31,8 @@ class FolderSource(FileSource):
 
     Archives and Parquet files are read if their directory contains no image files, as in the output of img2dataset.
     Otherwise they are ignored and counted.
+
+    Directories of indexes are ignored, because the output of a build may lie in its source.
     """
 
     kind: str = "folder"
@@ -79,6 +83,9 @@ class _Walk:
                 continue
             if identity in self._visited:
                 self._ignored.count("(folder seen)")
+            elif _is_index(directory, entries):
+                self._ignored.count("(index)")
+                entries = _Entries()
             self._visited.add(identity)
             yield from self._files(directory, identity, entries)
             pending += [os.path.join(directory, name) for name in sorted(entries.directories, reverse=True)]
@@ -194,6 +201,13 @@ class _Walk:
             return False
         linked.add(name)
         return True
+
+
+def _is_index(directory: bytes, entries: _Entries) -> bool:
+    """Return True if the files of a directory are an index, or a process is writing an index there."""
+    if b"index.json" in entries.files and {b"manifest", b"rows", b"tokens"} <= set(entries.directories):
+        return True
+    return b"build" in entries.directories and Layout(Path(os.fsdecode(directory))).lock.exists()
 
 
 def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:

@@ -52,6 +52,14 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert rows[3]["duplicate_of"] == 1
 
 
+def test_an_output_in_its_source_is_no_input(run, build, photos):
+    code, out, err = run(*build, "--out", photos / "own.edje", "--json")
+    assert (code, json.loads(out)["inputs"]) == (0, 10), err
+    assert "(index) 1" in err
+    code, out, err = run("update", photos / "own.edje", "--engine", "inline", "--json")
+    assert (code, json.loads(out)["unchanged"], json.loads(out)["failed"]) == (0, 10, 0), err
+
+
 def test_urls_in_place_of_paths_are_refused(run, build, index):
     for option in ("--out", "--model"):
         code, _, error = run(*build, option, "s3://bucket/name")

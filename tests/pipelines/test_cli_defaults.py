@@ -67,6 +67,7 @@ def test_commands_of_a_group_have_tables_of_their_own(defaults, run):
         ("[build]\nworkers = 0\n", "[build] workers: 0 is not in the range"),
         ('[build]\nworkers = "many"\n', "[build] workers: 'many' is not a valid integer"),
         ("[build]\nworkers = true\n", "[build] workers: True is not a text or number"),
+        ("[build]\nout = 5\n", "[build] out: 5 is not a path; put the path in quotation marks"),
         ("[build]\nworkers = 2.7\n", "[build] workers: 2.7 is not a whole number"),
         ("[build]\nworkers = inf\n", "[build] workers: inf is not a whole number"),
         ("[build]\nworkers = [2]\n", "[build] workers: [2] is a list"),
