@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from pipelines.cli.options import json_option, location, quiet_option
-from pipelines.cli.output import note, print_json, print_line
+from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.events import Progress
 from pipelines.progress.wording import counted
 from storage_formats.format.object_store import IndexLocation
@@ -42,11 +42,12 @@ def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: boo
       edje-index verify photos.edje --sample 100 --json
       edje-index verify s3://my-bucket/photos.edje --sample 20
     """
-    from pipelines.progress.display import progress_display
+    from pipelines.progress.stopping import stop_at_events
     from storage_formats.verify import verify_index
 
     checked = 0
-    with progress_display(quiet=quiet) as show:
+    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
+        show = stop_at_events(on_event, should_stop, "stopped; not all files were checked")
 
         def count(done: int, total: int) -> None:
             nonlocal checked

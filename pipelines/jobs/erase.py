@@ -53,7 +53,7 @@ def run_erase(
     root = Path(location)
     if CommittedIndex.open(root).manifest.ann.get("files"):
         check_faiss()
-    with locked_index(root, erasing=True):
+    with contextlib.nullcontext() if dry_run else locked_index(root, erasing=True):
         index = CommittedIndex.open(root)
         stopped = read_erasure(index)
         if stopped is not None and not dry_run:

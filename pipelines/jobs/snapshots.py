@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ def _delete(root: Path, rows: Sequence[int], uri: str | None, where: str | None,
     from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 
     CommittedIndex.open(root)  # fails before the lock makes a directory
-    with locked_index(root):
+    with contextlib.nullcontext() if dry_run else locked_index(root):
         index = CommittedIndex.open(root)
         matching = [] if uri is None else rows_of_uris(index, uri).tolist()
         passing = [] if where is None else RowFilters(index).row_ids(where).tolist()

@@ -18,6 +18,7 @@ from edje_index.indexing.faiss_index import AnnIndex
 from pipelines import append_index, compact_index, delete_rows
 from pipelines.jobs.build import run_build
 from pipelines.jobs.erase import run_erase
+from pipelines.jobs.lock import locked_index
 from pipelines.jobs.snapshots import history, run_delete, run_rollback
 from storage_formats import (
     CorruptIndexError,
@@ -141,6 +142,12 @@ def test_rows_of_earlier_snapshots_are_erased_with_these(built, change, photos):
 def test_a_row_id_of_more_than_64_bits_is_wrong_usage(built, erase):
     with pytest.raises(UsageError, match="must be a flat sequence of integers"):
         delete_rows(built, [2**70], erase=erase)
+
+
+@pytest.mark.parametrize("erase", [False, True])
+def test_a_dry_run_needs_no_lock(built, erase):
+    with locked_index(built):
+        assert delete_rows(built, [0], erase=erase, dry_run=True).deleted == (0,)
 
 
 def test_a_dry_run_changes_nothing(built):

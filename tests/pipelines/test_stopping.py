@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,9 @@ import threading
 import pytest
 
 from pipelines.progress.stopping import stop_on_signals
+from storage_formats import IndexSpec
+from storage_formats.shard_check import ShardCheck
+from tests.conftest import write_random_index
 
 THREE_SIGNALS = """
 import os, signal
@@ -68,3 +72,42 @@ def test_a_signal_that_is_ignored_stays_so():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_verify_stops_after_the_shards_that_are_being_checked(tmp_path, monkeypatch, run):
+    write_random_index(tmp_path / "index", IndexSpec(rows=20, shard_size=1, block_shape=(1, 4), embed_dim=2))
+    check, checked = ShardCheck.run, []
+
+    def interrupted(shard_check):
+        checked.append(shard_check)
+        if len(checked) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return check(shard_check)
+
+    monkeypatch.setattr(ShardCheck, "run", interrupted)
+    code, out, _ = run("verify", tmp_path / "index", "--json")
+    assert (code, json.loads(out)["error"]) == (1, "stopped; not all files were checked")
+    assert len(checked) < 20
+
+
+HUNG_CHECK = """
+import os, signal, sys, threading, time
+from storage_formats.shard_check import ShardCheck
+from pipelines.cli import main
+
+def hang(_):
+    for _ in range(3):
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+ShardCheck.run = hang
+main(["verify", sys.argv[1]])
+"""
+
+
+@pytest.mark.slow
+def test_a_third_signal_ends_a_verification_that_hangs(tmp_path):
+    write_random_index(tmp_path / "index", IndexSpec(rows=1, shard_size=1, block_shape=(1, 4), embed_dim=2))
+    done = subprocess.run([sys.executable, "-c", HUNG_CHECK, tmp_path / "index"], check=False, timeout=30)
+    assert done.returncode == 1
