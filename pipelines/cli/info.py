@@ -62,7 +62,7 @@ def describe_index(root: Path | str) -> dict[str, Any]:
         "deleted": manifest.snapshot.deleted_rows,
         "rows": spec.rows,
         "counts": {**asdict(counts), "failed_total": counts.failed_total},
-        "shards": spec.shards,
+        "shards": spec.used_shards,
         "shard_size": spec.shard_size,
         "block_shape": list(spec.block_shape),
         "embed_dim": spec.embed_dim,

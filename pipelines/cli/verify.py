@@ -74,7 +74,6 @@ def _shards_of(index: IndexLocation) -> int:
     from storage_formats.format.mirror import open_index
 
     try:
-        spec = open_index(index).manifest.spec
+        return open_index(index).manifest.spec.used_shards
     except CorruptIndexError:
         return 0
-    return sum(len(spec.segment_shards(segment)) for segment in spec.used_segments)

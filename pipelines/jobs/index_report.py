@@ -159,7 +159,7 @@ def measure_index(root: Path, queries: Sequence[str], k: int, on_progress: OnPro
 def _read_row_facts(root: Path, manifest: Manifest, on_progress: OnProgress) -> RowFacts:
     """Read facts from the rows table, one shard at a time."""
     facts, spec = RowFacts(), manifest.spec
-    shards = sum(len(spec.segment_shards(segment)) for segment in spec.used_segments)
+    shards = spec.used_shards
     for done, table in enumerate(iter_rows(CommittedIndex(root, manifest), _ROW_COLUMNS)):
         on_progress("reading the rows table, shards", done, shards)
         for row in table.to_pylist():

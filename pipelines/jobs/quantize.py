@@ -167,8 +167,8 @@ def run_quantize(
         added=missing,
         dropped=tuple(name for name in before.spec.precisions if name not in manifest.spec.precisions),
         precisions=manifest.spec.precisions,
-        rows=manifest.spec.rows,
-        shards=manifest.spec.shards,
+        rows=manifest.spec.used_rows,
+        shards=manifest.spec.used_shards,
         bytes_per_image={name: _record_bytes(manifest.spec, name) for name in manifest.spec.precisions},
         seconds=time.monotonic() - started,
     )

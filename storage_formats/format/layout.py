@@ -102,6 +102,11 @@ class IndexSpec:
         """Number of rows in all segments."""
         return sum(segment.rows for segment in self.used_segments)
 
+    @property
+    def used_shards(self) -> int:
+        """Number of shards in all segments."""
+        return sum(len(self.segment_shards(segment)) for segment in self.used_segments)
+
     def segment_shards(self, segment: Segment) -> range:
         """Return the shard numbers of `segment`."""
         return range(segment.first_row // self.shard_size, -(-segment.stop // self.shard_size))

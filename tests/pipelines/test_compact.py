@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines import JobStopped, compact_index, delete_rows
+from pipelines import JobStopped, compact_index, delete_rows, quantize_index
 from pipelines.jobs.snapshots import run_gc, run_rollback
 from storage_formats import (
     CorruptIndexError,
@@ -81,6 +81,14 @@ def test_the_other_rows_are_copied(index):
     run_gc(root, 1)
     assert verify_index(root) == []
     assert sorted(path.name for path in (root / "rows").iterdir()) == [f"{shard:08d}.parquet" for shard in range(5, 10)]
+
+
+def test_only_the_shards_of_the_new_rows_are_counted(index, run):
+    compacted = compact_index(index)
+    assert (compacted.rows, compacted.shards) == (33, 5)
+    converted = quantize_index(index, ["sign1"])
+    assert (converted.rows, converted.shards) == (33, 5)
+    assert json.loads(run("info", index, "--json")[1])["shards"] == 5
 
 
 def test_maps_of_several_compactions_follow_one_another(index):
