@@ -21,6 +21,7 @@ from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.models.weights import read_checkpoint
 from edje_index.training.loop.log import read_log
 from pipelines.cli import main
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
 from tests.command_line import command, environment, run_here, run_process
 
@@ -244,6 +245,22 @@ def test_online_features_with_views_a_teacher_and_dev_captions(case, tmp_path):
     assert result["last"]["distillation"] > 0
     assert result["dev"]["images"]["queries"] == 16
     assert not list((tmp_path / "out.run").glob("views*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp8", 0.02), ("nvfp4", 0.1)])
+def test_features_in_fewer_bits_give_nearly_the_same_loss(case, tmp_path, precision, tolerance):
+    command = [*training(case, tmp_path / "out", features=False), "--steps", "2"]
+    result = run_here(*command, "--set", f"inputs.feature_precision={precision}")
+    stored = tmp_path / "out.run" / "features.edje"
+    assert CommittedIndex.open(stored).manifest.spec.precisions == (precision,)
+    exact = run_here(*training(case, tmp_path / "exact"), "--steps", "2")
+    assert result["last"]["loss"] != exact["last"]["loss"]
+    assert result["last"]["loss"] == pytest.approx(exact["last"]["loss"], abs=tolerance)
+    given = [*training(case, tmp_path / "given", features=False), "--steps", "2", "--features", stored]
+    assert run_here(*given)["last"]["loss"] == result["last"]["loss"]
+    other = run_here(*command, expect=2)["error"]
+    assert "inputs.feature_precision" in other
 
 
 @pytest.mark.slow

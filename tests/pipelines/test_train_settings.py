@@ -116,6 +116,11 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
         ({"workers": 5}, [], "loop.batch_size is 64 and run.workers is 5"),
         ({}, ["fitting.hubness_bank=8"], "fitting.hubness_bank needs inputs.dev"),
         ({}, ["fitting.pooled_dim=8"], "fitting.pooled_dim has no effect without a weight"),
+        (
+            {"features": "f"},
+            ["inputs.feature_precision=fp8"],
+            "inputs.feature_precision is fp8, but inputs.features is",
+        ),
         ({}, ["inputs.view_features=v"], "inputs.view_features needs augmentation.views"),
         (
             {},

@@ -71,7 +71,7 @@ class Features(ABC):
 
 
 class StoredFeatures(Features):
-    """Features that an index stores as blocks.
+    """Features that an index stores as blocks. They are read in bf16, or else in the first precision of the index.
 
     Args:
         index: index to read.
@@ -85,7 +85,8 @@ class StoredFeatures(Features):
         patches = index.manifest.spec.block_shape[0]
         if trained is not None and trained.kind in PATCH_REDUCTIONS and trained.num_tokens < patches:
             self._reduction = build_adapter(trained.features(patches))
-        self._store = TokenStore(index)
+        stored = index.manifest.spec.precisions
+        self._store = TokenStore(index, "bf16" if "bf16" in stored else stored[0])
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
         """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""

@@ -51,6 +51,7 @@ class IndexBuilder:
         should_stop: the build stops once `should_stop()` returns True.
         truncated: "load" or "fail", see `BuildConfig`.
         frames: number of frames per clip; None for images.
+        precision: precision of the stored features.
     """
 
     folder: Path
@@ -60,6 +61,7 @@ class IndexBuilder:
     should_stop: ShouldStop
     truncated: str = "fail"
     frames: int | None = None
+    precision: str = "bf16"
 
     def build(self, name: str, model: Path, sources: tuple[str, ...], announcement: str) -> CommittedIndex:
         """Build the index `name` in the run folder, or resume the build.
@@ -92,6 +94,7 @@ class IndexBuilder:
             column=_path_column(sources),
             truncated=self.truncated,
             frames=self.frames,
+            precisions=(self.precision,),
             max_failed=1.0,  # training has its own message about missing images
         )
         try:

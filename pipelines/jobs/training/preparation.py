@@ -52,7 +52,16 @@ def prepare_training(
     from edje_index.training.loop.task import TrainTask
 
     inputs, folder, captions, frames = request.inputs, request.run.folder, given.captions, config.architecture.frames
-    builder = IndexBuilder(folder, request.run, config.loop.dtype, on_event, should_stop, inputs.truncated, frames)
+    builder = IndexBuilder(
+        folder,
+        request.run,
+        config.loop.dtype,
+        on_event,
+        should_stop,
+        truncated=inputs.truncated,
+        frames=frames,
+        precision=inputs.feature_precision,
+    )
     on_event(StatusMessage("loading the initial model"))
     start = start_model(folder, inputs, config.architecture, config.loop.seed)
     images = [*captions.trained, *captions.dev]

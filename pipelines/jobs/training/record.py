@@ -40,6 +40,9 @@ def training_record(inputs: TrainingInputs, given: ReadInputs, config: TrainConf
         "teacher_features": None if given.teacher_features is None else given.teacher_features.manifest.plan,
         "miner_features": None if given.miner_features is None else given.miner_features.manifest.plan,
     }
+    stored = (inputs.feature_precision,) if given.features is None else given.features.manifest.spec.precisions
+    if "bf16" not in stored:  # else the features are read in bf16, and records of earlier versions have no precision
+        inputs_record["feature_precision"] = stored[0]
     return {"format": FORMAT, **settings, **{f"inputs.{key}": value for key, value in inputs_record.items()}}
 
 

@@ -233,6 +233,18 @@ def test_a_teacher_reads_the_same_pairs(case):
     assert (inputs.input_ids == source.special_tokens.image).sum(dim=1).tolist() == [16] * 40
 
 
+@pytest.mark.parametrize(
+    ("precisions", "read"), [(("fp8",), "fp8"), (("nvfp4", "fp8"), "nvfp4"), (("fp8", "bf16"), "bf16")]
+)
+def test_features_are_read_in_bf16_or_the_first_precision(tmp_path, precisions, read):
+    from storage_formats.format.layout import IndexSpec
+
+    write_random_index(tmp_path / "index", IndexSpec(6, 4, (2, 16), embed_dim=4, precisions=precisions))
+    features = StoredFeatures(CommittedIndex.open(tmp_path / "index")).fetch(np.arange(6))
+    expected = TokenStore.open(tmp_path / "index", read).fetch(np.arange(6))
+    assert np.array_equal(features.float().numpy(), expected.astype(np.float32))
+
+
 def test_features_with_a_hole_are_named(tmp_path):
     from storage_formats.format.layout import IndexSpec
 
