@@ -58,9 +58,9 @@ def prepare_training(
         config.loop.dtype,
         on_event,
         should_stop,
-        truncated=inputs.truncated,
-        frames=frames,
-        precision=inputs.feature_precision,
+        inputs.truncated,
+        frames,
+        inputs.feature_precision,
     )
     on_event(StatusMessage("loading the initial model"))
     start = start_model(folder, inputs, config.architecture, config.loop.seed)
