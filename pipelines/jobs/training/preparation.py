@@ -47,20 +47,14 @@ def prepare_training(
         ModelError: a bundle or language model cannot be used.
         JobStopped: `should_stop()` returned True; finished parts are kept.
     """
-    from edje_index.training.loop.feature_task import FeatureTask, OnlineTask, StoredTask
+    from edje_index.training.loop.feature_task import OnlineTask, StoredTask
     from edje_index.training.loop.schedule import total_steps
     from edje_index.training.loop.task import TrainTask
 
-    inputs, folder, captions, frames = request.inputs, request.run.folder, given.captions, config.architecture.frames
+    inputs, folder, captions = request.inputs, request.run.folder, given.captions
+    dtype, frames = config.loop.dtype, config.architecture.frames
     builder = IndexBuilder(
-        folder,
-        request.run,
-        config.loop.dtype,
-        on_event,
-        should_stop,
-        inputs.truncated,
-        frames,
-        inputs.feature_precision,
+        folder, request.run, dtype, on_event, should_stop, inputs.truncated, frames, inputs.feature_precision
     )
     on_event(StatusMessage("loading the initial model"))
     start = start_model(folder, inputs, config.architecture, config.loop.seed)
@@ -74,15 +68,13 @@ def prepare_training(
     indexes = further_indexes(inputs, given, config, start, matched, builder)
     rows = further_rows(inputs, config, indexes, matched, folder)
     data = prepared_data(start, matched, rows.mining, config.negatives, builder)
-    feature_task: FeatureTask = StoredTask(features, rows.views)
-    if inputs.features == ONLINE:
-        feature_task = OnlineTask(features, folder / ONLINE_INPUTS, inputs.truncated)
+    online = OnlineTask(features, folder / ONLINE_INPUTS, inputs.truncated) if inputs.features == ONLINE else None
     task = TrainTask(
         config=config,
         runtime=worker_runtime(request.run),
         run=run,
         start=start.path,
-        features=feature_task,
+        features=online or StoredTask(features, rows.views),
         data=data.folder,
         temperature=data.temperature,
         steps=steps,
