@@ -73,7 +73,7 @@ class ShardRun:
 
     Attributes:
         receipts: the receipt of every shard, in the order of the shards.
-        rows: number of rows in the shards that this run finished.
+        rows: number of rows that this run finished. Rows that an earlier run stored do not count.
         seconds: wall time of this run.
     """
 
@@ -95,6 +95,7 @@ def run_shards(
     started = time.monotonic()
     receipts = dict(earlier)
     missing = [shard for shard in job.shards if shard not in earlier]
+    stored_rows = job.rows_in_pieces(earlier) if missing else 0
     with _stopped_by_errors(job, receipts):
         meter = ShardMeter(job.activity, job.rows, len(job.shards))
         for receipt in earlier.values():  # the times of earlier runs do not count
@@ -123,7 +124,7 @@ def run_shards(
                 job.on_receipt(receipt)
         if len(receipts) < len(job.shards):
             raise JobStopped("stopped")
-    rows = sum(receipts[shard].rows for shard in missing)
+    rows = sum(receipts[shard].rows for shard in missing) - stored_rows
     return ShardRun([receipts[shard] for shard in sorted(receipts)], rows, time.monotonic() - started)
 
 
