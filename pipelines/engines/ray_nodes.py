@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pipelines.engines.base import Notice, describe_error
@@ -18,6 +19,7 @@ NODE_WAIT_SECONDS = 600.0
 
 _REFRESH_SECONDS = 2.0
 _PROBE_SECONDS = 2.0
+_PROBE_THREADS = 64
 
 
 class RayNodes:
@@ -106,14 +108,14 @@ class RayNodes:
         """Return one of the nodes if it left the cluster or if its machine does not answer, otherwise None."""
         if self.is_fixed:
             return None
-        for node in self._all():
-            if node["NodeID"] not in node_ids:
-                continue
-            if node["NodeID"] in self._lost or not (node["Alive"] and _answers(node)):
-                self._lost.add(node["NodeID"])
-                self._refreshed_at = float("-inf")  # report the loss and the smaller room at once
-                return str(node["NodeID"])
-        return None
+        nodes = {node["NodeID"]: node for node in self._all() if node["NodeID"] in node_ids}
+        unreached = {node_id for node_id, node in nodes.items() if node_id in self._lost or not node["Alive"]}
+        lost = unreached or _silent([*nodes.values()])
+        if not lost:
+            return None
+        self._lost |= lost
+        self._refreshed_at = float("-inf")  # report the loss and the smaller room at once
+        return min(lost)
 
     def _all(self) -> list[dict[str, Any]]:
         """Return all nodes that are or were in the cluster."""
@@ -125,9 +127,17 @@ class RayNodes:
 
     def _read(self) -> None:
         alive = {node["NodeID"]: node for node in self._all() if node["Alive"]}
-        self._lost = {node_id for node_id in self._lost & alive.keys() if not _answers(alive[node_id])}
+        self._lost = _silent([alive[node_id] for node_id in self._lost & alive.keys()])
         self._nodes = {node_id: node for node_id, node in alive.items() if node_id not in self._lost}
         self._refreshed_at = time.monotonic()
+
+
+def _silent(nodes: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the ids of the nodes whose raylets do not accept connections. All nodes are asked at the same time."""
+    if not nodes:
+        return set()
+    with ThreadPoolExecutor(min(len(nodes), _PROBE_THREADS), "edje-probe") as pool:
+        return {node["NodeID"] for node, answers in zip(nodes, pool.map(_answers, nodes), strict=True) if not answers}
 
 
 def _answers(node: dict[str, Any]) -> bool:
