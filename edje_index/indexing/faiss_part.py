@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -39,6 +40,8 @@ def check_faiss() -> None:
 def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIndex:
     """Train a FAISS index on a sample of `embeddings`. The returned FAISS index is empty.
 
+    If FAISS can use GPUs, they compute the centroids.
+
     If the sample has fewer vectors than `kind` has inverted lists, the FAISS index is flat.
 
     Args:
@@ -53,7 +56,10 @@ def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> Faiss
         sample = _training_sample(embeddings, kind, rows)
         if len(sample) >= kind.lists:
             index: FaissIndex = faiss.index_factory(width, kind.factory, faiss.METRIC_INNER_PRODUCT)
+            centroids = _on_gpus(faiss.IndexFlatIP(width))  # FAISS keeps no reference
+            index.clustering_index = centroids
             index.train(sample)
+            index.clustering_index = None
             index.nprobe = min(DEFAULT_PROBES, kind.lists)
             return index
     return faiss.IndexIDMap2(faiss.IndexFlatIP(width))
@@ -71,12 +77,16 @@ def without_vectors(index: FaissIndex) -> FaissIndex:
 
 
 def fill_part(index: FaissIndex, embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None) -> None:
-    """Add `embeddings` to `index`, shard by shard. The FAISS ids are the row ids."""
+    """Add `embeddings` to `index`, shard by shard. The FAISS ids are the row ids.
+
+    If FAISS can use GPUs, they find the inverted list of each vector.
+    """
     _return_freed_memory()
-    for done, (row_ids, vectors) in enumerate(embeddings, 1):
-        index.add_with_ids(vectors, row_ids)
-        if on_progress:
-            on_progress("adding embeddings", done, len(embeddings.shards))
+    with _quantizer_on_gpus(index):
+        for done, (row_ids, vectors) in enumerate(embeddings, 1):
+            index.add_with_ids(vectors, row_ids)
+            if on_progress:
+                on_progress("adding embeddings", done, len(embeddings.shards))
 
 
 def search_part(
@@ -176,6 +186,34 @@ def _return_freed_memory() -> None:
     # glibc raises its limit for separate mappings when a large array is freed, and then keeps the pieces of old lists.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def _on_gpus(index: FaissIndex) -> FaissIndex | None:
+    """Return a copy of a flat FAISS index on all GPUs. Return None if FAISS can use no GPU."""
+    import faiss
+
+    module: Any = faiss
+    if not module.get_num_gpus():  # 0 in builds of FAISS for CPUs
+        return None
+    with contextlib.suppress(RuntimeError):  # other processes may have taken the memory of the GPUs
+        return module.index_cpu_to_all_gpus(index)
+    return None
+
+
+@contextlib.contextmanager
+def _quantizer_on_gpus(index: FaissIndex) -> Iterator[None]:
+    """Context manager in which GPUs compare vectors with the centroids of `index`, if FAISS can use GPUs."""
+    # FAISS has no index of 4-bit fast-scan codes on GPUs, so the codes and their lists stay on the CPU.
+    own_quantizer = index.quantizer if _is_inverted(index) else None
+    copy = None if own_quantizer is None else _on_gpus(own_quantizer)
+    if copy is None:
+        yield
+        return
+    index.quantizer = copy
+    try:
+        yield
+    finally:
+        index.quantizer = own_quantizer
 
 
 def _is_inverted(index: FaissIndex) -> bool:

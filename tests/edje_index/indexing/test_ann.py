@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 
 import faiss
@@ -13,6 +14,7 @@ from edje_index.indexing.ann_info import describe_ann
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.ann_recall import RecallQueries, held_out
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann, tune_ann
+from edje_index.indexing.faiss_part import fill_part, train_part
 from pipelines import repair_index
 from storage_formats import CorruptIndexError, Manifest, UsageError, verify_index
 from storage_formats.format.layout import IndexSpec, Layout, Segment
@@ -124,6 +126,73 @@ def test_tuning_a_flat_index_changes_nothing(root):
     before = add_ann(root)
     assert tune_ann(root) == []
     assert Manifest.load(root) == before
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """FAISS as on a machine with GPUs. A clone on the CPU takes the place of the one on the GPUs.
+
+    Yields weak references to the clones, because FAISS itself keeps no references to them either.
+    """
+    clones = []
+
+    def clone(index):
+        on_gpus = faiss.clone_index(index)
+        clones.append(weakref.ref(on_gpus))
+        return on_gpus
+
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", clone)
+    return clones
+
+
+def test_gpus_train_and_assign_and_the_file_is_the_same(root, gpus, monkeypatch):
+    expected = without_gpus(monkeypatch, lambda: add_ann(root, CODES))
+    trained_centroids = []
+
+    def train(index, sample, train=faiss.IndexIVFPQFastScan.train):
+        assert gpus[-1]() is not None
+        train(index, sample)
+        trained_centroids.append(gpus[-1]().ntotal)
+
+    monkeypatch.setattr(faiss.IndexIVFPQFastScan, "train", train)
+    assert add_ann(root, CODES) == expected
+    assert trained_centroids == [10]
+    assert len(gpus) == 2  # the second one assigns the vectors
+    appended(root, np.eye(16, dtype=np.float32))
+    assert len(gpus) == 3
+    add_ann(root, AnnRequest("Flat"))
+    assert len(gpus) == 3
+
+
+def without_gpus(monkeypatch, call):
+    with monkeypatch.context() as patch:
+        patch.setattr(faiss, "get_num_gpus", lambda: 0)
+        return call()
+
+
+def test_gpus_without_free_memory_are_not_used(root, gpus, monkeypatch):
+    expected = add_ann(root, CODES)
+
+    def fail(index):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", fail)
+    assert add_ann(root, CODES) == expected
+
+
+def test_a_stopped_build_on_gpus_leaves_no_quantizer_behind(root, gpus):
+    embeddings = IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers()))
+    index = train_part(AnnKind.parse("IVF10,PQ8x4fs", 16), embeddings, SPEC.rows)
+    own_quantizer = int(index.quantizer.this)
+
+    def stop(*_):
+        assert int(index.quantizer.this) == int(gpus[-1]().this)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fill_part(index, embeddings, stop)
+    assert int(index.quantizer.this) == own_quantizer
 
 
 def test_deleted_rows_are_not_found_in_codes(root):
