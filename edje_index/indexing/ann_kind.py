@@ -11,6 +11,8 @@ from storage_formats.errors import UsageError
 FLAT_LIMIT = 100_000
 """Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
 _FACTORY = re.compile(r"Flat|IVF([1-9]\d{0,6}),(?:Flat|PQ([1-9]\d{0,4})x4fs)")
+_PEAK = 1.2
+"""Memory of a build at its peak, divided by the size of the FAISS index."""
 _ID_BYTES = 8
 _FLOAT_BYTES = 4
 
@@ -68,17 +70,27 @@ class AnnKind:
         Args:
             rows: number of embeddings.
             width: width of the embeddings.
-            memory: largest size of the FAISS index in bytes; None for no limit. If one sub-vector per 2 values needs
-                more memory, one sub-vector per 4 values is used.
+            memory: memory in bytes that a build may use; None for no limit. If one sub-vector per 2 values needs more
+                memory, one sub-vector per 4 values is used.
+
+        Raises:
+            UsageError: every kind needs more memory.
         """
         if rows <= FLAT_LIMIT:
             return cls()
         lists = math.isqrt(rows)
         if width % 2:
             return cls(lists)
-        usual = cls(lists, width // 2)
-        is_small_enough = memory is None or rows * usual.vector_bytes(width) <= memory
-        return usual if is_small_enough or width % 4 else cls(lists, width // 4)
+        kinds = [cls(lists, width // values) for values in (2, 4) if not width % values]
+        for kind in kinds:
+            if memory is None or _PEAK * rows * kind.vector_bytes(width) <= memory:
+                return kind
+        need = int(_PEAK * rows * kinds[-1].vector_bytes(width))
+        raise UsageError(
+            f"the nearest-neighbour index {kinds[-1].factory} of {rows:,} rows needs {need:,} bytes of memory, but "
+            f"only {memory:,} are available; use a machine with more memory, or name a FAISS factory with fewer parts",
+            parameter="ann",
+        )
 
     @property
     def name(self) -> str:

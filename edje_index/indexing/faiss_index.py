@@ -53,7 +53,7 @@ class AnnRequest:
     Attributes:
         ann: FAISS factory string, see `AnnKind.parse`; "auto" chooses the kind by the number of rows.
         recall: recall to reach for the 100 nearest rows, above 0 and at most 1.
-        memory: largest size of the FAISS index in bytes; None for no limit. See `AnnKind.choose`.
+        memory: memory in bytes that the build may use; None for no limit. See `AnnKind.choose`.
     """
 
     ann: str = "auto"

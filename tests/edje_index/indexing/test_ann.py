@@ -49,9 +49,11 @@ def root(tmp_path):
     [
         (100_000, 384, None, "Flat"),
         (100_001, 384, None, "IVF316,PQ192x4fs"),
-        (10_000_000, 384, 10_000_000 * 104, "IVF3162,PQ192x4fs"),
-        (10_000_000, 384, 10_000_000 * 104 - 1, "IVF3162,PQ96x4fs"),
-        (1_000_000, 6, 1, "IVF1000,PQ3x4fs"),
+        (10_000_000, 384, 12 * 1_000_000 * 104, "IVF3162,PQ192x4fs"),
+        (10_000_000, 384, 12 * 1_000_000 * 104 - 1, "IVF3162,PQ96x4fs"),
+        (100_000_000, 768, 24 * 10**9, "IVF10000,PQ384x4fs"),
+        (100_000_000, 768, 22 * 10**9, "IVF10000,PQ192x4fs"),
+        (1_000_000, 6, None, "IVF1000,PQ3x4fs"),
         (1_000_000, 7, None, "IVF1000,Flat"),
     ],
 )
@@ -59,6 +61,13 @@ def test_the_kind_follows_from_rows_width_and_memory(rows, width, memory, factor
     kind = AnnKind.choose(rows, width, memory)
     assert kind.factory == factory
     assert AnnKind.parse(factory, width) == kind
+
+
+def test_rows_that_do_not_fit_into_memory_are_refused(root):
+    message = "IVF1000,PQ3x4fs of 1,000,000 rows needs 12,000,000 bytes of memory, but only 11,999,999 are available"
+    with pytest.raises(UsageError, match=message):
+        AnnKind.choose(1_000_000, 6, 11_999_999)
+    assert AnnKind.choose(1_000_000, 6, 12_000_000).factory == "IVF1000,PQ3x4fs"
 
 
 @pytest.mark.parametrize("factory", ["", "HNSW32", "IVF0,Flat", "IVF10,PQ5x4fs", "IVF10,PQ8x8", "Flat\n", "IVF10"])
