@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.decoded_input import FAIL, DecodeSettings, decode_input, read_input
+from edje_index.images.decoded_input import FAIL, FULL, SCALED, DecodeSettings, decode_input, read_input
 from edje_index.images.input_lists import read_shard_inputs
 from edje_index.images.inputs import InputRef
 from edje_index.images.remote.urls import is_remote
@@ -45,6 +45,11 @@ _IMAGES_AHEAD = 32  # at least as many may wait, so that the requests for remote
 
 class Encoder(Protocol):
     """Interface of an image encoder, as far as `encode_shard` uses it."""
+
+    @property
+    def image_side(self) -> int:
+        """Longer side of the images that `preprocess` returns, in pixels. Only used if JPEG images are scaled."""
+        ...
 
     def preprocess(self, image: Image) -> torch.Tensor:
         """Convert an RGB image to float32 [3, h, w]. Several threads call this method at the same time."""
@@ -74,6 +79,7 @@ class ShardTask:
         columns: source columns of the rows table.
         truncated: what to do with truncated images, `decoded_input.FAIL` or `decoded_input.LOAD`.
         frames: number of frames per input, see `decoded_input.DecodeSettings`.
+        jpeg: how to decode JPEG images, `decoded_input.FULL` or `decoded_input.SCALED`.
     """
 
     root: str
@@ -86,16 +92,21 @@ class ShardTask:
     columns: tuple[SourceColumn, ...] = ()
     truncated: str = FAIL
     frames: int | None = None
+    jpeg: str = FULL
 
-    @property
-    def decoding(self) -> DecodeSettings:
-        """Settings of decoding."""
-        return DecodeSettings(self.max_pixels, self.truncated, self.frames)
+    def decoding(self, encoder: Encoder) -> DecodeSettings:
+        """Return the settings of decoding for `encoder`."""
+        return DecodeSettings(self.max_pixels, self.truncated, self.frames, least_side(self.jpeg, encoder))
 
     @property
     def inputs_per_batch(self) -> int:
         """Number of inputs per forward pass."""
         return inputs_per_batch(self.batch_size, self.frames)
+
+
+def least_side(jpeg: str, encoder: Encoder) -> int | None:
+    """Return `DecodeSettings.least_side` for the setting `jpeg`: twice the pixels that the model reads."""
+    return 2 * encoder.image_side if jpeg == SCALED else None
 
 
 def inputs_per_batch(batch_size: int, frames: int | None) -> int:
@@ -153,7 +164,7 @@ def encode_shard(
         _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
     ):
         done = _restore(pieces, writer, entries)
-        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding)
+        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding(encoder))
         for batch in _batches_ahead(task, images[done:], prepare, pool):
             if should_stop():
                 pieces.save()

@@ -221,6 +221,7 @@ def _trial(cost: _Cost, sample: list[InputRef], on_event: OnEvent) -> TrialTimes
     """
     from edje_index.images.decoded_input import DecodeSettings
     from edje_index.indexing.image_encoder import ImageEncoder
+    from edje_index.indexing.shard_encoding import least_side
     from edje_index.indexing.trial import time_encoding
 
     settings = cost.settings
@@ -228,5 +229,7 @@ def _trial(cost: _Cost, sample: list[InputRef], on_event: OnEvent) -> TrialTimes
         return None
     on_event(StatusMessage(f"encoding {len(sample)} images to estimate the time"))
     encoder = ImageEncoder.open(cost.info.path, device=settings.device, threads=settings.threads, dtype=settings.dtype)
-    decoding = DecodeSettings(settings.max_pixels, settings.truncated, settings.frames)
+    decoding = DecodeSettings(
+        settings.max_pixels, settings.truncated, settings.frames, least_side(settings.jpeg, encoder)
+    )
     return time_encoding(encoder, sample, decoding, batch_size=settings.batch_size)

@@ -60,13 +60,15 @@ def test_duplicates_are_decided_in_the_plan(config):
 def test_plans_of_earlier_versions_keep_their_fingerprints(config):
     layout, made = Layout(config().out), plan(config())
     earlier = json.loads(layout.plan.read_text())
-    del earlier["settings"]["truncated"], earlier["settings"]["frames"], earlier["crc32c"]
+    del earlier["crc32c"]
+    for name in ("truncated", "frames", "jpeg"):
+        del earlier["settings"][name]
     layout.plan.write_text(json.dumps({**earlier, "crc32c": json_checksum(earlier)}))
     assert read_plan(made.root) == made
     parts = {"version": 1, "encoder": made.model["fingerprint"], "settings": earlier["settings"]}
     text = json.dumps({**parts, "inputs": made.inputs_digest}, sort_keys=True)
     assert made.fingerprint == hashlib.sha256(text.encode()).hexdigest()
-    for later in ({"truncated": "load"}, {"frames": 8}):
+    for later in ({"truncated": "load"}, {"frames": 8}, {"jpeg": "scaled"}):
         settings = dataclasses.replace(made.settings, **later)
         assert dataclasses.replace(made, settings=settings).fingerprint != made.fingerprint
 
@@ -80,6 +82,7 @@ def test_plans_of_earlier_versions_keep_their_fingerprints(config):
         ({"dedupe": True}, "dedupe False in the index, True requested"),
         ({"max_pixels": 100}, "max_pixels .* in the index, 100 requested"),
         ({"truncated": "load"}, "truncated fail in the index, load requested"),
+        ({"jpeg": "scaled"}, "jpeg full in the index, scaled requested"),
         ({"dtype": "bfloat16"}, "dtype float32 in the index, bfloat16 requested"),
     ],
 )

@@ -41,18 +41,18 @@ def test_the_loaded_part_is_that_of_the_published_code(kind, kept):
     data = whole[: int(len(whole) * kept)]
     with pytest.raises(ImageError, match="truncated"):
         decode_rgb(data)
-    image, truncation = decode_partial(data)
+    decoded, truncation = decode_partial(data)
     assert truncation is not None
     assert truncation.startswith("truncated: ")
-    np.testing.assert_array_equal(np.asarray(image), by_pillow(data))
+    np.testing.assert_array_equal(np.asarray(decoded.image), by_pillow(data))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_complete_file_is_the_same_either_way(kind):
     data = encoded(kind)
-    image, truncation = decode_partial(data)
+    decoded, truncation = decode_partial(data)
     assert truncation is None
-    assert image.tobytes() == decode_rgb(data).tobytes()
+    assert decoded.image.tobytes() == decode_rgb(data).tobytes()
 
 
 def test_other_damage_is_not_loaded():
