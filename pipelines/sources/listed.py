@@ -9,6 +9,7 @@ from typing import Any
 from edje_index.images.inputs import InputRef
 from edje_index.images.remote.urls import has_credentials, is_remote, scheme_of
 from pipelines.sources.files import file_input
+from storage_formats.format.object_store import WEB_SCHEMES
 
 
 def listed_input(value: Any, directory: bytes) -> InputRef | None:
@@ -37,8 +38,12 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
 
 
 def _url_input(url: str) -> InputRef | None:
-    # The index would store a password in clear text.
-    if has_credentials(url) or any(letter.isspace() or not letter.isprintable() for letter in url):
+    bucket, _, key = url.partition("://")[2].partition("/")
+    if scheme_of(url) not in WEB_SCHEMES:  # keys of an object store are no encoded addresses
+        key = key.replace(" ", "")
+    if any(letter.isspace() or not letter.isprintable() for letter in bucket + key):
+        return None
+    if has_credentials(url):  # the index would store a password in clear text
         return None
     ref = InputRef(url, os.fsencode(url), problem="not-a-local-path")
     return file_input(ref.path) if is_remote(ref.path) else ref

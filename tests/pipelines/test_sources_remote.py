@@ -175,6 +175,23 @@ def test_a_build_from_addresses(
     assert (retried.retried, retried.indexed) == (3, 1)
 
 
+def test_spaces_in_listed_addresses(tmp_path: Path) -> None:
+    lines = [
+        "s3://bucket/my photos/é 1.jpg",
+        "https://host/my photos/1.jpg",
+        "s3://bucket/a\tb.jpg",
+        "s3://me you@bucket/1.jpg",
+    ]
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    refs = scan(str(tmp_path / "list.txt"))
+    assert [(ref.uri, ref.problem) for ref in refs] == [
+        (lines[0], None),
+        (f"{tmp_path}/list.txt#2", "bad-list-line"),
+        (f"{tmp_path}/list.txt#3", "bad-list-line"),
+        (f"{tmp_path}/list.txt#4", "bad-list-line"),
+    ]
+
+
 def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
     server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any]
 ) -> None:
