@@ -46,6 +46,7 @@ class BuildOptions(TypedDict, total=False):
     frames: int | None
     max_failed: float | None
     address: str | None
+    memory: int | None
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -57,6 +58,7 @@ class UpdateOptions(TypedDict, total=False):
     address: str | None
     column: str | None
     max_failed: float | None
+    memory: int | None
     max_vanished: float
 
 

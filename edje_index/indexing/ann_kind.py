@@ -76,21 +76,14 @@ class AnnKind:
         Raises:
             UsageError: every kind needs more memory.
         """
-        if rows <= FLAT_LIMIT:
-            return cls()
-        lists = math.isqrt(rows)
-        if width % 2:
-            return cls(lists)
-        kinds = [cls(lists, width // values) for values in (2, 4) if not width % values]
+        lists = 0 if rows <= FLAT_LIMIT else math.isqrt(rows)
+        sizes = [width // values for values in (2, 4) if not width % values] if lists else []
+        kinds = [cls(lists, sub_vectors) for sub_vectors in sizes or [0]]
         for kind in kinds:
-            if memory is None or _PEAK * rows * kind.vector_bytes(width) <= memory:
+            if memory is None or kind._build_bytes(rows, width) <= memory:
                 return kind
-        need = int(_PEAK * rows * kinds[-1].vector_bytes(width))
-        raise UsageError(
-            f"the nearest-neighbour index {kinds[-1].factory} of {rows:,} rows needs {need:,} bytes of memory, but "
-            f"only {memory:,} are available; use a machine with more memory, or name a FAISS factory with fewer parts",
-            parameter="ann",
-        )
+        kinds[-1].check_memory(rows, width, memory)
+        return kinds[-1]
 
     @property
     def name(self) -> str:
@@ -103,11 +96,25 @@ class AnnKind:
         codes = f"PQ{self.sub_vectors}x4fs" if self.sub_vectors else "Flat"
         return f"IVF{self.lists},{codes}" if self.lists else codes
 
+    def check_memory(self, rows: int, width: int, memory: int | None) -> None:
+        """Raise UsageError if a build with `rows` embeddings of `width` values needs more than `memory` bytes."""
+        need = self._build_bytes(rows, width)
+        if memory is not None and need > memory:
+            raise UsageError(
+                f"the nearest-neighbour index {self.factory} of {rows:,} rows needs {need:,} bytes of memory, but only "
+                f"{memory:,} are available; provide more memory, split the index, or name a FAISS factory with fewer "
+                "parts",
+                parameter="ann",
+            )
+
     def vector_bytes(self, width: int) -> int:
         """Return the number of bytes that one vector and its id take."""
         return _ID_BYTES + (-(-self.sub_vectors // 2) if self.sub_vectors else _FLOAT_BYTES * width)
 
+    def _build_bytes(self, rows: int, width: int) -> int:
+        return math.ceil(_PEAK * rows * self.vector_bytes(width))
 
-def ann_bytes(rows: int, width: int) -> int:
-    """Return the bytes that the FAISS index of `rows` embeddings of `width` values takes, in memory and on disk."""
-    return rows * AnnKind.choose(rows, width).vector_bytes(width)
+
+def ann_bytes(rows: int, width: int, memory: int | None = None) -> int:
+    """Return the bytes that a FAISS index takes in memory and on disk. For the arguments, see `AnnKind.choose`."""
+    return rows * AnnKind.choose(rows, width, memory).vector_bytes(width)

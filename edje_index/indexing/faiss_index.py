@@ -154,10 +154,16 @@ def build_ann(
 
 
 def _kind_of(request: AnnRequest, spec: IndexSpec) -> AnnKind:
-    """Return the requested kind of FAISS index. Raise UsageError if `request.ann` is not supported."""
+    """Return the requested kind of FAISS index.
+
+    Raises:
+        UsageError: `request.ann` is not supported, or the FAISS index needs more memory than `request.memory`.
+    """
     if request.ann == "auto":
         return AnnKind.choose(spec.used_rows, spec.embed_dim, request.memory)
-    return AnnKind.parse(request.ann, spec.embed_dim)
+    kind = AnnKind.parse(request.ann, spec.embed_dim)
+    kind.check_memory(spec.used_rows, spec.embed_dim, request.memory)
+    return kind
 
 
 def tune_ann(
@@ -198,10 +204,16 @@ def _tuned(measured: Sequence[Measurement]) -> dict[str, Any]:
     return {"probes": measured[-1].probes, "recall": measured[-1].to_json()} if measured else {}
 
 
-def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str, Any]:
+def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any], *, memory: int | None = None) -> dict[str, Any]:
     """Write the last segment of `spec` to a new FAISS file.
 
     If the first FAISS file has inverted lists, the new file uses the same centroids and codes.
+
+    Args:
+        layout: paths of the index.
+        spec: shape of the index with the new rows.
+        ann: description of the existing FAISS files, from the manifest.
+        memory: see `AnnKind.choose`. It chooses the kind of the new file if the first file has no inverted lists.
 
     Returns:
         The description of all FAISS files for the manifest. `ann` is returned unchanged if the index has no
@@ -218,7 +230,7 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
     files = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
     index = without_vectors(_open_part(layout.root, spec, files[0]))
     if index is None:
-        index = train_part(AnnKind.choose(segment.rows, spec.embed_dim), embeddings, segment.rows)
+        index = train_part(AnnKind.choose(segment.rows, spec.embed_dim, memory), embeddings, segment.rows)
     fill_part(index, embeddings)
     file = _write(layout, index, embeddings, None)
     return {**ann, "vectors": ann["vectors"] + file["vectors"], "files": [*files, file]}

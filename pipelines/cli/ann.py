@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.options import json_option, location, quiet_option
+from pipelines.cli.options import json_option, location, memory_option, quiet_option
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.object_store import IndexLocation
@@ -50,9 +50,10 @@ def group() -> None:
     help="Kind of nearest-neighbour index: auto, or a FAISS factory string such as IVF1000,Flat or IVF1000,PQ192x4fs.",
 )
 @_RECALL
+@memory_option
 @quiet_option
 @json_option
-def build(index: IndexLocation, ann: str, recall: float, quiet: bool, as_json: bool) -> None:
+def build(index: IndexLocation, ann: str, recall: float, memory: int | None, quiet: bool, as_json: bool) -> None:
     """Build the nearest-neighbour index of INDEX from the stored embeddings, and replace the existing one.
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
@@ -65,12 +66,13 @@ def build(index: IndexLocation, ann: str, recall: float, quiet: bool, as_json: b
     \b
     Examples:
       edje-index ann build photos.edje
+      edje-index ann build photos.edje --memory 4G
       edje-index ann build photos.edje --ann IVF4096,PQ96x4fs --recall 0.98
     """
     from pipelines.jobs.ann import run_ann_build
 
     with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
-        built = run_ann_build(index, ann, recall, on_event, should_stop)
+        built = run_ann_build(index, ann, recall, on_event, should_stop, memory=memory)
     _show(index, built, as_json)
     if built.recall is not None and float(built.recall["value"]) < recall:
         note(f"the recall is below {recall}; for a higher recall, give --ann a factory string with longer codes")

@@ -25,6 +25,7 @@ from pipelines.cli.options import (
     json_option,
     log_option,
     max_failed_option,
+    memory_option,
     metrics_option,
     quiet_option,
     shard_size_option,
@@ -54,7 +55,8 @@ _NO_MODEL = (
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Number of worker processes.  [default: number of GPUs, or number of CPUs divided by --threads]",
+    help="Number of worker processes.  [default: number of GPUs, or number of CPUs divided by --threads, but only as "
+    "many as the memory has room for]",
 )
 @click.option(
     "--threads", type=POSITIVE, help="Number of CPU threads per worker.  [default: number of CPUs, at most 4]"
@@ -79,6 +81,7 @@ _NO_MODEL = (
 @truncated_option
 @jpeg_option
 @frames_option
+@memory_option
 @dry_run_option
 @log_option
 @metrics_option
@@ -105,6 +108,7 @@ def build(as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, dr
       edje-index build s3://bucket/photos --out photos.edje --model model
       find photos -name '*.jpg' | edje-index build - --out found.edje --model model
       edje-index build list.parquet --column image_path --out list.edje --model model --device cuda
+      edje-index build photos --out photos.edje --model model --memory 8G
       edje-index build photos --out photos.edje --model model --address head:6379
       edje-index build clips --out clips.edje --model model --frames 8
     """

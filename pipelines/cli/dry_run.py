@@ -50,7 +50,9 @@ def _lines(estimate: DryRun) -> list[str]:
     if estimate.finished_shards:
         lines[-1] += f", {estimate.finished_shards:,} finished"
     lines.append(f"disk {_parts(estimate.disk_bytes)}; {human_bytes(estimate.free_disk_bytes)} free")
-    lines.append(f"memory at least {_parts(estimate.memory_bytes)}; {human_bytes(estimate.free_memory_bytes)} free")
+    lines.append(
+        f"memory at least {_parts(estimate.memory_bytes)}; {human_bytes(estimate.free_memory_bytes)} available"
+    )
     if estimate.seconds is None:
         lines.append("time unknown: no image was encoded on this machine")
     elif estimate.sampled_images:

@@ -11,6 +11,7 @@ import click
 from edje_index.models.frames import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
 from pipelines.planning.config import SHARD_SIZE
+from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import IndexLocation, index_location, local_path
 
@@ -46,6 +47,18 @@ def location(value: str) -> IndexLocation:
     try:
         return index_location(value)
     except UsageError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def size(value: str | int) -> int:
+    """Return a size such as "8G" in bytes.
+
+    Raises:
+        click.BadParameter: `value` is not a size.
+    """
+    try:
+        return parse_bytes(str(value))
+    except ValueError as error:
         raise click.BadParameter(str(error)) from error
 
 
@@ -135,6 +148,13 @@ max_failed_option = click.option(
     type=click.FloatRange(0, 1),
     metavar="SHARE",
     help="Stop if more than this share of the images fails.  [default: 0.01, but 20 images may always fail]",
+)
+
+memory_option = click.option(
+    "--memory",
+    type=size,
+    metavar="SIZE",
+    help="Plan for at most this much memory on this machine, for example 500M or 8G.  [default: the free memory]",
 )
 
 truncated_option = click.option(

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.lock import locked_index
-from pipelines.planning.machine import available_memory, free_disk
+from pipelines.planning.machine import free_disk
+from pipelines.planning.resources import usable_memory
 from pipelines.progress.events import OnEvent, Progress, progress_callback
 from pipelines.progress.stopping import ShouldStop, stop_at_events
 from storage_formats.errors import UsageError
@@ -23,7 +24,13 @@ _STOPPED = "stopped; the index was not changed"
 
 
 def run_ann_build(
-    location: IndexLocation, ann: str, recall: float, on_event: OnEvent, should_stop: ShouldStop = lambda: False
+    location: IndexLocation,
+    ann: str,
+    recall: float,
+    on_event: OnEvent,
+    should_stop: ShouldStop = lambda: False,
+    *,
+    memory: int | None = None,
 ) -> AnnInfo:
     """Build the nearest-neighbour index of the index at `location`, and replace the existing one.
 
@@ -33,10 +40,12 @@ def run_ann_build(
         recall: target share of the 100 nearest rows that a search finds, between 0 and 1.
         on_event: called with each progress event.
         should_stop: called after each progress event.
+        memory: memory in bytes that the build may need; None is the free memory.
 
     Raises:
         JobStopped: `should_stop()` returned True. The index was not changed.
-        UsageError: there is no index at `location`, `ann` or `recall` is invalid, or the disk is too small.
+        UsageError: there is no index at `location`, `ann` or `recall` is invalid, or the disk or the memory is too
+            small.
         CorruptIndexError: the index is damaged.
         EdjeError: another process is changing the index.
         OSError: a file cannot be written.
@@ -47,7 +56,7 @@ def run_ann_build(
 
     on_event = stop_at_events(on_event, should_stop, _STOPPED)
     with working_copy(location) as copy, _embeddings_at_hand(copy, on_event):
-        request = AnnRequest(ann, recall, available_memory())
+        request = AnnRequest(ann, recall, usable_memory(memory))
         built = describe_ann(add_ann(copy.root, request, progress_callback(on_event)))
         copy.remove_unnamed_objects()
     return built

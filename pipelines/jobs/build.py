@@ -42,7 +42,7 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
         else:
             try:
                 run = encode_shards(config, prepared, on_event, should_stop)
-                manifest = publish_build(prepared.plan, run.receipts, on_event)
+                manifest = publish_build(prepared.plan, run.receipts, on_event, memory=config.memory)
             except OSError as error:
                 reason = f"cannot write {config.out}: {describe_error(error)}; finished shards are kept"
                 raise JobStopped(reason) from error

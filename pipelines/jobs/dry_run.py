@@ -13,11 +13,11 @@ from pipelines.jobs.encode_shards import decode_threads
 from pipelines.planning.append import new_inputs, refuse_other_append
 from pipelines.planning.config import AppendConfig, BuildConfig
 from pipelines.planning.finished import sources_changed
-from pipelines.planning.machine import available_memory, free_disk
+from pipelines.planning.machine import free_disk
 from pipelines.planning.new_rows import request_rows
 from pipelines.planning.output import check_output
 from pipelines.planning.plan import BuildSettings, read_plan, settings_of_request
-from pipelines.planning.resources import check_index_size, check_workers, disk_need, model_memory_need
+from pipelines.planning.resources import check_index_size, check_workers, disk_need, model_memory_need, usable_memory
 from pipelines.planning.stored import read_stored_build
 from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.stopping import ShouldStop
@@ -49,7 +49,7 @@ class DryRun:
         disk_bytes: disk space of the new rows by purpose.
         free_disk_bytes: free disk space.
         memory_bytes: lower bound of the memory of all workers by purpose.
-        free_memory_bytes: free memory of this machine.
+        free_memory_bytes: free memory of this machine, at most the limit in the request.
         sampled_images: number of images that were encoded to estimate the time.
         seconds: estimated wall time; None if the time is unknown.
     """
@@ -113,7 +113,7 @@ def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
             f"there is nothing to index in {', '.join(config.sources)}; check the sources", parameter="sources"
         )
     spec = IndexSpec(listing.inputs, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
-    check_index_size(config.out, spec)
+    check_index_size(config.out, spec, config.memory)
     is_finished = stored is not None and stored.index is not None
     finished_shards = spec.shards if is_finished else len(stored.receipts) if stored is not None else 0
     return _dry_run(_Cost(config, settings, info, workers), listing, spec, finished_shards, on_event)
@@ -143,7 +143,7 @@ def try_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop 
         listing, inputs=listing.inputs + new.duplicates, duplicates=new.duplicates, ignored=dict(new.ignored)
     )
     spec = replace(index.manifest.spec, rows=max(1, len(new.refs)), segments=())
-    check_index_size(config.root, spec)
+    check_index_size(config.root, spec, config.memory)
     cost = _Cost(request.build, request.settings, request.info, request.workers)
     return _dry_run(cost, listing, spec if new.refs else None, finished_shards, on_event)
 
@@ -172,10 +172,10 @@ def _dry_run(cost: _Cost, listing: _Listing, spec: IndexSpec | None, finished_sh
         shards=shards,
         finished_shards=finished_shards,
         workers=cost.workers,
-        disk_bytes={} if spec is None else disk_need(spec).parts,
+        disk_bytes={} if spec is None else disk_need(spec, cost.config.memory).parts,
         free_disk_bytes=free_disk(cost.config.out),
         memory_bytes=model_memory_need(cost.workers, cost.settings, cost.info).parts,
-        free_memory_bytes=available_memory(),
+        free_memory_bytes=usable_memory(cost.config.memory),
         sampled_images=0 if times is None else times.images,
         seconds=_seconds(cost, times, to_encode, share_left=1 - finished_shards / max(1, shards)),
     )

@@ -99,8 +99,9 @@ def commit_rows(
     with _stopping_on_full_disk(index.root):
         changed: Manifest = index.manifest
         details: dict[str, Any] = {}
-        if prepared.build is not None:
-            changed, details = _with_segment(prepared.build.plan, index, receipts, on_event)
+        if prepared.build is not None and prepared.config is not None:
+            plan, memory = prepared.build.plan, prepared.config.memory
+            changed, details = _with_segment(plan, index, receipts, on_event, memory=memory)
         if len(change.deleted):
             changed, details = (
                 with_deleted_rows(index, changed, change.deleted),
@@ -112,7 +113,7 @@ def commit_rows(
 
 
 def _with_segment(
-    plan: BuildPlan, index: CommittedIndex, receipts: list[ShardReceipt], on_event: OnEvent
+    plan: BuildPlan, index: CommittedIndex, receipts: list[ShardReceipt], on_event: OnEvent, *, memory: int | None
 ) -> tuple[Manifest, dict[str, Any]]:
     """Add the new rows to the nearest-neighbour index and to the manifest. Return (manifest, details for `history`)."""
     from edje_index.indexing.faiss_index import extend_ann
@@ -127,7 +128,7 @@ def _with_segment(
         manifest,
         spec=plan.spec,
         counts=add_counts(manifest.counts, total_counts(receipts)),
-        ann=extend_ann(layout, plan.spec, manifest.ann),
+        ann=extend_ann(layout, plan.spec, manifest.ann, memory=memory),
         further_tables=(*manifest.further_tables, write_shard_table(layout, files)),
         columns=plan.columns,
     )

@@ -13,17 +13,22 @@ if TYPE_CHECKING:
     from storage_formats.format.receipts import ShardReceipt
 
 
-def publish_build(plan: BuildPlan, receipts: list[ShardReceipt], on_event: OnEvent) -> Manifest:
+def publish_build(
+    plan: BuildPlan, receipts: list[ShardReceipt], on_event: OnEvent, *, memory: int | None = None
+) -> Manifest:
     """Build the nearest-neighbour index and commit the manifest. Return the manifest.
 
+    `BuildConfig` describes `memory`.
+
     Raises:
+        UsageError: the nearest-neighbour index needs more memory than `memory`.
         OSError: the index cannot be written.
     """
-    from edje_index.indexing.faiss_index import build_ann
+    from edje_index.indexing.faiss_index import AnnRequest, build_ann
     from storage_formats.writing.publish import Provenance, finish_index
 
     on_event(StatusMessage("building the nearest-neighbour index"))
-    ann = build_ann(plan.root, plan.spec)
+    ann = build_ann(plan.root, plan.spec, request=AnnRequest(memory=memory))
     settings = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}
     provenance = Provenance(plan.model, settings, plan.fingerprint)
     return finish_index(plan.root, plan.spec, receipts, provenance, ann, plan.columns)

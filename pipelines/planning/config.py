@@ -43,6 +43,9 @@ class BuildConfig:
         max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the build ends with an error. None
             allows 1 % of the inputs, but at least 20 inputs.
         address: address of the Ray cluster to join; None starts Ray on this machine.
+        memory: memory in bytes that the workers on this machine and the nearest-neighbour index may need; None is the
+            free memory. The build is planned for this limit, which the operating system does not enforce. The kind of
+            nearest-neighbour index depends on the limit. The tokens do not.
 
     Raises:
         UsageError: a precision does not exist, the batch size is below 1, or the number of frames is not between 1 and
@@ -68,6 +71,7 @@ class BuildConfig:
     frames: int | None = None
     max_failed: float | None = None
     address: str | None = None
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         from storage_formats.codecs import codec
@@ -93,7 +97,7 @@ class AppendConfig:
         root: directory of the index.
         sources: see `BuildConfig`.
         model: directory of the model bundle; None selects the bundle that built the index.
-        engine, workers, address, column, max_failed: see `BuildConfig`.
+        engine, workers, address, column, max_failed, memory: see `BuildConfig`.
     """
 
     root: Path
@@ -104,6 +108,7 @@ class AppendConfig:
     address: str | None = None
     column: str | None = None
     max_failed: float | None = None
+    memory: int | None = None
 
 
 @dataclass(frozen=True)

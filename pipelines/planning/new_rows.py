@@ -98,7 +98,7 @@ class RowsRequest:
             return PreparedRows(new.duplicates)
         with removed_on_failure(self.index.root):
             plan = self._planned(new)
-            check_index_size(self.index.root, replace(plan.spec, rows=plan.rows, segments=()))
+            check_index_size(self.index.root, replace(plan.spec, rows=plan.rows, segments=()), self.build.memory)
             plan.write()
         return PreparedRows(new.duplicates, PreparedBuild(plan, self.workers), self.build)
 
@@ -226,4 +226,5 @@ def _build_config(config: AppendConfig, info: BundleInfo, settings: BuildSetting
         precisions=settings.precisions,
         max_failed=config.max_failed,
         address=config.address,
+        memory=config.memory,
     )

@@ -81,6 +81,6 @@ def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
             input_checksums=inputs.checksums,
             columns=inputs.columns,
         )
-        check_index_size(config.out, plan.spec)
+        check_index_size(config.out, plan.spec, config.memory)
         plan.write()
     return PreparedBuild(plan, workers)

@@ -42,6 +42,12 @@ class Need:
         return f"{human_bytes(self.total)} ({parts})"
 
 
+def usable_memory(limit: int | None) -> int:
+    """Return the free memory of this machine in bytes, or `limit` if it is smaller. None is no limit."""
+    free = available_memory()
+    return free if limit is None else min(free, limit)
+
+
 def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
     """Return the number of worker processes; None lets the Ray cluster choose the number."""
     if config.engine == "inline":
@@ -56,6 +62,8 @@ def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
 def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo) -> int | None:
     """Check the device and the memory. Return the number of worker processes, or None as in `choose_workers`.
 
+    If `config.workers` is None, at most as many workers are used as the memory has room for.
+
     Raises:
         UsageError: this machine lacks the device or the memory for the workers, or the model cannot encode clips.
         MissingExtraError: the model is to encode clips, but PyAV is not installed.
@@ -65,8 +73,11 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
     workers = choose_workers(config, settings)
     if config.address is None:
         _check_device(settings.device)
+        if workers is not None and config.workers is None:
+            worker_bytes = model_memory_need(1, settings, info).total
+            workers = max(1, min(workers, usable_memory(config.memory) // worker_bytes))
         need = model_memory_need(workers, settings, info)
-        _check_memory(need, "use fewer workers or a smaller batch size", "workers")
+        _check_memory(need, config.memory, "use fewer workers or a smaller batch size", parameter="workers")
     return workers
 
 
@@ -77,10 +88,17 @@ def model_memory_need(workers: int | None, settings: BuildSettings, info: Bundle
     return worker_memory_need(workers or 1, info.encoder_weights_bytes, images, int(height) * int(width))
 
 
-def check_index_size(root: Path, spec: IndexSpec) -> None:
-    """Raise UsageError if the disk is too small for the index, or the memory is too small for its embeddings."""
-    need = disk_need(spec)
-    _check_memory(Need({"vectors": need.parts["ann"]}), "split the sources over several indexes", "sources")
+def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
+    """Raise UsageError if the disk is too small for the index, or the memory is too small for its embeddings.
+
+    Args:
+        root: directory of the index.
+        spec: shape of the index.
+        memory: see `BuildConfig`.
+    """
+    need = disk_need(spec, memory)
+    vectors = Need({"vectors": need.parts["ann"]})
+    _check_memory(vectors, memory, "split the sources over several indexes", parameter="sources")
     free = free_disk(root)
     if need.total > free:
         raise UsageError(
@@ -91,15 +109,20 @@ def check_index_size(root: Path, spec: IndexSpec) -> None:
         )
 
 
-def disk_need(spec: IndexSpec) -> Need:
-    """Return the disk space that the whole index needs, plus 2 %."""
+def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
+    """Return the disk space that the whole index needs, plus 2 %.
+
+    Raises:
+        UsageError: every kind of nearest-neighbour index needs more memory than `memory`.
+    """
     from edje_index.indexing.ann_kind import ann_bytes
     from storage_formats.codecs import codec
 
     tokens = sum(_token_bytes(spec, codec(name, spec.block_shape).record_bytes) for name in spec.precisions)
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
     rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES  # files end in a partial disk block
-    parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann_bytes(spec.rows, spec.embed_dim)}
+    ann = ann_bytes(spec.rows, spec.embed_dim, memory)
+    parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann}
     return Need({name: int(size * _SLACK) for name, size in parts.items()})
 
 
@@ -145,10 +168,13 @@ def _check_device(device: str) -> None:
         )
 
 
-def _check_memory(need: Need, advice: str, parameter: str) -> None:
-    available = available_memory()
+def _check_memory(need: Need, limit: int | None, advice: str, *, parameter: str) -> None:
+    available = usable_memory(limit)
     if need.total > available:
+        state = "free"
+        if available == limit:
+            state, advice, parameter = "allowed", f"allow more, or {advice}", "memory"
         raise UsageError(
-            f"the build needs at least {need} of memory, but only {human_bytes(available)} are free; {advice}",
+            f"the build needs at least {need} of memory, but only {human_bytes(available)} are {state}; {advice}",
             parameter=parameter,
         )

@@ -1,6 +1,11 @@
-"""Formats counts, sizes, durations and names for messages."""
+"""Formats counts, sizes, durations and names for messages, and parses sizes."""
 
 from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:([KMGT])(i)?)?B?", re.IGNORECASE)
 
 
 def counted(count: int, noun: str) -> str:
@@ -15,6 +20,25 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size in bytes. The units K, M, G and T are decimal, and Ki, Mi, Gi and Ti are binary. A B may follow.
+
+    Raises:
+        ValueError: `text` is not a size.
+
+    Example:
+        >>> from pipelines.progress.wording import parse_bytes
+        >>> parse_bytes("1.5G"), parse_bytes("500 MB"), parse_bytes("4GiB")
+        (1500000000, 500000000, 4294967296)
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or not text.isascii():
+        raise ValueError(f"{text!r} is not a size; give a number of bytes with a unit, for example 500M, 8G or 4GiB")
+    number, unit, binary = match.groups()
+    power = 0 if unit is None else "KMGT".index(unit.upper()) + 1
+    return int(Decimal(number) * (1024 if binary else 1000) ** power)
 
 
 def duration(seconds: float) -> str:

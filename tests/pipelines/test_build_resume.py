@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from edje_index.images.input_lists import read_shard_inputs, write_input_lists
+from edje_index.indexing.faiss_index import build_ann, extend_ann
 from pipelines.jobs.append import run_append
 from pipelines.jobs.build import run_build
 from pipelines.jobs.encode_shards import encode_shards
@@ -63,7 +64,7 @@ def test_a_missing_list_of_inputs_is_one_clear_error(config):
 
 
 def test_lists_are_not_needed_once_all_shards_are_finished(config, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError("no space")
 
     monkeypatch.setattr("pipelines.jobs.build.publish_build", fail)
@@ -167,3 +168,22 @@ def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
     monkeypatch.undo()
     assert finished_before(config()) == 3
     assert len(read_rows(config().out)) == 10
+
+
+def test_the_memory_limit_reaches_the_nearest_neighbour_index(config, run, monkeypatch, photos):
+    limits = []
+
+    def build(*arguments, request, **options):
+        limits.append(request.memory)
+        return build_ann(*arguments, request=request, **options)
+
+    def extend(*arguments, memory):
+        limits.append(memory)
+        return extend_ann(*arguments, memory=memory)
+
+    monkeypatch.setattr("edje_index.indexing.faiss_index.build_ann", build)
+    monkeypatch.setattr("edje_index.indexing.faiss_index.extend_ann", extend)
+    run_build(config(memory=900_000_000), lambda _: None)
+    write_photo(photos / "new.jpg", 40)
+    assert run("append", config().out, photos, "--engine", "inline", "--memory", "800M", "--quiet")[0] == 0
+    assert limits == [900_000_000, 800_000_000]

@@ -9,6 +9,7 @@ import pytest
 
 from pipelines.cli.defaults import use_defaults
 from pipelines.cli.main import cli
+from storage_formats.errors import UsageError
 from tests.conftest import REPO
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1" / "index"
@@ -43,6 +44,15 @@ def test_a_file_sets_defaults_and_the_command_line_wins(defaults):
     assert (tuple(values["precisions"]), values["dedupe"]) == (("fp8", "bf16"), True)
     assert values["truncated"] == "fail"
     assert tuple(values_of(path, "build", "photos", "--precision", "int8")["precisions"]) == ("int8",)
+
+
+def test_a_size_is_a_number_of_bytes_or_has_a_unit(defaults):
+    assert values_of(defaults('[append]\nmemory = "1.5 GB"\n'), "append", "index", "photos")["memory"] == 1_500_000_000
+    path = defaults("[append]\nmemory = 800000000\n")
+    assert values_of(path, "append", "index", "photos")["memory"] == 800_000_000
+    assert values_of(path, "append", "index", "photos", "--memory", "2Gi")["memory"] == 2 << 30
+    with pytest.raises(UsageError, match=r"edje.toml: \[append\] memory: 'lots' is not a size"):
+        values_of(defaults('[append]\nmemory = "lots"\n'), "append", "index", "photos")
 
 
 def test_a_table_holds_for_its_command_only(defaults):

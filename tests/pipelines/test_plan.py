@@ -11,6 +11,7 @@ import shutil
 
 import pytest
 
+from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.input_lists import read_shard_inputs
 from pipelines.planning import plan as planning
@@ -18,7 +19,7 @@ from pipelines.planning import resources
 from pipelines.planning.output import check_output
 from pipelines.planning.plan import BuildSettings, read_plan
 from pipelines.planning.prepare import prepare_build
-from pipelines.planning.resources import choose_workers, disk_need
+from pipelines.planning.resources import check_index_size, check_workers, choose_workers, disk_need, model_memory_need
 from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
@@ -164,6 +165,39 @@ def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
     monkeypatch.setattr(resources, "available_memory", lambda: 10**8)
     with pytest.raises(UsageError, match=r"at least .* of memory, but only 100\.0 MB are free; use fewer workers"):
         plan(config())
+
+
+def test_the_memory_limit_reduces_the_workers_but_not_a_given_number(config, tiny_bundle, monkeypatch):
+    monkeypatch.setattr(resources, "usable_cpus", lambda: 8)
+    info = read_bundle_info(tiny_bundle)
+    settings = dataclasses.replace(plan(config()).settings, threads=1)
+    need = model_memory_need(1, settings, info).total
+    monkeypatch.setattr(resources, "available_memory", lambda: 4 * need)
+    ray = config(engine="ray")
+    assert check_workers(ray, settings, info) == 4
+    assert check_workers(dataclasses.replace(ray, memory=100 * need), settings, info) == 4, "more than is free"
+    assert check_workers(dataclasses.replace(ray, memory=3 * need - 1), settings, info) == 2
+    for refused in ({"memory": need - 1}, {"memory": 3 * need - 1, "workers": 3}):
+        with pytest.raises(UsageError, match=r"of memory, but only .* are allowed; allow more, or use fewer"):
+            check_workers(dataclasses.replace(ray, **refused), settings, info)
+
+
+def test_the_memory_limit_is_not_part_of_the_plan(config):
+    begun = plan(config())
+    resumed = plan(config(memory=10**10))
+    assert resumed == begun
+    assert resumed.fingerprint == begun.fingerprint
+
+
+def test_the_memory_limit_chooses_the_nearest_neighbour_index(config, monkeypatch):
+    monkeypatch.setattr(resources, "free_disk", lambda _: 10**15)
+    monkeypatch.setattr(resources, "available_memory", lambda: 10**12)
+    spec = IndexSpec(10_000_000, 1024, (4, 16), 384)
+    assert disk_need(spec).parts["ann"] == int(10_000_000 * 104 * 1.02)
+    assert disk_need(spec, memory=10**9).parts["ann"] == int(10_000_000 * 56 * 1.02)
+    check_index_size(config().out, spec, memory=10**9)
+    with pytest.raises(UsageError, match=r"needs 672,000,000 bytes of memory, but only 100,000,000 are available"):
+        check_index_size(config().out, spec, memory=10**8)
 
 
 def test_cuda_without_a_device_is_refused(config, monkeypatch):

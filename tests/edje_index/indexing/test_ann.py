@@ -68,6 +68,11 @@ def test_rows_that_do_not_fit_into_memory_are_refused(root):
     with pytest.raises(UsageError, match=message):
         AnnKind.choose(1_000_000, 6, 11_999_999)
     assert AnnKind.choose(1_000_000, 6, 12_000_000).factory == "IVF1000,PQ3x4fs"
+    for factory in ("auto", "Flat", "IVF10,Flat"):
+        with pytest.raises(
+            UsageError, match=r"of 600 rows needs 51,840 bytes of memory, but only 51,839 are available"
+        ):
+            add_ann(root, AnnRequest(factory, memory=51_839))
 
 
 @pytest.mark.parametrize("factory", ["", "HNSW32", "IVF0,Flat", "IVF10,PQ5x4fs", "IVF10,PQ8x8", "Flat\n", "IVF10"])
@@ -323,6 +328,9 @@ def test_the_commands_build_describe_and_tune(root, run):
     assert (code, json.loads(out)["probes"]) == (0, 10)
     code, out, _ = run("ann", "info", root)
     assert "with 10 lists per query" in out
+    code, _, err = run("ann", "build", root, "--memory", "51kB")
+    assert code == 2
+    assert "needs 51,840 bytes of memory, but only 51,000 are available" in err
     code, _, err = run("ann", "build", root, "--ann", "HNSW32")
     assert code == 2
     assert "--ann: the FAISS factory 'HNSW32' is not supported" in err
