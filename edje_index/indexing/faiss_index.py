@@ -41,8 +41,6 @@ from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
 from storage_formats.writing.snapshots import kept_snapshots, named_files
 
-_LOWEST_RECALL = 0.01
-_RECALL_ROUNDING = 0.00005  # `index.json` holds the recall with four digits
 _DRIFT_ROWS = 2000  # their mean distance from the centroids varies by about 1 % from sample to sample
 
 
@@ -64,8 +62,7 @@ class AnnRequest:
     def like(cls, ann: Mapping[str, Any]) -> AnnRequest:
         """Return a request for the kind and the recall of an existing index, from `ann` in `index.json`."""
         kind = "Flat" if ann.get("kind") == AnnKind().name else ann.get("factory", "auto")
-        recall = ann.get("recall", {}).get("value", TARGET_RECALL)
-        return cls(kind, max(_LOWEST_RECALL, recall - _RECALL_ROUNDING))
+        return cls(kind, ann.get("recall", {}).get("target", TARGET_RECALL))
 
 
 def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: OnProgress | None = None) -> Manifest:
@@ -150,7 +147,7 @@ def build_ann(
     if replace_file and not kind.lists:
         del file["vectors"]  # as in format version 1.0
     description = {"kind": kind.name, "metric": "inner-product", "vectors": vectors, "files": [file]}
-    return {**description, "factory": kind.factory, **_tuned(measured)} if kind.lists else description
+    return {**description, "factory": kind.factory, **_tuned(measured, request.recall)} if kind.lists else description
 
 
 def _kind_of(request: AnnRequest, spec: IndexSpec) -> AnnKind:
@@ -164,6 +161,14 @@ def _kind_of(request: AnnRequest, spec: IndexSpec) -> AnnKind:
     kind = AnnKind.parse(request.ann, spec.embed_dim)
     kind.check_memory(spec.used_rows, spec.embed_dim, request.memory)
     return kind
+
+
+def has_default_kind(manifest: Manifest) -> bool:
+    """Return True if the nearest-neighbour index has the default kind for the rows that it was built from."""
+    spec, appended = manifest.spec, len(manifest.ann_files) - 1  # an append adds a segment and a file
+    built_segments = spec.used_segments[: len(spec.used_segments) - appended]
+    default = AnnKind.choose(sum(segment.rows for segment in built_segments), spec.embed_dim)
+    return AnnRequest.like(manifest.ann).ann == default.factory
 
 
 def tune_ann(
@@ -195,13 +200,15 @@ def tune_ann(
     queries = RecallQueries.draw(embeddings, index.deleted, on_progress)
     measured = measure_probes(queries, ann.parts, recall, ann.live)
     if measured:
-        replace(manifest, ann={**manifest.ann, **_tuned(measured)}).write(layout)
+        replace(manifest, ann={**manifest.ann, **_tuned(measured, recall)}).write(layout)
     return measured
 
 
-def _tuned(measured: Sequence[Measurement]) -> dict[str, Any]:
+def _tuned(measured: Sequence[Measurement], target: float) -> dict[str, Any]:
     """Return the keys `probes` and `recall` of `ann` in `index.json`, from the last measurement."""
-    return {"probes": measured[-1].probes, "recall": measured[-1].to_json()} if measured else {}
+    if not measured:
+        return {}
+    return {"probes": measured[-1].probes, "recall": {**measured[-1].to_json(), "target": target}}
 
 
 def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any], *, memory: int | None = None) -> dict[str, Any]:

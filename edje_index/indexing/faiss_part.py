@@ -25,6 +25,7 @@ FaissIndex: TypeAlias = Any  # the stubs of FAISS lack most of its classes
 Vectors: TypeAlias = NDArray[np.float32]
 
 DEFAULT_PROBES = 32
+_CODES = 16  # of each sub-vector: 4 bits
 _TRAINING_VECTORS_PER_LIST = 64  # FAISS warns below 39 (Clustering::min_points_per_centroid)
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MAPPED_BYTES = 64 << 10
@@ -42,7 +43,7 @@ def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> Faiss
 
     If FAISS can use GPUs, they compute the centroids.
 
-    If the sample has fewer vectors than `kind` has inverted lists, the FAISS index is flat.
+    If the sample has fewer vectors than `kind` has centroids, the FAISS index is flat.
 
     Args:
         kind: kind of FAISS index.
@@ -54,7 +55,7 @@ def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> Faiss
     width = embeddings.spec.embed_dim
     if kind.lists:
         sample = _training_sample(embeddings, kind, rows)
-        if len(sample) >= kind.lists:
+        if len(sample) >= max(kind.lists, _CODES if kind.sub_vectors else 0):
             index: FaissIndex = faiss.index_factory(width, kind.factory, faiss.METRIC_INNER_PRODUCT)
             centroids = _on_gpus(faiss.IndexFlatIP(width))  # FAISS keeps no reference
             index.clustering_index = centroids

@@ -15,6 +15,7 @@ from pipelines.progress.meter import ShardState
 from pipelines.progress.stopping import ShouldStop
 
 if TYPE_CHECKING:
+    from edje_index.indexing.faiss_index import AnnRequest
     from storage_formats.format.layout import IndexSpec
     from storage_formats.format.manifest import Manifest
     from storage_formats.format.receipts import ShardReceipt
@@ -106,9 +107,32 @@ def build_copied_ann(
     Returns:
         The entry of the nearest-neighbour index in the manifest.
     """
-    if not any(manifest.ann_files for manifest in origins):
+    searchable = [manifest for manifest in origins if manifest.ann_files]
+    if not searchable:
         return origins[0].ann
     from edje_index.indexing.faiss_index import build_ann
 
+    request = _ann_request(searchable, on_event)
     on_event(StatusMessage("building the nearest-neighbour index"))
-    return build_ann(root, spec, replace_file=replace_file)
+    return build_ann(root, spec, replace_file=replace_file, request=request)
+
+
+def _ann_request(origins: Sequence[Manifest], on_event: OnEvent) -> AnnRequest:
+    """Request the kind that the user chose for the indexes `origins`, and the highest of their target recalls.
+
+    If all kinds are default kinds, or if the kinds differ, request the default kind for the new number of rows.
+    """
+    from edje_index.indexing.faiss_index import AnnRequest, has_default_kind
+
+    requests = [AnnRequest.like(manifest.ann) for manifest in origins]
+    recall = max(request.recall for request in requests)
+    if all(map(has_default_kind, origins)):
+        return AnnRequest("auto", recall)
+    kinds = sorted({request.ann for request in requests})
+    if len(kinds) == 1:
+        return AnnRequest(kinds[0], recall)
+    differing = ", ".join(kinds)
+    on_event(
+        StatusMessage(f"nearest-neighbour indexes of different kinds ({differing}); the new one has the default kind")
+    )
+    return AnnRequest("auto", recall)

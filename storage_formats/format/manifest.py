@@ -412,10 +412,13 @@ def _counts_from_json(value: dict[str, Any]) -> Counts:
 def _checked_ann(value: dict[str, Any]) -> dict[str, Any]:
     for file in value.get("files", []):
         FileEntry.from_json(file)
-    numbers = [value.get("vectors", 0), value.get("probes", 1), value.get("recall", {"value": 1.0})["value"]]
+    recall = value.get("recall", {"value": 1.0})
+    numbers = [value.get("vectors", 0), value.get("probes", 1), recall["value"], recall.get("target", 1.0)]
     numbers += [file.get(name, 0) for file in value.get("files", []) for name in ("vectors", "similarity")]
     if not all(isinstance(number, int | float) for number in numbers):
         raise TypeError(f"a member of ann that must be a number is not a number: {numbers}")
+    if not isinstance(value.get("factory", ""), str):
+        raise TypeError(f"the member factory of ann is not a string: {value['factory']!r}")
     return dict(value)
 
 

@@ -282,7 +282,16 @@ def test_too_few_vectors_for_the_lists_give_a_flat_index(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "member", [{"probes": "all"}, {"recall": {}}, {"recall": 1}, {"vectors": None}, {"files": [{"similarity": ""}]}]
+    "member",
+    [
+        {"probes": "all"},
+        {"recall": {}},
+        {"recall": 1},
+        {"recall": {"value": 1, "target": "all"}},
+        {"vectors": None},
+        {"factory": 1},
+        {"files": [{"similarity": ""}]},
+    ],
 )
 def test_a_description_with_wrong_types_is_one_clear_error(root, member):
     manifest = add_ann(root, CODES)

@@ -1,0 +1,111 @@
+"""The kind and the recall of the nearest-neighbour indexes that compactions, merges and splits build."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import faiss
+import pytest
+
+from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, has_default_kind
+from pipelines import compact_index, delete_rows, merge_indexes, split_index
+from pipelines.progress.events import StatusMessage
+from storage_formats import Manifest, verify_index
+from storage_formats.format.layout import IndexSpec, Segment
+from tests.conftest import write_random_index
+
+SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(1, 2), embed_dim=16)
+CODES = AnnRequest("IVF8,PQ8x4fs", recall=0.9)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of FAISS wait for each other actively, which is slow for such small indexes on a busy machine."""
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(threads)
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_random_index(tmp_path / "index", SPEC, failed=frozenset({3, 130}))
+    return tmp_path / "index"
+
+
+def without_rows(root, row_ids):
+    delete_rows(root, rows=row_ids)
+    compact_index(root)
+    return [root]
+
+
+def halves(root, row_ids):
+    delete_rows(root, rows=row_ids)
+    parts = [root.with_name("left"), root.with_name("right")]
+    split_index(root, parts)
+    return parts
+
+
+@pytest.mark.parametrize("copy", [without_rows, halves])
+@pytest.mark.parametrize("requested", [CODES, AnnRequest("IVF5,Flat", recall=0.98)], ids=["codes", "exact"])
+def test_copies_keep_the_kind_and_the_target_recall(root, copy, requested):
+    add_ann(root, requested)
+    for copied in copy(root, list(range(0, 300, 4))):
+        ann = Manifest.load(copied).ann
+        assert (ann["factory"], ann["recall"]["target"]) == (requested.ann, requested.recall)
+        assert verify_index(copied) == []
+        assert ann["recall"] == add_ann(copied, requested).ann["recall"], "not measured for these rows"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "factory", "message"),
+    [
+        ("IVF8,PQ8x4fs", "IVF8,PQ8x4fs", "IVF8,PQ8x4fs", False),
+        ("IVF8,PQ8x4fs", "IVF5,Flat", "Flat", True),
+        ("IVF8,PQ8x4fs", "auto", "Flat", True),
+        ("auto", "auto", "Flat", False),
+    ],
+)
+def test_merges_keep_a_kind_that_all_indexes_have(root, left, right, factory, message):
+    other, events = root.with_name("other"), []
+    write_random_index(other, SPEC, seed=1)
+    add_ann(root, AnnRequest(left, 0.8))
+    add_ann(other, AnnRequest(right, 0.9))
+    merge_indexes([root, other], root.with_name("merged"), on_event=events.append)
+    ann = Manifest.load(root.with_name("merged")).ann
+    assert ann.get("factory", "Flat") == factory
+    assert ann.get("recall", {"target": 0.9})["target"] == 0.9
+    texts = [event.text for event in events if isinstance(event, StatusMessage) and "kinds" in event.text]
+    assert len(texts) == message
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "appended", "is_default"),
+    [
+        ("Flat", [100_000], 0, True),
+        ("Flat", [100_001], 0, False),
+        ("Flat", [100_000, 500], 1, True),
+        ("Flat", [100_000, 500], 0, False),
+        ("IVF1000,PQ8x4fs", [1_000_000], 0, True),
+        ("IVF1000,PQ4x4fs", [1_000_000], 0, False),
+        ("IVF1000,PQ8x4fs", [900_000, 100_000, 300_000], 1, True),
+        ("IVF1000,PQ8x4fs", [900_000, 100_000, 300_000], 2, False),
+    ],
+)
+def test_a_default_kind_is_known_from_the_rows_that_it_was_built_from(root, kind, rows, appended, is_default):
+    manifest = add_ann(root)
+    segments = tuple(Segment(position * 1_000_000, count) for position, count in enumerate(rows))
+    spec = replace(SPEC, rows=segments[-1].stop, segments=segments)
+    name = "flat" if kind == "Flat" else "ivf-pq"
+    ann = {**manifest.ann, "kind": name, "factory": kind, "files": manifest.ann["files"] * (appended + 1)}
+    assert has_default_kind(replace(manifest, spec=spec, ann=ann)) == is_default
+
+
+def test_a_part_with_too_few_vectors_for_the_codes_gets_a_flat_index(tmp_path):
+    root = tmp_path / "index"
+    write_random_index(root, replace(SPEC, rows=84))
+    add_ann(root, AnnRequest("IVF2,PQ8x4fs"))
+    parts = [tmp_path / "left", tmp_path / "right"]  # of 64 and 20 rows
+    split_index(root, parts)
+    assert [Manifest.load(part).ann["kind"] for part in parts] == ["ivf-pq", "flat"]
+    assert len(AnnIndex.open(parts[1])) == 20
