@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import string
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,9 @@ IMAGE_KEYS = ("image", "path", "image_path", "file_name", "filename", "filepath"
 CAPTION_KEYS = ("captions", "caption", "text")
 ID_KEY, SPLIT_KEY = "image_id", "split"
 
+_BLANK_CATEGORIES = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po"})
+"""Unicode categories of control and format characters, whitespace and punctuation. Emoji and other symbols are kept."""
+
 
 @dataclass(frozen=True)
 class CaptionRecord:
@@ -20,7 +26,8 @@ class CaptionRecord:
 
     Attributes:
         image: name of the image.
-        captions: the captions that are not blank; empty if all captions are blank.
+        captions: the captions that are not blank; empty if all captions are blank. A caption is blank if it has only
+            whitespace, punctuation and invisible characters.
         split: name of the split; None if the record has no split.
         image_id: identifier of the image; None if the record has no identifier.
         path: "<tar>!<member>" for an image inside a tar file; otherwise None.
@@ -123,7 +130,7 @@ def captions(value: Any) -> tuple[tuple[str, ...], int]:
         raise RecordError(
             "one of the captions contains a lone surrogate, which is not valid Unicode; remove this caption"
         )
-    kept = tuple(text.strip() for text in texts if text.strip())
+    kept = tuple(text.strip() for text in texts if not _is_blank(text))
     return kept, len(texts) - len(kept)
 
 
@@ -144,6 +151,14 @@ def file_name(value: Any, key: str) -> str:
 def optional_text(value: Any) -> str | None:
     """Return `value` as text; None remains None."""
     return None if value is None else str(value)
+
+
+def _is_blank(text: str) -> bool:
+    """Return True if `text` has only whitespace, punctuation and invisible characters."""
+    return all(
+        character in string.punctuation or unicodedata.category(character) in _BLANK_CATEGORIES
+        for character in html.unescape(text)
+    )
 
 
 def _is_encodable(text: str) -> bool:

@@ -203,6 +203,23 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
     assert ([each.captions for each in content.items], content.blank) == ([("x",)], 1)
 
 
+@pytest.mark.parametrize(
+    "text", ["...", "!?", "_", "$", "\u200b", "\ufeff \u2060", "\u2026\u3002", "&nbsp;", "\u00ad-"]
+)
+def test_captions_without_words_are_blank(tmp_path, text):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"image": "a.jpg", "captions": [text, "a dog"]}) + "\n")
+    content = read_caption_file(tmp_path / "c.jsonl")
+    assert ([each.captions for each in content.items], content.blank) == ([("a dog",)], 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["7", "\u72ac", "\U0001f415", "\U0001f468\u200d\U0001f467", "&eacute;", "\u20ac", "<3"]
+)
+def test_other_short_captions_are_kept(tmp_path, text):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"image": "a.jpg", "caption": text}) + "\n")
+    assert read_caption_file(tmp_path / "c.jsonl").items[0].captions == (text,)
+
+
 def test_a_file_of_blank_captions_is_refused(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"image": "a.jpg", "caption": " "}\n')
     with pytest.raises(UsageError, match="no captions except 1 blank captions"):
