@@ -32,10 +32,10 @@ from pipelines.cli.options import (
     stored_precisions_option,
     truncated_option,
 )
-from pipelines.cli.output import note, print_json, print_line, running_job, this_command
+from pipelines.cli.output import naming_max_failed, note, print_json, print_line, running_job
 from pipelines.planning.config import BuildConfig
 from pipelines.progress.wording import counted
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ def build(as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, dr
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
     from pipelines.jobs.build import run_build
-    from pipelines.jobs.failed_inputs import FailedInputsError
 
     options["sources"], options["precisions"] = tuple(options["sources"]), tuple(options["precisions"])
     config = BuildConfig(**options)
@@ -127,17 +126,11 @@ def build(as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, dr
         )
         return
     can_resume = Layout(config.out).plan.exists
-    with running_job(
+    job = running_job(
         quiet=quiet, can_resume=can_resume, log=log, root=lambda: config.out, metrics=metrics, index=config.out
-    ) as (on_event, should_stop):
-        try:
-            result = run_build(config, on_event, should_stop)
-        except FailedInputsError as error:
-            if not error.over_limit:
-                raise
-            raise EdjeError(
-                f"{error.problem}. To finish the index without the failed inputs, run: {this_command()} --max-failed 1"
-            ) from error
+    )
+    with job as (on_event, should_stop), naming_max_failed():
+        result = run_build(config, on_event, should_stop)
     if as_json:
         print_json(asdict(result))
     else:

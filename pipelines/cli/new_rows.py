@@ -19,7 +19,7 @@ from pipelines.cli.options import (
     model_option,
     quiet_option,
 )
-from pipelines.cli.output import note, running_job
+from pipelines.cli.output import naming_max_failed, note, running_job
 from pipelines.planning.config import AppendConfig
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
@@ -97,6 +97,7 @@ def run_job(
             quiet=quiet, can_resume=can_resume, log=log, root=lambda: opened[0], metrics=metrics, index=index
         ) as (on_event, should_stop),
         working_copy(index, read_only=read_only) as copy,
+        naming_max_failed(),
     ):
         opened.append(copy.root)
         return job(make_config(copy.root), on_event, should_stop)

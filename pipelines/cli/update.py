@@ -14,6 +14,7 @@ from pipelines.cli.options import column_option, location, max_failed_option
 from pipelines.cli.output import print_json, print_line
 from pipelines.planning.config import UpdateConfig
 from pipelines.progress.wording import counted, duration
+from storage_formats.errors import EdjeError
 from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
@@ -56,9 +57,15 @@ def update(
       edje-index update photos.edje
     """
     from pipelines.jobs.update import run_update
+    from pipelines.planning.update import VanishedInputsError
 
     make_config = functools.partial(UpdateConfig, **{**options, "sources": tuple(options["sources"])})
-    result = run_job(run_update, make_config, root, quiet=quiet, log=log, metrics=metrics, read_only=options["dry_run"])
+    read_only = options["dry_run"]
+    try:
+        result = run_job(run_update, make_config, root, quiet=quiet, log=log, metrics=metrics, read_only=read_only)
+    except VanishedInputsError as error:
+        advice = "check the sources, or raise --max-vanished to delete these rows. The index is unchanged"
+        raise EdjeError(f"{error.problem}; {advice}") from error
     if as_json:
         print_json(asdict(result))
     else:

@@ -46,4 +46,4 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
             except OSError as error:
                 reason = f"cannot write {config.out}: {describe_error(error)}; finished shards are kept"
                 raise JobStopped(reason) from error
-    return build_result(manifest, run, time.monotonic() - started)
+    return build_result(manifest, prepared.plan, run, time.monotonic() - started)

@@ -11,6 +11,7 @@ from pipelines.progress.events import Bottleneck
 from pipelines.progress.meter import bottleneck
 
 if TYPE_CHECKING:
+    from pipelines.planning.plan import BuildPlan
     from storage_formats.format.manifest import Manifest
 
 
@@ -35,6 +36,8 @@ class BuildResult:
         already_finished: True if an earlier run had finished the index.
         truncated: number of indexed images that could be decoded only in part; None if an earlier run had finished the
             index.
+        ignored: number of entries in the sources that are not inputs, by suffix or reason; None if an earlier run had
+            finished the index, because only the plan of an unfinished build counts them.
 
     Example:
         >>> from pipelines import build_index
@@ -56,9 +59,10 @@ class BuildResult:
     stage_seconds: dict[str, float]
     already_finished: bool = False
     truncated: int | None = None
+    ignored: dict[str, int] | None = None
 
 
-def build_result(manifest: Manifest, run: ShardRun | None, seconds: float) -> BuildResult:
+def build_result(manifest: Manifest, plan: BuildPlan, run: ShardRun | None, seconds: float) -> BuildResult:
     """Return the result of the build that committed `manifest`.
 
     `run` is None if an earlier run finished the index.
@@ -81,4 +85,5 @@ def build_result(manifest: Manifest, run: ShardRun | None, seconds: float) -> Bu
         stage_seconds=dict(stage_seconds),
         already_finished=run is None,
         truncated=sum(receipt.truncated for receipt in run.receipts) if run else None,
+        ignored=plan.ignored if run else None,
     )

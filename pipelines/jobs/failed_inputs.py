@@ -54,7 +54,7 @@ class FailureLimit:
             self._limit = f"the {self._allowed:,} that may fail by default"
         else:
             self._allowed = math.floor(max_failed * rows + 1e-6)  # 0.29 * 100 is less than 29
-            self._limit = f"max_failed {max_failed:g} allows"
+            self._limit = f"the share of {max_failed:g} that may fail"
         self._failed: Counter[str] = Counter()
         self._receipts: list[ShardReceipt] = []
 

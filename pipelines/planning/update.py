@@ -258,13 +258,26 @@ def _container_of(uri: str, hidden: Iterable[str]) -> str | None:
     return next((uri[:end] for end in ends if uri[:end] in hidden), None)
 
 
+class VanishedInputsError(EdjeError):
+    """The inputs of more rows vanished than allowed.
+
+    Attributes:
+        problem: the error message without advice.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"{problem}; check the sources, or raise max_vanished to delete these rows. The index is unchanged"
+        )
+        self.problem = problem
+
+
 def _refuse_many_vanished(max_vanished: float, comparison: _Comparison, vanished: int) -> None:
-    """Raise EdjeError if the inputs of too many rows no longer exist or cannot be read."""
+    """Raise VanishedInputsError if the inputs of too many rows no longer exist or cannot be read."""
     unread = sum(each.ref.content_hash is None and each.row is not None for each in comparison.pending)
     lost, rows = vanished + unread, comparison.stored.rows
     if lost > max_vanished * rows + 1e-6:
-        raise EdjeError(
-            f"the inputs of {lost:,} of {counted(rows, 'row')} no longer exist, more than max_vanished "
-            f"{max_vanished:g} allows; check the sources, or raise max_vanished to delete these rows. The index is "
-            "unchanged"
+        raise VanishedInputsError(
+            f"the inputs of {lost:,} of {counted(rows, 'row')} no longer exist, more than the share of "
+            f"{max_vanished:g} that may vanish"
         )

@@ -45,6 +45,7 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert result["bottleneck"] in ("decode", "model", "write")
     assert result["already_finished"] is False
     assert "ignored 1 other file: .txt 1" in err
+    assert result["ignored"] == {".txt": 1}
     assert "1 input failed: not-an-image 1" in err
     assert not Layout(index).build.exists()
     rows = read_rows(index).to_pylist()
@@ -168,18 +169,17 @@ def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(ru
     for _ in range(2):  # the second time, before it encodes anything
         code, out, err = run(*build, "--max-failed", 0.19)
         assert (code, out) == (1, "")
-        assert "2 of 8 inputs failed so far, more than max_failed 0.19 allows (empty 1, not-an-image 1)" in err
+        assert "2 of 8 inputs failed so far, more than the share of 0.19 that may fail (empty 1, not-an-image 1)" in err
         assert f"{photos / '02.jpg'} (empty), {photos / '07.jpg'} (not-an-image)" in err
-        assert (
-            "2 of 3 shards are finished and kept. To finish the index without the failed inputs, run: edje-index "
-            in err
-        )
+        assert "2 of 3 shards are finished and kept. To continue without the failed inputs, run: edje-index " in err
         assert err.endswith(" --max-failed 1\n")
         assert not Layout(index).manifest.exists()
     kept = Layout(index).rows_file(0).stat().st_mtime_ns
     code, out, _ = run(*build, "--max-failed", 0.2, "--json")
     assert code == 0
     assert json.loads(out)["failed"] == 2
+    assert json.loads(out)["ignored"] == {".txt": 1}, "a resumed build knows what its plan ignored"
+    assert json.loads(run(*build, "--max-failed", 0.2, "--json")[1])["ignored"] is None
     assert Layout(index).rows_file(0).stat().st_mtime_ns == kept, "finished shards are not encoded again"
 
 

@@ -112,13 +112,29 @@ def test_rows_that_only_vanish_need_no_model(built, photos, tiny_bundle):
     assert verify_index(built) == []
 
 
-def test_too_many_vanished_rows_are_refused(built, photos):
+def test_too_many_vanished_rows_are_refused(built, photos, run):
     for name in range(5):
         (photos / f"{name:02d}.jpg").unlink(missing_ok=True)
-    with pytest.raises(EdjeError, match=r"inputs of 4 of 9 rows no longer exist, more than max_vanished 0\.4 allows"):
+    with pytest.raises(
+        EdjeError, match=r"4 of 9 rows no longer exist, more than the share of 0\.4 .* raise max_vanished"
+    ):
         update(built, max_vanished=0.4)
+    code, _, error = run("update", built, "--max-vanished", 0.4, "--dry-run", "--quiet")
+    assert (code, "raise --max-vanished to delete" in error, "max_vanished" in error) == (1, True, False), error
     assert Manifest.load(built).snapshot.number == 0
     assert update(built, max_vanished=0.45).vanished == 4
+
+
+def test_the_command_line_names_the_option_if_too_many_inputs_fail(built, photos, tmp_path, run):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/bad.jpg").write_bytes(b"")
+    for command, sources in (("append", [tmp_path / "new"]), ("update", [photos, tmp_path / "new"])):
+        code, _, error = run(command, built, *sources, "--engine", "inline", "--max-failed", 0)
+        assert (code, "failed, more than the share of 0 that" in error, "max_failed" in error) == (1, True, False), (
+            error
+        )
+        assert error.rstrip().endswith(" --max-failed 1")
+        run("gc", built)  # discards the stopped change
 
 
 def test_an_empty_source_is_refused(built, photos, tmp_path):
