@@ -10,7 +10,9 @@ import click
 
 from edje_index.models.frames import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
+from pipelines.cli.output import LOG_LEVEL_KEY
 from pipelines.planning.config import SHARD_SIZE
+from pipelines.progress.events import LEVELS
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import IndexLocation, index_location, local_path
@@ -68,12 +70,6 @@ DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
-log_option = click.option(
-    "--log",
-    type=FILE,
-    metavar="FILE",
-    help="Append every event of the job to FILE, one JSON object per line. The file is not part of the index.",
-)
 metrics_option = click.option(
     "--metrics",
     type=FILE,
@@ -189,6 +185,28 @@ new_bundle_option = click.option("--out", required=True, type=PATH, help="New di
 text_tokenizer_option = click.option(
     "--text-tokenizer", type=PATH, help="Directory of the text tower's tokenizer.  [default: download the tokenizer]"
 )
+
+
+def log_option(command: _Command) -> _Command:
+    """Add the options `--log` and `--log-level`. `running_job` reads `--log-level` from the context."""
+    level = click.option(
+        "--log-level",
+        type=click.Choice(LEVELS),
+        expose_value=False,
+        callback=_store_log_level,
+        help="Lowest level of the events in --log.  [default: info]",
+    )
+    log = click.option(
+        "--log",
+        type=FILE,
+        metavar="FILE",
+        help="Append the events of the job to FILE, one JSON object per line. The file is not part of the index.",
+    )
+    return log(level(command))
+
+
+def _store_log_level(context: click.Context, _: click.Parameter, level: str | None) -> None:
+    context.meta[LOG_LEVEL_KEY] = level
 
 
 def engine_option(default: str) -> Callable[[_Command], _Command]:

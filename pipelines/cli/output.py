@@ -12,11 +12,14 @@ from typing import Any
 
 import click
 
-from pipelines.progress.events import Event, OnEvent
+from pipelines.progress.events import Event, Level, OnEvent
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from pipelines.progress.wording import printable
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.object_store import IndexLocation
+
+LOG_LEVEL_KEY = "pipelines.cli.log_level"
+"""Key of the value of `--log-level` in `click.Context.meta`."""
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -101,13 +104,14 @@ def _recording(
 ) -> Iterator[OnEvent]:
     """Yield a callback that passes events to `show`, and to the files `log` and `metrics` if they are not None."""
     receivers = [show]
+    level = _log_level(log)
     with contextlib.ExitStack() as stack:
         if log is not None:
             from pipelines.cli.failed_rows import failed_rows_of_shard
             from pipelines.progress.event_log import event_log
 
             failures = (lambda shard: failed_rows_of_shard(root(), shard)) if root is not None else (lambda shard: ())
-            receivers.append(stack.enter_context(event_log(log, this_command(), failures)))
+            receivers.append(stack.enter_context(event_log(log, this_command(), failures, level=level)))
         if metrics is not None:
             from pipelines.progress.metrics_file import metrics_file
 
@@ -119,3 +123,11 @@ def _recording(
                 receiver(event)
 
         yield on_event
+
+
+def _log_level(log: Path | None) -> Level:
+    context = click.get_current_context(silent=True)
+    level: Level | None = None if context is None else context.meta.get(LOG_LEVEL_KEY)
+    if level is not None and log is None:
+        raise UsageError("--log-level selects the events of a log; name the file of the log with --log")
+    return level or "info"

@@ -62,10 +62,12 @@ class Notice:
         message: the news for the user, in one line.
         repeated: task that runs again because its machine was lost; None if the news are about no task. Nothing is
             known against this task.
+        is_warning: True if a node left or was lost, or if the job waits for nodes.
     """
 
     message: str
     repeated: Task | None = None
+    is_warning: bool = False
 
 
 class Engine(Protocol):

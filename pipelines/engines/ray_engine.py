@@ -333,10 +333,10 @@ class _Pool:
     def _forgive_loss(self, attempt: _Attempt, message: str) -> Iterator[Outcome | Notice]:
         """Run the task of a lost node again. After `FORGIVEN_LOSSES` of the same task, count the loss as a death."""
         if attempt.lost_nodes < FORGIVEN_LOSSES:
-            yield Notice(message, repeated=attempt.task)
+            yield Notice(message, repeated=attempt.task, is_warning=True)
             self._waiting.insert(0, dataclasses.replace(attempt, lost_nodes=attempt.lost_nodes + 1))
         else:
-            yield Notice(f"{message}, after {FORGIVEN_LOSSES} other nodes that had the same task")
+            yield Notice(f"{message}, after {FORGIVEN_LOSSES} other nodes that had the same task", is_warning=True)
             yield from self._count_death(attempt)
 
     def _count_death(self, attempt: _Attempt | None) -> Iterator[Outcome]:

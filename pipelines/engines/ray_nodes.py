@@ -89,14 +89,16 @@ class RayNodes:
             node = self._nodes.get(node_id) or before[node_id]
             yield Notice(
                 f"node {node['NodeManagerAddress']} {change} the cluster, which now has room for "
-                f"{counted(self.room, 'worker')}"
+                f"{counted(self.room, 'worker')}",
+                is_warning=change == "left",
             )
         if self.room >= self._min_workers:
             self._had_room_at = time.monotonic()
         elif room_before >= self._min_workers:
             yield Notice(
                 f"waiting at most {duration(self._wait_seconds)} for nodes with room for "
-                f"{counted(self._min_workers, 'worker')}"
+                f"{counted(self._min_workers, 'worker')}",
+                is_warning=True,
             )
         elif time.monotonic() - self._had_room_at > self._wait_seconds:
             raise EdjeError(

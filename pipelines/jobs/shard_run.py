@@ -114,7 +114,7 @@ def run_shards(
                     if outcome.repeated is not None:
                         job.on_lost_machine(outcome.repeated.shard)
                         message += f"; shard {outcome.repeated.shard} runs again on another node"
-                    on_event(StatusMessage(message))
+                    on_event(StatusMessage(message, outcome.is_warning))
                     continue
                 if isinstance(outcome, TaskFailure):
                     raise _failure(outcome)

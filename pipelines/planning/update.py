@@ -81,7 +81,7 @@ def compare_sources(
     comparison.finish()
     if comparison.unreachable:
         inputs = counted(comparison.unreachable, "input")
-        on_event(StatusMessage(f"{inputs} on servers cannot be read now; the rows stay"))
+        on_event(StatusMessage(f"{inputs} on servers cannot be read now; the rows stay", is_warning=True))
     changes = comparison.changes(count_ignored(sources))
     _refuse_unreadable(comparison)
     empty = [display_path(listing.path) for listing in listings if not listing.inputs]

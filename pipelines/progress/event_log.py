@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.images.remote.urls import without_credentials
-from pipelines.progress.events import Event, FinishedShard, OnEvent, PlanReady, Progress, StatusMessage
+from pipelines.progress.events import LEVELS, Event, FinishedShard, Level, OnEvent, PlanReady, Progress, StatusMessage
 from pipelines.progress.stopping import is_stop_request
 from storage_formats.errors import EdjeError, UsageError
 
@@ -25,15 +25,19 @@ FailuresOfShard = Callable[[int], Iterable[dict[str, Any]]]
 
 
 @contextlib.contextmanager
-def event_log(path: Path, command: str, failures: FailuresOfShard = lambda shard: ()) -> Iterator[OnEvent]:
+def event_log(
+    path: Path, command: str, failures: FailuresOfShard = lambda shard: (), *, level: Level = "info"
+) -> Iterator[OnEvent]:
     """Yield a callback that appends events to the file at `path`.
 
-    The first line of a run names the command, and the last line says how the run ended.
+    The first line of a run names the command, and the last line says how the run ended, unless `level` leaves
+    these lines out.
 
     Args:
         path: file of the log. Existing lines are kept.
         command: command line of the job. Passwords in its URLs are left out.
         failures: function that returns the failed rows of a finished shard.
+        level: lowest level of the events to write.
 
     Raises:
         UsageError: the file cannot be opened.
@@ -45,13 +49,19 @@ def event_log(path: Path, command: str, failures: FailuresOfShard = lambda shard
         raise UsageError(problem, parameter="log") from error
     started = time.monotonic()
     with file:
-        log = EventLog(file, failures)
+        log = EventLog(file, failures, level=level)
         log.write("start", command=without_credentials(command))
         try:
             yield log
         except BaseException as error:
-            status = "stopped" if is_stop_request(error) else "failed"
-            log.write("end", status=status, seconds=_elapsed(started), error=str(error) or type(error).__name__)
+            stopped = is_stop_request(error)
+            log.write(
+                "end",
+                "warning" if stopped else "error",
+                status="stopped" if stopped else "failed",
+                seconds=_elapsed(started),
+                error=str(error) or type(error).__name__,
+            )
             raise
         log.write("end", status="finished", seconds=_elapsed(started))
 
@@ -60,31 +70,41 @@ class EventLog:
     """Callback that writes events to `file`. If the file cannot be written, the job goes on without the log."""
 
     def __init__(
-        self, file: FileIO, failures: FailuresOfShard = lambda shard: (), clock: Callable[[], float] = time.monotonic
+        self,
+        file: FileIO,
+        failures: FailuresOfShard = lambda shard: (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        level: Level = "info",
     ) -> None:
         self._file: FileIO | None = file
         self._failures = failures
         self._clock = clock
+        self._levels = LEVELS[LEVELS.index(level) :]
         self._progress: tuple[str, float] = ("", 0.0)  # the activity of the last line on progress, and its time
 
     def __call__(self, event: Event) -> None:
-        """Write the lines of `event`. Progress is written at most every ten seconds, and when an activity ends."""
+        """Write the lines of `event`.
+
+        Progress has the level "info" at most every ten seconds, and when an activity ends. Otherwise its level is
+        "debug".
+        """
         match event:
-            case StatusMessage(text):
-                self.write("message", text=text)
+            case StatusMessage(text, is_warning):
+                self.write("message", "warning" if is_warning else "info", text=text)
             case PlanReady():
                 self.write("plan", **asdict(event))
             case Progress():
                 if event.finished_shard is not None:
                     self._write_shard(event.activity, event.finished_shard)
-                if self._is_due(event):
-                    self._write_progress(event)
+                self._write_progress(event, "info" if self._is_due(event) else "debug")
 
-    def write(self, event: str, **fields: Any) -> None:
-        """Write one line."""
-        if self._file is None:
+    def write(self, event: str, level: Level = "info", **fields: Any) -> None:
+        """Write one line, unless `level` is below the level of the log."""
+        if self._file is None or level not in self._levels:
             return
-        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = {"time": now, "level": level, "event": event, **fields}
         try:
             self._file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
@@ -98,19 +118,22 @@ class EventLog:
             return
         try:
             for row in self._failures(shard.shard):
-                self.write("failed", shard=shard.shard, **row)
+                self.write("failed", "warning", shard=shard.shard, **row)
         except (EdjeError, OSError) as error:
-            self.write("message", text=f"the failed rows of shard {shard.shard} cannot be listed: {error}")
+            self.write("message", "warning", text=f"the failed rows of shard {shard.shard} cannot be listed: {error}")
 
     def _is_due(self, event: Progress) -> bool:
         activity, written_at = self._progress
         late = self._clock() - written_at >= _PROGRESS_SECONDS
         return activity != event.activity or late or event.done == event.total
 
-    def _write_progress(self, event: Progress) -> None:
-        self._progress = (event.activity, self._clock())
+    def _write_progress(self, event: Progress, level: Level) -> None:
+        if level not in self._levels:
+            return
+        if level == "info":
+            self._progress = (event.activity, self._clock())
         shards = None if event.shards is None else asdict(event.shards)
-        self.write("progress", activity=event.activity, done=event.done, total=event.total, shards=shards)
+        self.write("progress", level, activity=event.activity, done=event.done, total=event.total, shards=shards)
 
 
 def _elapsed(started: float) -> float:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from edje_index.progress import OnProgress
 
 Bottleneck = Literal["decode", "model", "write"]
+Level = Literal["debug", "info", "warning", "error"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""Levels of the events in a log, from the least to the most important."""
 
 
 @dataclass(frozen=True)
 class StatusMessage:
-    """One line of text for the user, for example about the next step of a job."""
+    """One line of text for the user, for example about the next step of a job.
+
+    Attributes:
+        text: the line.
+        is_warning: True if the text reports a problem, for example a lost node.
+    """
 
     text: str
+    is_warning: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.progress.event_log import EventLog, event_log
-from pipelines.progress.events import FinishedShard, PlanReady, Progress, StatusMessage
+from pipelines.progress.events import LEVELS, FinishedShard, PlanReady, Progress, StatusMessage
 from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import CorruptIndexError, UsageError
 
@@ -44,6 +45,7 @@ def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tm
     times = [datetime.fromisoformat(event["time"]) for event in events]
     assert times == sorted(times)
     assert times[0].utcoffset().total_seconds() == 0
+    assert {event["level"] for event in events if event["event"] != "failed"} == {"info"}
     assert run(*build)[0] == 0
     assert lines(log)[: len(events)] == events
     assert [event["event"] for event in lines(log)[len(events) :]] == ["start", "end"]
@@ -73,6 +75,56 @@ def test_progress_does_not_flood_the_log(tmp_path):
     progress = lines(tmp_path / "log")
     assert 10 <= len(progress) <= 13
     assert [(each["activity"], each["done"]) for each in progress[-2:]] == [("indexing", 1000), ("merging", 1)]
+
+
+def test_a_level_leaves_out_events_below_it(tmp_path):
+    clock = Clock()
+    written = {}
+    for level in LEVELS:
+        with (tmp_path / level).open("wb", buffering=0) as file:
+            log = EventLog(file, lambda shard: [{"row_id": 7}], clock=clock, level=level)
+            log(PlanReady(8, 2))
+            log(StatusMessage("publishing"))
+            log(StatusMessage("a node was lost", is_warning=True))
+            for done in (1, 2, 3):
+                log(Progress("indexing", done, 8))
+            log(Progress("indexing", 4, 8, finished_shard=FinishedShard(0, 4, 1, {})))
+        written[level] = [(event["event"], event["level"]) for event in lines(tmp_path / level)]
+    warnings = [("message", "warning"), ("failed", "warning")]
+    assert written["error"] == []
+    assert written["warning"] == warnings
+    assert [event for event in written["info"] if event not in warnings] == [
+        ("plan", "info"), ("message", "info"), ("progress", "info"), ("shard", "info")
+    ]  # fmt: skip
+    assert [event for event in written["debug"] if event not in written["info"]] == [("progress", "debug")] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "lowest"), [(None, "info"), (JobStopped("stopped"), "warning"), (OSError(5, "x"), "error")]
+)
+def test_the_level_of_the_end_says_how_the_run_ended(tmp_path, error, lowest):
+    for level in LEVELS:
+        with contextlib.suppress(JobStopped, OSError), event_log(tmp_path / level, "edje-index build", level=level):
+            if error is not None:
+                raise error
+        ends = [event["level"] for event in lines(tmp_path / level) if event["event"] == "end"]
+        assert ends == ([lowest] if LEVELS.index(level) <= LEVELS.index(lowest) else [])
+
+
+def test_a_build_logs_only_what_the_level_asks_for(run, photos, tiny_bundle, tmp_path):
+    log, index = tmp_path / "build.jsonl", tmp_path / "index"
+    build = ["build", photos, "--out", index, "--model", tiny_bundle, "--engine", "inline", "--quiet"]
+    code, _, err = run(*build, "--log-level", "warning")
+    assert code == 2
+    assert "name the file of the log with --log" in err
+    assert not index.exists()
+    assert run(*build, "--log", log, "--log-level", "warning")[0] == 0
+    assert [(event["event"], event["uri"]) for event in lines(log)] == [("failed", str(photos / "07.jpg"))]
+    (tmp_path / "edje.toml").write_text(f"[append]\nlog = '{log}'\nlog-level = 'error'\n")
+    log.unlink()
+    append = ["append", index, photos, "--engine", "inline", "--quiet"]
+    assert run("--defaults", tmp_path / "edje.toml", *append)[0] == 0
+    assert lines(log) == []
 
 
 def test_a_log_that_cannot_be_opened_is_wrong_usage(run, tmp_path):

@@ -119,7 +119,9 @@ def test_a_run_waits_for_a_node_only_so_long(nodes, tmp_path):
         items, err = end(run)
     assert run.returncode == 1
     assert "EdjeError: for 3s, the Ray cluster has had room for only 0 of 1 worker; add nodes" in err
-    assert "waiting at most 3s for nodes with room for 1 worker" in [item["message"] for _, item in items]
+    warnings = [item["message"] for _, item in items if item["is_warning"]]
+    assert "waiting at most 3s for nodes with room for 1 worker" in warnings
+    assert "node 127.0.0.2 left the cluster, which now has room for 0 workers" in warnings
 
 
 def test_a_run_goes_on_once_a_node_joins(nodes, tmp_path):
@@ -131,6 +133,6 @@ def test_a_run_goes_on_once_a_node_joins(nodes, tmp_path):
         (tmp_path / "go").touch()
         items, err = end(run)
     assert items[-1][0] == "TaskDone", err
-    messages = [item["message"] for kind, item in items if kind == "Notice"]
-    assert "node 127.0.0.2 was lost" in messages
-    assert "node 127.0.0.3 joined the cluster, which now has room for 1 worker" in messages
+    warnings = {item["message"]: item["is_warning"] for kind, item in items if kind == "Notice"}
+    assert warnings["node 127.0.0.2 was lost"]
+    assert not warnings["node 127.0.0.3 joined the cluster, which now has room for 1 worker"]

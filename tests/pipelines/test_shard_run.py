@@ -78,10 +78,10 @@ def test_times_of_earlier_runs_do_not_make_the_bottleneck():
 
 def test_a_notice_about_a_lost_machine_names_the_shard_that_runs_again():
     lost_shards = []
-    engine = Engine(1, Notice("node 10.0.0.2 was lost", repeated=Task(1)))
+    engine = Engine(1, Notice("node 10.0.0.2 was lost", repeated=Task(1), is_warning=True))
     result, events = run(engine, on_lost_machine=lost_shards.append)
     assert lost_shards == [1]
-    assert StatusMessage("node 10.0.0.2 was lost; shard 1 runs again on another node") in events
+    assert StatusMessage("node 10.0.0.2 was lost; shard 1 runs again on another node", is_warning=True) in events
     assert result.rows == SPEC.rows
 
 

@@ -19,6 +19,7 @@ from pipelines.jobs.build import run_build
 from pipelines.jobs.retry_failed import run_retry_failed
 from pipelines.jobs.update import run_update
 from pipelines.planning.config import AppendConfig, UpdateConfig
+from pipelines.progress.events import StatusMessage
 from pipelines.sources import iter_all, open_source, open_sources, remote_folder
 from storage_formats import MissingExtraError, UsageError, read_rows
 from tests.pipelines.test_build_packed import _pack
@@ -208,7 +209,7 @@ def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
     events: list[Any] = []
     result = run_update(UpdateConfig(request.out, (), engine="inline", dry_run=True), events.append)
     assert (result.unchanged, result.deleted, result.failed_by_reason) == (3, 2, {"missing": 1, "unreachable": 1})
-    assert "2 inputs on servers cannot be read now; the rows stay" in str(events)
+    assert StatusMessage("2 inputs on servers cannot be read now; the rows stay", is_warning=True) in events
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.zip"])
