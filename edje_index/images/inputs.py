@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from edje_index.images.containers.container import Container
@@ -62,6 +63,15 @@ class InputRef:
         except UnicodeDecodeError:
             return self.path
         return None
+
+
+def rows_digest(refs: Iterable[InputRef]) -> str:
+    """Return the SHA-256 of everything that determines the rows of `refs` except their metadata, in hexadecimal."""
+    digest = hashlib.sha256()
+    for ref in refs:
+        where = (ref.uri, ref.path, ref.offset, ref.size, ref.member, ref.container and str(ref.container))
+        digest.update(repr((*where, ref.content_hash, ref.duplicate_of, ref.problem)).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def metadata_text(metadata: Mapping[str, Value]) -> str:

@@ -12,106 +12,33 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.decoded_input import FAIL, FULL, SCALED, DecodeSettings, decode_input, read_input
-from edje_index.images.input_lists import read_shard_inputs
+from edje_index.images.decoded_input import DecodeSettings, decode_input, read_input
 from edje_index.images.inputs import InputRef
 from edje_index.images.remote.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
+from edje_index.indexing.listed_shards import take_listed_shard
+from edje_index.indexing.shard_task import Encoder, ShardTask
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table, with_source_values
-from storage_formats.format.source_columns import SourceColumn
 from storage_formats.writing.pieces import Piece, ShardPieces
 from storage_formats.writing.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
     from storage_formats.codecs import Blocks
 
 _REMOTE_THREADS = 16  # requests for remote inputs that run at the same time
 _BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being decoded, one ready
 _IMAGES_AHEAD = 32  # at least as many may wait, so that the requests for remote inputs overlap
-
-
-class Encoder(Protocol):
-    """Interface of an image encoder, as far as `encode_shard` uses it."""
-
-    @property
-    def image_side(self) -> int:
-        """Longer side of the images that `preprocess` returns, in pixels. Only used if JPEG images are scaled."""
-        ...
-
-    def preprocess(self, image: Image) -> torch.Tensor:
-        """Convert an RGB image to float32 [3, h, w]. Several threads call this method at the same time."""
-        ...
-
-    def encode(self, pixels: torch.Tensor) -> tuple[Blocks, NDArray[np.float32]]:
-        """Convert `pixels` [b, 3, h, w] to tokens, bfloat16 [b, m, d], and embeddings, float32 [b, embed_dim].
-
-        The pixels of clips have a further axis for the frames, [b, f, 3, h, w].
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class ShardTask:
-    """One shard to encode. The task and the encoder determine the contents of the shard.
-
-    Attributes:
-        root: directory of the index.
-        shard: shard number.
-        spec: shape of the index.
-        plan: fingerprint of the build plan.
-        batch_size: number of images, or of frames of clips, per forward pass.
-        max_pixels: largest number of pixels of an image. The rows of larger images fail with the reason
-            "too-many-pixels".
-        decode_threads: number of threads that read and decode images. This number does not affect the result.
-        columns: source columns of the rows table.
-        truncated: what to do with truncated images, `decoded_input.FAIL` or `decoded_input.LOAD`.
-        frames: number of frames per input, see `decoded_input.DecodeSettings`.
-        jpeg: how to decode JPEG images, `decoded_input.FULL` or `decoded_input.SCALED`.
-    """
-
-    root: str
-    shard: int
-    spec: IndexSpec
-    plan: str
-    batch_size: int
-    max_pixels: int
-    decode_threads: int
-    columns: tuple[SourceColumn, ...] = ()
-    truncated: str = FAIL
-    frames: int | None = None
-    jpeg: str = FULL
-
-    def decoding(self, encoder: Encoder) -> DecodeSettings:
-        """Return the settings of decoding for `encoder`."""
-        return DecodeSettings(self.max_pixels, self.truncated, self.frames, least_side(self.jpeg, encoder))
-
-    @property
-    def inputs_per_batch(self) -> int:
-        """Number of inputs per forward pass."""
-        return inputs_per_batch(self.batch_size, self.frames)
-
-
-def least_side(jpeg: str, encoder: Encoder) -> int | None:
-    """Return `DecodeSettings.least_side` for the setting `jpeg`: twice the pixels that the model reads."""
-    return 2 * encoder.image_side if jpeg == SCALED else None
-
-
-def inputs_per_batch(batch_size: int, frames: int | None) -> int:
-    """Return the inputs per forward pass. An input with more frames than `batch_size` gets a pass of its own."""
-    return max(1, batch_size // (frames or 1))
 
 
 @dataclass(frozen=True)
@@ -151,19 +78,21 @@ def encode_shard(
         TransientInputError: an input cannot be read or decoded now, because of the machine and not of the input.
         OSError: the index cannot be written.
     """
-    layout = Layout(Path(task.root))
-    refs = read_shard_inputs(layout, task.spec, task.shard)
+    layout, refs = task.layout, task.refs()
+    if (receipt := take_listed_shard(task, refs)) is not None:
+        return receipt
     first_row = task.spec.shard_rows(task.shard).start
     images = [_Image(ref, _row_entry(first_row + position, ref)) for position, ref in enumerate(refs)]
     entries = [image.entry for image in images]
     pieces = ShardPieces(layout, task.spec, task.shard, task.plan)
+    listed_pieces = ShardPieces(Layout(layout.listed), task.spec, task.shard, task.listed_fingerprint(refs))
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard) as attempt,
         _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
     ):
-        done = _restore(pieces, writer, entries)
+        done = _restore(pieces, writer, entries) or _restore(listed_pieces, writer, entries, copy_to=pieces)
         prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding(encoder))
         for batch in _batches_ahead(task, images[done:], prepare, pool):
             if should_stop():
@@ -189,11 +118,15 @@ def encode_shard(
     return receipt
 
 
-def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry]) -> int:
+def _restore(
+    pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry], *, copy_to: ShardPieces | None = None
+) -> int:
     """Restore the rows that an earlier attempt saved. Return the number of restored rows."""
     done = 0
     for piece in pieces.read():
         writer.put(piece.positions, piece.tokens, piece.embeddings)
+        if copy_to is not None:
+            copy_to.add(piece)
         entries[piece.start : piece.stop] = piece.entries
         done = piece.stop
     return done
@@ -205,7 +138,7 @@ def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
     return np.empty((0, *spec.block_shape), ml_dtypes.bfloat16), np.empty((0, spec.embed_dim), np.float32)
 
 
-def _threads(task: ShardTask, refs: list[InputRef]) -> int:
+def _threads(task: ShardTask, refs: Sequence[InputRef]) -> int:
     """Return the number of threads that read and decode. For inputs at URLs, it is at least `_REMOTE_THREADS`."""
     if any(is_remote(ref.path) for ref in refs):
         return max(task.decode_threads, _REMOTE_THREADS)

@@ -11,12 +11,13 @@ from edje_index.images.decode import ImageError
 from edje_index.images.decoded_input import DecodeSettings, decode_input, read_input
 from edje_index.images.inputs import InputRef
 from edje_index.images.transient import TransientInputError
-from edje_index.indexing.shard_encoding import inputs_per_batch, stacked
+from edje_index.indexing.shard_encoding import stacked
+from edje_index.indexing.shard_task import inputs_per_batch
 
 if TYPE_CHECKING:
     import torch
 
-    from edje_index.indexing.shard_encoding import Encoder
+    from edje_index.indexing.shard_task import Encoder
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from pipelines.cli.options import (
 )
 from pipelines.cli.output import naming_max_failed, note, print_json, print_line, running_job
 from pipelines.planning.config import BuildConfig
+from pipelines.planning.output import has_stored_work
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from pipelines.jobs.build_result import BuildResult
@@ -125,7 +125,7 @@ def build(as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, dr
             functools.partial(try_build, config), config.out, quiet=quiet, log=log, metrics=metrics, as_json=as_json
         )
         return
-    can_resume = Layout(config.out).plan.exists
+    can_resume = functools.partial(has_stored_work, config.out)
     job = running_job(
         quiet=quiet, can_resume=can_resume, log=log, root=lambda: config.out, metrics=metrics, index=config.out
     )
@@ -149,7 +149,6 @@ def _print(result: BuildResult, out: Path) -> None:
         f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed + {result.duplicates:,} duplicates "
         f"+ {result.failed:,} failed, in {counted(result.shards, 'shard')}"
     )
-    if result.images_per_second:
-        print_line(
-            f"{result.seconds:.1f} s, {result.images_per_second:.1f} images/s, bottleneck {result.bottleneck or 'none'}"
-        )
+    if not result.already_finished:
+        speed = f", {result.images_per_second:.1f} images/s, bottleneck {result.bottleneck or 'none'}"
+        print_line(f"{result.seconds:.1f} s{speed if result.images_per_second else ''}")

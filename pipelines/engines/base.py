@@ -78,7 +78,7 @@ class Engine(Protocol):
     def run(
         self,
         make_worker: WorkerFactory,
-        tasks: Iterable[Task],
+        tasks: Iterable[Task | None],
         *,
         on_progress: Callable[[Any], None],
         should_stop: Callable[[], bool],
@@ -90,7 +90,8 @@ class Engine(Protocol):
 
         Args:
             make_worker: called once in each worker process; returns the worker.
-            tasks: tasks to run; the engine takes the next task when a worker is free.
+            tasks: tasks to run; the engine takes the next task when a worker is free. None instead of a task means
+                that the next task is not known yet. The engine then asks again after a moment.
             on_progress: called with the latest progress of each worker, in the process that called `run`.
             should_stop: returns True to stop. The engine calls this function often, so the function must be fast.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from pipelines.engines.base import Notice, Outcome, Task, WorkerFactory, build_worker, run_task
+
+_POLL_SECONDS = 0.2
 
 
 class InlineEngine:
@@ -16,7 +19,7 @@ class InlineEngine:
     def run(
         self,
         make_worker: WorkerFactory,
-        tasks: Iterable[Task],
+        tasks: Iterable[Task | None],
         *,
         on_progress: Callable[[Any], None],
         should_stop: Callable[[], bool],
@@ -25,6 +28,9 @@ class InlineEngine:
         for task in tasks:
             if should_stop():
                 return
+            if task is None:
+                time.sleep(_POLL_SECONDS)
+                continue
             outcome = run_task(worker, task, on_progress, should_stop)
             if outcome is None:
                 return

@@ -34,7 +34,7 @@ _OPTIONS: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRI
 _LOCAL_OPTIONS: dict[str, Any] = {
     "address": "local",  # without it, ray.init joins the cluster that RAY_ADDRESS names
     "include_dashboard": False,
-    "object_store_memory": 80 * 2**20,  # near Ray's minimum: tasks and results are too small for the object store
+    "object_store_memory": 80 * 2**20,  # near Ray's minimum: tasks and results are small
 }
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import re
 import threading
 import time
@@ -47,6 +46,8 @@ _MAX_POLL_SECONDS = 2.0  # a longer pause of this process (Ctrl-Z) does not coun
 _STOP_GRACE_SECONDS = 60.0
 _LOSS_SECONDS = 10.0  # the raylet of a machine that goes away may answer for some seconds after its workers died
 
+_NO_MORE = object()
+
 
 class RayEngine:
     """Engine that runs tasks in Ray actors. See `pipelines.engines.base.Engine`.
@@ -84,7 +85,7 @@ class RayEngine:
     def run(
         self,
         make_worker: WorkerFactory,
-        tasks: Iterable[Task],
+        tasks: Iterable[Task | None],
         *,
         on_progress: Callable[[Any], None],
         should_stop: Callable[[], bool],
@@ -193,7 +194,7 @@ class _Pool:
         cluster: RayCluster,
         nodes: RayNodes,
         start_actor: Callable[[], Any],
-        tasks: Iterable[Task],
+        tasks: Iterable[Task | None],
         *,
         stall_seconds: float,
     ) -> None:
@@ -202,7 +203,8 @@ class _Pool:
         self._ray = cluster.ray
         self._start_actor = start_actor
         self._stall_seconds = stall_seconds
-        self._tasks = map(_Attempt, tasks)
+        self._tasks = iter(tasks)
+        self._has_more = True
         self._waiting: list[_Attempt] = []
         self._starting: dict[Any, _Actor] = {}  # by the reference of their first answer
         self._idle: list[_Actor] = []
@@ -220,7 +222,8 @@ class _Pool:
                 self._assign_tasks(min(max_workers or self._nodes.room, self._nodes.room))
             elif deadline is None:
                 deadline = time.monotonic() + _STOP_GRACE_SECONDS
-            if not self._running and (deadline or not (self._starting or self._waiting or self._deaths)):
+            has_work = self._has_more or self._starting or self._waiting or self._deaths
+            if not self._running and (deadline or not has_work):
                 return
             for answer in self._wait():
                 if answer in self._starting:
@@ -248,7 +251,7 @@ class _Pool:
 
     def _assign_tasks(self, workers: int) -> None:
         tasks_to_hold = max(workers - len(self._running), 0 if self._running else 1)
-        self._waiting += itertools.islice(self._tasks, max(0, tasks_to_hold - len(self._waiting)))
+        self._take_tasks(tasks_to_hold)
         while self._idle and self._waiting:
             actor, attempt = self._idle.pop(), self._waiting.pop(0)
             self._running[actor.handle.run.remote(attempt.task)] = _Assignment(actor, attempt)
@@ -258,8 +261,22 @@ class _Pool:
             self._starting[handle.node_id.remote()] = _Actor(handle, self._nodes.ids)
         while len(self._starting) > actors_to_start:
             self._ray.kill(self._starting.popitem()[1].handle)
-        while self._idle:  # in a busy cluster, a starting actor may wait for the CPUs of idle actors
+        # In a busy cluster, a starting actor may wait for the CPUs of idle actors. Idle actors stay only if the next
+        # task is not known yet. Then no actor is starting.
+        actors_to_keep = max(0, workers - len(self._running)) if self._has_more else 0
+        while len(self._idle) > actors_to_keep:
             self._ray.kill(self._idle.pop().handle)
+
+    def _take_tasks(self, count: int) -> None:
+        """Take tasks until `count` tasks wait, or the next task is not known yet."""
+        while self._has_more and len(self._waiting) < count:
+            task = next(self._tasks, _NO_MORE)
+            if task is None:
+                return
+            if task is _NO_MORE:
+                self._has_more = False
+            else:
+                self._waiting.append(_Attempt(task))
 
     def _admit(self, answer: Any) -> None:
         """Mark a started actor as idle, or record its death."""

@@ -7,6 +7,7 @@ import time
 
 from pipelines.engines.base import describe_error
 from pipelines.jobs.build_result import BuildResult, build_result
+from pipelines.jobs.encode_ahead import EncodingAhead
 from pipelines.jobs.encode_shards import encode_shards
 from pipelines.jobs.leftovers import remove_leftovers
 from pipelines.jobs.lock import locked_index
@@ -35,7 +36,8 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
     if is_finished:
         remove_leftovers(config.out)
     with contextlib.nullcontext() if is_finished else locked_index(config.out):
-        prepared = prepare_build(config, on_event, should_stop)
+        with EncodingAhead(config, on_event, should_stop) as ahead:
+            prepared = prepare_build(config, ahead.on_event, should_stop, ahead.started)
         run = None
         if prepared.finished is not None:
             manifest = prepared.finished.manifest

@@ -221,7 +221,7 @@ def _trial(cost: _Cost, sample: list[InputRef], on_event: OnEvent) -> TrialTimes
     """
     from edje_index.images.decoded_input import DecodeSettings
     from edje_index.indexing.image_encoder import ImageEncoder
-    from edje_index.indexing.shard_encoding import least_side
+    from edje_index.indexing.shard_task import least_side
     from edje_index.indexing.trial import time_encoding
 
     settings = cost.settings

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines import open_engine
-from pipelines.engines.base import TaskInterrupted, Worker
+from pipelines.engines.base import Engine, TaskInterrupted, Worker, WorkerFactory
 from pipelines.jobs.failed_inputs import FailureLimit
 from pipelines.jobs.shard_run import ShardJob, ShardRun, run_shards
 from pipelines.jobs.shared_directory import on_shared_directory
@@ -22,7 +22,8 @@ from storage_formats.cpus import usable_cpus
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
-    from edje_index.indexing.shard_encoding import ShardTask, StageProgress
+    from edje_index.indexing.shard_encoding import StageProgress
+    from edje_index.indexing.shard_task import ShardTask
     from storage_formats.format.receipts import ShardReceipt
 
 _MAX_DECODE_THREADS = 16
@@ -39,29 +40,22 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
     """
     from edje_index.indexing.attempts import forget_attempt, forget_attempts
     from storage_formats.writing.begin import begin_index, clear_staging
-    from storage_formats.writing.pieces import rows_in_pieces
 
-    plan, settings, workers = prepared.plan, prepared.plan.settings, prepared.workers
+    plan, workers = prepared.plan, prepared.workers
     layout = Layout(plan.root)
+    make_worker, engine = open_workers(config, prepared)
     job = ShardJob(
         activity="indexing",
         shards=plan.shards,
         rows=plan.rows,
-        make_worker=on_shared_directory(
-            plan.root,
-            functools.partial(
-                open_worker, str(plan.model["bundle"]), settings.device, settings.threads, settings.dtype
-            ),
-        ),
+        make_worker=make_worker,
         make_task=functools.partial(_shard_task, prepared),
         state_of_report=_state_of_report,
         state_of_receipt=_state_of_receipt,
-        rows_in_pieces=functools.partial(rows_in_pieces, layout),
+        rows_in_pieces=functools.partial(_stored_rows, plan),
         on_receipt=FailureLimit(plan, config.max_failed),
         on_lost_machine=functools.partial(forget_attempt, layout),
     )
-    gpus = 1 if settings.device == "cuda" else 0
-    engine = open_engine(config.engine, workers, cpus=settings.threads, gpus=gpus, address=config.address)
     finished_shards = len(prepared.receipts)
     on_event(PlanReady(plan.rows, len(plan.shards), finished_shards, workers, plan.duplicates, plan.ignored))
     clear_staging(plan.root)
@@ -72,19 +66,46 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
     return run_shards(job, prepared.receipts, engine, on_event, should_stop)
 
 
+def open_workers(config: BuildConfig, prepared: PreparedBuild) -> tuple[WorkerFactory, Engine]:
+    """Return a function that opens a worker of a build, and the engine that calls it.
+
+    The calling process must hold the lock of the index.
+
+    Raises:
+        UsageError: the address of the Ray cluster is not valid.
+    """
+    bundle, settings = str(prepared.plan.model["bundle"]), prepared.plan.settings
+    make_worker = functools.partial(open_worker, bundle, settings.device, settings.threads, settings.dtype)
+    gpus = 1 if settings.device == "cuda" else 0
+    engine = open_engine(config.engine, prepared.workers, cpus=settings.threads, gpus=gpus, address=config.address)
+    return on_shared_directory(prepared.plan.root, make_worker), engine
+
+
+def _stored_rows(plan: BuildPlan, finished_shards: Container[int]) -> int:
+    """Return the number of stored rows of unfinished shards, also of those that were encoded during the listing."""
+    from edje_index.indexing.listed_shards import listed_shards
+    from storage_formats.writing.pieces import rows_in_pieces
+
+    layout = Layout(plan.root)
+    listed = sum(shard in plan.shards and shard not in finished_shards for shard in listed_shards(plan.root))
+    pieces = sum(rows_in_pieces(each, finished_shards) for each in (layout, Layout(layout.listed)))
+    return listed * plan.spec.shard_size + pieces
+
+
 def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
     return encoding_task(prepared.plan, shard, decode_threads(prepared.plan.settings, prepared.workers))
 
 
 def encoding_task(plan: BuildPlan, shard: int, threads: int = 1) -> ShardTask:
     """Return the task that encodes `shard`, with `threads` threads that decode images."""
-    from edje_index.indexing.shard_encoding import ShardTask
+    from edje_index.indexing.shard_task import ShardTask
 
     return ShardTask(
         root=str(plan.root.absolute()),
         shard=shard,
         spec=plan.spec,
         plan=plan.fingerprint,
+        settings=plan.settings_fingerprint,
         batch_size=plan.settings.batch_size,
         max_pixels=plan.settings.max_pixels,
         decode_threads=threads,

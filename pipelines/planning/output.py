@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from pipelines.planning.config import BuildConfig
 from storage_formats.errors import UsageError
@@ -28,10 +29,18 @@ def check_output(config: BuildConfig) -> None:
         )
 
 
+def has_stored_work(root: Path) -> bool:
+    """Return True if a stopped build has left a plan, or shards that were encoded while the sources were listed."""
+    from edje_index.indexing.listed_shards import listed_shards
+
+    return Layout(root).plan.exists() or bool(listed_shards(root))
+
+
 def _foreign_entries(layout: Layout) -> set[str]:
     """Return the names of the files and directories in an output directory that are not part of an index."""
     # A build that was stopped while it listed its sources leaves `build/` without a plan.
+    listing = {layout.lock.name, layout.input_lists.name, layout.listed.name}
     names = {entry.name for entry in layout.root.iterdir()} - {layout.build.name}
     if layout.build.is_dir():
-        names |= {entry.name for entry in layout.build.iterdir()} - {layout.lock.name, layout.input_lists.name}
+        names |= {entry.name for entry in layout.build.iterdir()} - listing
     return {name for name in names if not name.startswith(f".{layout.plan.name}.")}  # a plan that was being written

@@ -88,18 +88,19 @@ def model_memory_need(workers: int | None, settings: BuildSettings, info: Bundle
     return worker_memory_need(workers or 1, info.encoder_weights_bytes, images, int(height) * int(width))
 
 
-def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
+def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None, *, stored_bytes: int = 0) -> None:
     """Raise UsageError if the disk is too small for the index, or the memory is too small for its embeddings.
 
     Args:
         root: directory of the index.
         spec: shape of the index.
         memory: see `BuildConfig`.
+        stored_bytes: length of files that become part of the index or are removed. They count as free space.
     """
     need = disk_need(spec, memory)
     vectors = Need({"vectors": need.parts["ann"]})
     _check_memory(vectors, memory, "split the sources over several indexes", parameter="sources")
-    free = free_disk(root)
+    free = free_disk(root) + stored_bytes
     if need.total > free:
         raise UsageError(
             f"the index of {counted(spec.rows, 'input')} needs {need} of disk, but only "

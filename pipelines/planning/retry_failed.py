@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.images.inputs import InputRef
+from edje_index.images.inputs import InputRef, rows_digest
 from edje_index.images.remote.urls import is_remote
 from pipelines.planning.new_rows import NewInputs
 from pipelines.planning.recorded_sources import holds_clips
-from pipelines.planning.update import digest_of
 
 if TYPE_CHECKING:
     from pipelines.sources import Source
@@ -62,7 +61,7 @@ def find_failed(index: CommittedIndex) -> FailedInputs:
         row_ids=np.array([row["row_id"] for row in failed], dtype=np.int64),
         reasons=tuple(row["reason"] for row in failed),
         inputs=len(refs),
-        new=NewInputs(remaining, digest_of(remaining), len(refs) - len(remaining), {}),
+        new=NewInputs(remaining, rows_digest(remaining), len(refs) - len(remaining), {}),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.images.inputs import InputRef, display_path
+from edje_index.images.inputs import InputRef, display_path, rows_digest
 from edje_index.images.remote.urls import is_remote
 from pipelines.planning.config import UpdateConfig
 from pipelines.planning.new_rows import NewInputs
@@ -202,20 +202,12 @@ class _Comparison:
         return SourceChanges(
             inputs=self.inputs,
             unchanged=len(self.kept),
-            new=NewInputs(refs, digest_of(refs), len(self.pending) - len(refs), ignored),
+            new=NewInputs(refs, rows_digest(refs), len(self.pending) - len(refs), ignored),
             changed=tuple(changed),
             vanished=len(vanished),
             deleted=np.array(sorted((*vanished, *replaced)), dtype=np.int64),
             encode_seconds=self.stored.encode_seconds,
         )
-
-
-def digest_of(refs: Iterable[InputRef]) -> str:
-    """Return the SHA-256 of everything that determines the rows of `refs`, in hexadecimal."""
-    digest = hashlib.sha256()
-    for ref in refs:
-        digest.update(f"{ref.offset} {ref.size} {ref.content_hash} {ref.problem}\0".encode() + ref.path + b"\0\n")
-    return digest.hexdigest()
 
 
 def _refuse_unreadable(comparison: _Comparison) -> None:

@@ -133,7 +133,15 @@ class EventLog:
         if level == "info":
             self._progress = (event.activity, self._clock())
         shards = None if event.shards is None else asdict(event.shards)
-        self.write("progress", level, activity=event.activity, done=event.done, total=event.total, shards=shards)
+        self.write(
+            "progress",
+            level,
+            activity=event.activity,
+            done=event.done,
+            total=event.total,
+            shards=shards,
+            encoded=event.encoded,
+        )
 
 
 def _elapsed(started: float) -> float:

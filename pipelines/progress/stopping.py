@@ -13,7 +13,9 @@ from pipelines.progress.events import Event, OnEvent
 from storage_formats.errors import EdjeError
 
 ShouldStop = Callable[[], bool]
-"""Function that a job calls often. Once the function returns True, the job stops at the next safe point."""
+"""Function that a job calls often. Once the function returns True, the job stops at the next safe point.
+
+A build may call the function from two threads."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from edje_index.images.inputs import InputRef, metadata_text
 from pipelines.progress.events import OnEvent, Progress
 from pipelines.progress.stopping import JobStopped, ShouldStop
 
-_REPORT_EVERY = 1000  # inputs
+_REPORT_SECONDS = 0.5  # at least between two progress events
 
 
 def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop) -> Iterator[InputRef]:
@@ -25,6 +26,7 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
     Raises:
         JobStopped: `should_stop()` returned True.
     """
+    reported_at = time.monotonic()
     for number, ref in enumerate(refs, 1):
         _stop_if(should_stop)
         digest.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
@@ -32,7 +34,8 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
             digest.update(str(ref.container).encode())
         if ref.metadata is not None:
             digest.update(metadata_text(ref.metadata).encode())
-        if number % _REPORT_EVERY == 0:
+        if time.monotonic() - reported_at >= _REPORT_SECONDS:
+            reported_at = time.monotonic()
             on_event(Progress("listing the sources", number))
         yield ref
     _stop_if(should_stop)  # Ctrl-C also ends the program that writes a list to standard input, so the list may be cut
@@ -40,4 +43,4 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
 
 def _stop_if(should_stop: ShouldStop) -> None:
     if should_stop():
-        raise JobStopped("stopped while listing the sources; nothing was stored")
+        raise JobStopped("stopped while listing the sources")

@@ -208,6 +208,10 @@ class Layout:
         return self.build / "inputs"
 
     @property
+    def listed(self) -> Path:
+        return self.build / "listed"
+
+    @property
     def staging(self) -> Path:
         return self.build / "staging"
 

@@ -88,9 +88,7 @@ def copy_shard(
     spec, root = source.index.manifest.spec, source.index.root
     staged = StagedFiles(target.layout, target.shard)
     try:
-        paths = zip(
-            _copied_paths(source.layout, spec, shard), _copied_paths(target.layout, spec, target.shard), strict=True
-        )
+        paths = zip(data_files(source.layout, spec, shard), data_files(target.layout, spec, target.shard), strict=True)
         for number, (old, new) in enumerate(paths):
             _copy(root, source.entry(shard, old), staged, str(number), new)
         rows = source.entry(shard, source.layout.rows_file(shard))
@@ -113,8 +111,8 @@ def _copy(root: Path, entry: FileEntry, staged: StagedFiles, name: str, final: P
     staged.add(name, final, entry.bytes, entry.crc32c)
 
 
-def _copied_paths(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[Path]:
-    """Yield the paths of the files of a shard that are copied byte by byte."""
+def data_files(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[Path]:
+    """Yield the paths of all files of a shard except its rows table."""
     yield layout.embedding_shard(shard)
     for name in spec.precisions:
         yield layout.token_shard(name, shard, len(codec(name, spec.block_shape).record_shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 
 import pytest
@@ -81,6 +82,25 @@ def test_a_worker_that_cannot_be_built_is_one_clear_error(engine):
     outcomes = engine.run(broken_worker, [Job(1)], on_progress=lambda _: None, should_stop=lambda: False)
     with pytest.raises(EdjeError, match=r"^a worker could not start: RuntimeError: no such weights$"):
         list(outcomes)
+
+
+@pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
+def test_a_task_that_is_not_known_yet_holds_up_no_other(engine, tmp_path):
+    outcomes = []
+
+    def jobs():
+        for name in range(3):
+            yield None
+            yield Job(name)
+            deadline = time.monotonic() + 60
+            while len(outcomes) <= name and time.monotonic() < deadline:
+                yield None
+        yield from itertools.repeat(None)
+
+    for outcome in run_jobs(engine, tmp_path, jobs(), should_stop=lambda: len(outcomes) == 3):
+        outcomes.append(outcome)
+    assert outcomes == [TaskDone(Job(name), name * 10) for name in range(3)]
+    assert len(list(tmp_path.glob("worker-*"))) == 1, "the worker waits for the next task"
 
 
 def test_no_tasks_are_no_outcomes(engine, tmp_path):

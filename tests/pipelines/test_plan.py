@@ -251,7 +251,7 @@ def test_what_an_interrupted_listing_left_is_no_obstacle(config):
 
 
 def test_a_stop_while_listing_leaves_no_plan(config):
-    with pytest.raises(JobStopped, match="nothing was stored"):
+    with pytest.raises(JobStopped, match="stopped while listing the sources"):
         plan(config(), should_stop=lambda: True)
     assert read_plan(config().out) is None
 

@@ -131,6 +131,6 @@ def test_a_stop_after_the_last_line_is_not_the_end_of_the_list(tmp_path):
     listing.write_text("a.jpg\nb.jpg\n")
     source = open_source(str(listing))
     is_stopped = iter([False, False, True])  # before each of the two lines, and after them
-    with pytest.raises(JobStopped, match="nothing was stored"):
+    with pytest.raises(JobStopped, match="stopped while listing the sources"):
         list(digested(source.iter_inputs(), hashlib.sha256(), lambda _: None, lambda: next(is_stopped)))
     assert list(is_stopped) == []

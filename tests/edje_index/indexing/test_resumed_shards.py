@@ -14,7 +14,8 @@ from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.input_lists import write_input_lists
 from edje_index.images.inputs import InputRef
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.indexing.shard_encoding import EncodingInterrupted, ShardTask, encode_shard
+from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
+from edje_index.indexing.shard_task import ShardTask
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.rows import TIMING_COLUMNS, read_shard_rows
 from storage_formats.writing import pieces

@@ -23,7 +23,8 @@ from edje_index.images.input_lists import write_input_lists
 from edje_index.images.inputs import InputRef
 from edje_index.images.transient import TransientInputError
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.indexing.shard_encoding import EncodingInterrupted, ShardTask, encode_shard
+from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
+from edje_index.indexing.shard_task import ShardTask
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import read_receipt
 from storage_formats.format.rows import TIMING_COLUMNS, read_shard_rows

@@ -13,7 +13,8 @@ from edje_index.images.input_lists import write_input_lists
 from edje_index.images.inputs import InputRef
 from edje_index.indexing.faiss_index import build_ann
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.indexing.shard_encoding import ShardTask, encode_shard
+from edje_index.indexing.shard_encoding import encode_shard
+from edje_index.indexing.shard_task import ShardTask
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.writing.begin import begin_index
 from storage_formats.writing.publish import Provenance, finish_index

@@ -1,0 +1,116 @@
+"""The task of encoding one shard, and the interface of the image encoder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edje_index.images.decoded_input import FAIL, FULL, SCALED, DecodeSettings
+from edje_index.images.input_lists import read_shard_inputs
+from edje_index.images.inputs import InputRef, rows_digest
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.source_columns import SourceColumn
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from storage_formats.codecs import Blocks
+
+
+class Encoder(Protocol):
+    """Interface of an image encoder, as far as `encode_shard` uses it."""
+
+    @property
+    def image_side(self) -> int:
+        """Longer side of the images that `preprocess` returns, in pixels. Only used if JPEG images are scaled."""
+        ...
+
+    def preprocess(self, image: Image) -> torch.Tensor:
+        """Convert an RGB image to float32 [3, h, w]. Several threads call this method at the same time."""
+        ...
+
+    def encode(self, pixels: torch.Tensor) -> tuple[Blocks, NDArray[np.float32]]:
+        """Convert `pixels` [b, 3, h, w] to tokens, bfloat16 [b, m, d], and embeddings, float32 [b, embed_dim].
+
+        The pixels of clips have a further axis for the frames, [b, f, 3, h, w].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One shard to encode. The task and the encoder determine the contents of the shard.
+
+    Attributes:
+        root: directory of the index.
+        shard: shard number.
+        spec: shape of the index.
+        plan: fingerprint of the build plan.
+        batch_size: number of images, or of frames of clips, per forward pass.
+        max_pixels: largest number of pixels of an image. The rows of larger images fail with the reason
+            "too-many-pixels".
+        decode_threads: number of threads that read and decode images. This number does not affect the result.
+        columns: source columns of the rows table.
+        inputs: inputs of the shard; None to read them from `build/inputs/`.
+        settings: fingerprint of the model and the settings of the plan, without the inputs.
+        truncated: what to do with truncated images, `decoded_input.FAIL` or `decoded_input.LOAD`.
+        frames: number of frames per input, see `decoded_input.DecodeSettings`.
+        jpeg: how to decode JPEG images, `decoded_input.FULL` or `decoded_input.SCALED`.
+    """
+
+    root: str
+    shard: int
+    spec: IndexSpec
+    plan: str
+    batch_size: int
+    max_pixels: int
+    decode_threads: int
+    columns: tuple[SourceColumn, ...] = ()
+    inputs: tuple[InputRef, ...] | None = None
+    settings: str = ""
+    truncated: str = FAIL
+    frames: int | None = None
+    jpeg: str = FULL
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the index."""
+        return Layout(Path(self.root))
+
+    def refs(self) -> Sequence[InputRef]:
+        """Return the inputs of the shard, in row order.
+
+        Raises:
+            CorruptIndexError, OSError: see `read_shard_inputs`.
+        """
+        return read_shard_inputs(self.layout, self.spec, self.shard) if self.inputs is None else self.inputs
+
+    def listed_fingerprint(self, refs: Sequence[InputRef]) -> str:
+        """Return a hash of everything that determines the rows of this shard, except the metadata of `refs`."""
+        return hashlib.sha256(f"{self.settings} {self.shard} {rows_digest(refs)}".encode()).hexdigest()
+
+    def decoding(self, encoder: Encoder) -> DecodeSettings:
+        """Return the settings of decoding for `encoder`."""
+        return DecodeSettings(self.max_pixels, self.truncated, self.frames, least_side(self.jpeg, encoder))
+
+    @property
+    def inputs_per_batch(self) -> int:
+        """Number of inputs per forward pass."""
+        return inputs_per_batch(self.batch_size, self.frames)
+
+
+def least_side(jpeg: str, encoder: Encoder) -> int | None:
+    """Return `DecodeSettings.least_side` for the setting `jpeg`: twice the pixels that the model reads."""
+    return 2 * encoder.image_side if jpeg == SCALED else None
+
+
+def inputs_per_batch(batch_size: int, frames: int | None) -> int:
+    """Return the inputs per forward pass. An input with more frames than `batch_size` gets a pass of its own."""
+    return max(1, batch_size // (frames or 1))
