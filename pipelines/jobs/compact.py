@@ -84,7 +84,7 @@ def _compact(root: Path, on_event: OnEvent, should_stop: ShouldStop) -> CompactR
     remove_leftovers(root)
     with locked_index(root):
         index = CommittedIndex.open(root)
-        refuse_unfinished_append(Layout(index.root))
+        refuse_unfinished_append(index)
         if not len(index.deleted):
             discard_unfinished_compaction(index)
             return _result(index.manifest, 0, time.monotonic() - started)

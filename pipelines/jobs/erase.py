@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.jobs.leftovers import refuse_unfinished_append
 from pipelines.jobs.lock import locked_index
 from pipelines.jobs.snapshots import DeleteResult
 from storage_formats.errors import UsageError
@@ -29,20 +30,19 @@ def run_erase(
     """Delete and erase the rows that `run_delete` would delete, and the duplicates of these rows.
 
     Selected rows that are already deleted are erased too. An interrupted erasure is finished first, even if no rows are
-    selected. All earlier snapshots are removed if they contain an erased row, or a row that `uri` or `where` selects.
+    selected; its rows are part of the result. If there are rows to erase, or an earlier snapshot contains a row that
+    `uri` or `where` selects, all earlier snapshots and the files of stopped compactions and conversions are removed.
 
     Raises:
         UsageError: there is no index at `location`, `location` is a URL, or `where` is invalid.
         RowIdError: a row id does not exist.
         CorruptIndexError: a file with the rows is missing or damaged.
         MissingExtraError: the index has a nearest-neighbour index and FAISS is not installed.
-        EdjeError: another process is changing the index.
+        EdjeError: another process is changing the index, or an append, update or retry has not finished.
         OSError: the index cannot be written.
     """
     from edje_index.indexing.faiss_part import check_faiss
     from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.writing.erase import plan_erasure, read_erasure, store_erasure
-    from storage_formats.writing.snapshots import plan_deletion, remove_snapshots
 
     if is_url(location):
         raise UsageError(
@@ -54,27 +54,38 @@ def run_erase(
     if CommittedIndex.open(root).manifest.ann.get("files"):
         check_faiss()
     with contextlib.nullcontext() if dry_run else locked_index(root, erasing=True):
-        index = CommittedIndex.open(root)
-        stopped = read_erasure(index)
-        if stopped is not None and not dry_run:
-            index = _finish(index, stopped)
-        deletion = plan_deletion(index, _requested(index, rows, uri, where))
-        erasure = plan_erasure(index, deletion.row_ids)
-        left = index.manifest.counts.inputs - index.manifest.snapshot.deleted_rows - len(deletion.new)
-        if erasure is not None and not dry_run:
-            store_erasure(index, erasure)
-            index = _finish(index, erasure)
-        removed = _rows_of_earlier_snapshots(index, uri, where)
-        if not dry_run:
-            remove_snapshots(index, keep=1 if removed else None)  # None: an interrupted removal is finished
-        return DeleteResult(
-            deleted=deletion.new,
-            already_deleted=deletion.already_deleted,
-            left=left,
-            snapshot=index.manifest.snapshot.number,
-            dry_run=dry_run,
-            erased=sum(len(each.rows) for each in (stopped, erasure) if each is not None) + len(removed),
-        )
+        return _erase(CommittedIndex.open(root), rows, uri, where, dry_run=dry_run)
+
+
+def _erase(
+    index: CommittedIndex, rows: Sequence[int], uri: str | None, where: str | None, *, dry_run: bool
+) -> DeleteResult:
+    from storage_formats.writing.erase import plan_erasure, read_erasure, store_erasure
+    from storage_formats.writing.snapshots import plan_deletion
+
+    stopped = read_erasure(index)
+    if stopped is None:
+        refuse_unfinished_append(index, dry_run=dry_run)  # its files may contain the rows
+    removed = _rows_of_earlier_snapshots(index, uri, where)
+    stopped_rows = np.array(() if stopped is None else stopped.rows, dtype=np.int64)
+    deleted = plan_deletion(index, stopped_rows).new
+    if stopped is not None and not dry_run:
+        index = _finish(index, stopped)
+    deletion = plan_deletion(index, np.concatenate([_requested(index, rows, uri, where), stopped_rows]))
+    erasure = plan_erasure(index, deletion.row_ids)
+    left = index.manifest.counts.inputs - index.manifest.snapshot.deleted_rows - len(deletion.new)
+    if (erasure.rows or removed) and not dry_run:
+        store_erasure(index, erasure)
+        index = _finish(index, erasure)
+    deleted = tuple(sorted({*deleted, *deletion.new}))
+    return DeleteResult(
+        deleted=deleted,
+        already_deleted=len(deletion.row_ids) - len(deleted),
+        left=left,
+        snapshot=index.manifest.snapshot.number,
+        dry_run=dry_run,
+        erased=len({*stopped_rows.tolist(), *erasure.rows}) + len(removed),
+    )
 
 
 def _requested(index: CommittedIndex, rows: Sequence[int], uri: str | None, where: str | None) -> NDArray[np.int64]:
@@ -97,9 +108,10 @@ def _rows_of_earlier_snapshots(index: CommittedIndex, uri: str | None, where: st
         segments = [each for each in manifest.spec.used_segments if each.first_row not in current]
         if segments:
             earlier = CommittedIndex(index.root, manifest)
+            row_ids = _requested(earlier, [], uri, None).tolist()
             with contextlib.suppress(UsageError):  # the snapshot has no such column
-                row_ids = _requested(earlier, [], uri, where).tolist()
-                selected.update(row for row in row_ids for each in segments if each.first_row <= row < each.stop)
+                row_ids += _requested(earlier, [], None, where).tolist()
+            selected.update(row for row in row_ids for each in segments if each.first_row <= row < each.stop)
     return selected
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.lock import locked_index
-from pipelines.planning.plan import discard_change
+from pipelines.planning.new_rows import is_committed
+from pipelines.planning.plan import discard_change, read_plan
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 
@@ -41,10 +42,21 @@ def discard_unfinished_compaction(index: CommittedIndex) -> None:
         remove_build(layout)
 
 
-def refuse_unfinished_append(layout: Layout) -> None:
-    """Raise EdjeError if an append, update or retry of the index has not finished."""
-    if layout.append_plan.exists():
+def refuse_unfinished_append(index: CommittedIndex, *, dry_run: bool = False) -> None:
+    """Raise EdjeError if an append, update or retry of `index` has not finished.
+
+    Unless `dry_run` is True, the files of one that was killed after its commit are removed. The caller must then hold
+    the lock of the index.
+    """
+    from storage_formats.writing.publish import remove_build
+
+    plan = read_plan(index.root, append=True)
+    if plan is None:
+        return
+    if not is_committed(plan, index):
         raise EdjeError(
-            f"an append, update or retry of {layout.root} has not finished; run that earlier command again, or "
-            f"{discard_change(layout.root)}"
+            f"'{plan.change}' of {index.root} has not finished; run 'edje-index {plan.change}' again with the same "
+            f"arguments, or {discard_change(index.root)}"
         )
+    if not dry_run:
+        remove_build(Layout(index.root))

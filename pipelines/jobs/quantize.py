@@ -137,7 +137,7 @@ def run_quantize(
         JobStopped: the conversion stopped early. Finished shards are kept.
         EdjeError: another process is changing the index, or an append to the index has not finished.
     """
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.manifest import CommittedIndex, Manifest
     from storage_formats.writing.conversion import drop_precision, remove_leftovers
     from storage_formats.writing.publish import has_build_leftovers, remove_build
 
@@ -148,7 +148,7 @@ def run_quantize(
         layout = Layout(config.root)
         if has_build_leftovers(layout):
             remove_build(layout)
-        refuse_unfinished_append(layout)
+        refuse_unfinished_append(CommittedIndex.open(config.root))
         missing = tuple(name for name in dict.fromkeys(config.to) if name not in manifest.spec.precisions)
         _check_names(config, (*manifest.spec.precisions, *missing))
         source = precision_to_read(config.root, manifest, config.source) if missing else None

@@ -91,7 +91,7 @@ def run_repair(
         CommittedIndex.open(copy.root)  # fails before the lock makes a directory
         with contextlib.nullcontext() if dry_run else locked_index(copy.root), verified_files(location) as files:
             if not dry_run:
-                refuse_unfinished_append(Layout(copy.root))
+                refuse_unfinished_append(CommittedIndex.open(copy.root))
             verification = verify(location, on_progress)
             problems = verification.problems
             index = CommittedIndex(files.root.absolute(), Manifest.load(files.root))

@@ -45,7 +45,7 @@ class Erasure:
     """The rows to erase, and the new values in `index.json`.
 
     Attributes:
-        rows: row ids to erase, ascending.
+        rows: row ids to erase, ascending. Empty if only earlier snapshots, which are removed, contain the data.
         counts: numbers of indexed, duplicate and failed inputs after the erasure.
         values: number of values of each source column after the erasure.
     """
@@ -55,22 +55,18 @@ class Erasure:
     values: dict[str, int]
 
 
-def plan_erasure(index: CommittedIndex, row_ids: Iterable[int]) -> Erasure | None:
-    """Plan the erasure of the rows `row_ids`. Return None if all of these rows are erased already."""
+def plan_erasure(index: CommittedIndex, row_ids: Iterable[int]) -> Erasure:
+    """Plan the erasure of the rows `row_ids`. Rows that are erased already are left out."""
     rows: list[int] = []
     counts, values = Counter[str](), Counter[str]()
     requested = set(row_ids)
     shards = sorted({row // index.manifest.spec.shard_size for row in requested})
-    if not shards:
-        return None
-    for table in iter_stored_rows(index, shards=shards):
+    for table in iter_stored_rows(index, shards=shards) if shards else ():
         for line in table.to_pylist():
             if line["row_id"] in requested and line["reason"] != ERASED:
                 rows.append(line["row_id"])
                 counts[line["reason"] if line["status"] == FAILED else line["status"]] += 1
                 values.update(column.name for column in index.manifest.columns if line[column.name] is not None)
-    if not rows:
-        return None
     left = {column.name: column.values - values[column.name] for column in index.manifest.columns}
     return Erasure(tuple(rows), _counts_after(index.manifest.counts, counts), left)
 
@@ -111,7 +107,7 @@ def read_erasure(index: CommittedIndex) -> Erasure | None:
         raise CorruptIndexError(f"cannot read {path}: {error!r}; delete this file and erase the rows again") from error
     row_ids = np.array(rows, dtype=np.int64)
     spec = index.manifest.spec
-    fits = len(rows) and row_ids.min() >= 0 and row_ids.max() < spec.rows and rows_in_use(row_ids, spec).all()
+    fits = not rows or (row_ids.min() >= 0 and row_ids.max() < spec.rows and rows_in_use(row_ids, spec).all())
     names = {column.name for column in index.manifest.columns}
     if not fits or erasure.counts.inputs != index.manifest.counts.inputs or set(erasure.values) != names:
         raise CorruptIndexError(f"{path} does not match the index; delete this file and erase the rows again")

@@ -15,11 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from edje_index.indexing.faiss_index import AnnIndex
-from pipelines import append_index, compact_index, delete_rows
+from pipelines import JobStopped, append_index, compact_index, delete_rows
+from pipelines.jobs.append import run_append
 from pipelines.jobs.build import run_build
 from pipelines.jobs.erase import run_erase
 from pipelines.jobs.lock import locked_index
-from pipelines.jobs.snapshots import history, run_delete, run_rollback
+from pipelines.jobs.snapshots import DeleteResult, history, run_delete, run_rollback
+from pipelines.planning.config import AppendConfig
 from storage_formats import (
     CorruptIndexError,
     DeletedRowError,
@@ -136,6 +138,84 @@ def test_rows_of_earlier_snapshots_are_erased_with_these(built, change, photos):
     assert len(history(built)) == 1
     assert [count_in_files(built, part) for part in parts] == [0] * 4
     assert verify_index(built) == []
+
+
+def test_the_removal_of_earlier_snapshots_can_be_finished(built, monkeypatch):
+    parts, name = data_of(built, 4), read_rows(built, [4])["uri"][0].as_py()
+    run_delete(built, [4], None)
+    compact_index(built)
+    with monkeypatch.context() as patch:
+        patch.setattr("storage_formats.writing.snapshots.remove_unnamed_files", fail)
+        with pytest.raises(OSError, match="input/output error"):
+            run_erase(built, [], name)
+    assert len(history(built)) == 1
+    assert verify_index(built)[0].code == "erasure"
+    run_erase(built, [], name)
+    assert [count_in_files(built, part) for part in parts] == [0] * 4
+    assert verify_index(built) == []
+
+
+def test_rows_of_earlier_snapshots_are_found_by_uri_where_the_filter_does_not_apply(built, tmp_path):
+    parts, name = data_of(built, 4), read_rows(built, [4])["uri"][0].as_py()
+    run_delete(built, [4], None)
+    compact_index(built)
+    write_photo(tmp_path / "more" / "new.jpg", 88)
+    (tmp_path / "more.csv").write_text(f"image,place\n{tmp_path}/more/new.jpg,Bern\n")
+    append_index(built, [tmp_path / "more.csv"], engine="inline")
+    assert run_erase(built, [], name, where="place = 'Rome'").erased == 1
+    assert [count_in_files(built, part) for part in parts] == [0] * 4
+
+
+@pytest.mark.parametrize("selection", [("*/0[24].jpg", [12]), ("*/nobody.jpg", []), ("*/04.jpg", [])])
+def test_a_dry_run_counts_what_an_erasure_does(built, selection):
+    run_delete(built, [4], None)
+    compact_index(built)  # only the earlier snapshot has row 4; row 2 is now row 14
+    pattern, rows = selection
+    tried, done = (run_erase(built, rows, pattern, dry_run=dry_run) for dry_run in (True, False))
+    assert counts_of(tried) == counts_of(done)
+
+
+def test_an_unfinished_erasure_counts(built, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("storage_formats.writing.snapshots.commit_snapshot", fail)
+        with pytest.raises(OSError, match="input/output error"):
+            run_erase(built, [1, 4], None)
+    tried, done = (run_erase(built, [0], None, dry_run=dry_run) for dry_run in (True, False))
+    assert counts_of(tried) == counts_of(done) == ((0, 1, 3, 4), 0, 6, 4)
+
+
+def fail(*args: object, **options: object) -> None:
+    raise OSError(5, "input/output error")
+
+
+def counts_of(result: DeleteResult) -> tuple[object, ...]:
+    return result.deleted, result.already_deleted, result.left, result.erased
+
+
+@pytest.mark.parametrize("pattern", ["*/04.jpg", "*/nobody.jpg"])
+def test_no_stopped_append_is_lost(built, tmp_path, pattern):
+    for number in range(20, 26):
+        write_photo(tmp_path / "more" / f"{number}.jpg", number)
+    config = AppendConfig(built, (str(tmp_path / "more"),), engine="inline")
+    with pytest.raises(JobStopped, match="kept"):
+        run_append(config, lambda event: None, lambda: Layout(built).receipt(3).exists())
+    for dry_run in (True, False):
+        with pytest.raises(EdjeError, match=r"'append' of .* has not finished; run 'edje-index append' again"):
+            run_erase(built, [], pattern, dry_run=dry_run)
+    written = Layout(built).rows_file(3).stat().st_mtime_ns
+    assert run_append(config, lambda event: None).indexed == 6
+    assert Layout(built).rows_file(3).stat().st_mtime_ns == written
+    assert run_erase(built, [4], None).erased == 1
+
+
+def test_a_stopped_compaction_is_kept_if_nothing_is_erased(built):
+    run_delete(built, [0], None)
+    with pytest.raises(JobStopped):
+        compact_index(built, should_stop=lambda: Layout(built).receipt(3).exists())
+    written = Layout(built).rows_file(3).stat().st_mtime_ns
+    assert run_erase(built, [], "*/nobody.jpg").erased == 0
+    compact_index(built)
+    assert Layout(built).rows_file(3).stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize("erase", [False, True])
