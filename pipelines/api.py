@@ -49,16 +49,26 @@ class BuildOptions(TypedDict, total=False):
     memory: int | None
 
 
-class UpdateOptions(TypedDict, total=False):
-    """Optional settings of `update_index`. `pipelines.planning.config.UpdateConfig` describes each setting."""
+class RetryOptions(TypedDict, total=False):
+    """Optional settings of `retry_failed`. `pipelines.planning.config.AppendConfig` describes each setting."""
 
     model: str | Path | None
     engine: Literal["ray", "inline"]
     workers: int | None
     address: str | None
+    memory: int | None
+
+
+class AppendOptions(RetryOptions, total=False):
+    """Optional settings of `append_index`. `pipelines.planning.config.AppendConfig` describes each setting."""
+
     column: str | None
     max_failed: float | None
-    memory: int | None
+
+
+class UpdateOptions(AppendOptions, total=False):
+    """Optional settings of `update_index`. `pipelines.planning.config.UpdateConfig` describes each setting."""
+
     max_vanished: float
 
 
@@ -163,10 +173,8 @@ def append_index(
     index: str | Path,
     sources: str | Path | Sequence[str | Path],
     *,
-    model: str | Path | None = None,
-    engine: Literal["ray", "inline"] = "ray",
-    workers: int | None = None,
     on_event: OnEvent = _ignore,
+    **options: Unpack[AppendOptions],
 ) -> AppendResult:
     """Add new images to an index, as `edje-index append` does.
 
@@ -177,10 +185,8 @@ def append_index(
         index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
             Its rows keep their ids.
         sources: directories, tar archives, lists of paths or image files, as in `build_index`.
-        model: directory of the model bundle; None takes the bundle that built the index.
-        engine: "ray" or "inline".
-        workers: number of worker processes; None chooses a number that suits the machine.
         on_event: as in `build_index`.
+        options: further settings of the append; see `AppendOptions`.
 
     Raises:
         UsageError, ModelError: the request is invalid.
@@ -199,10 +205,8 @@ def append_index(
     from storage_formats.writing.working_copy import working_copy
 
     names = [sources] if isinstance(sources, str | Path) else sources
-    bundle = None if model is None else local_path(model)
     with working_copy(index) as copy:
-        config = AppendConfig(copy.root, tuple(map(str, names)), bundle, engine=engine, workers=workers)
-        return run_append(config, on_event)
+        return run_append(AppendConfig(copy.root, tuple(map(str, names)), **_with_local_model(options)), on_event)
 
 
 @name_missing_extra("build")
@@ -247,11 +251,15 @@ def update_index(
     from storage_formats.writing.working_copy import working_copy
 
     names = [sources] if isinstance(sources, str | Path) else sources
-    bundle = options.get("model")
-    settings = {**options, "model": None if bundle is None else local_path(bundle)}
     with working_copy(index, read_only=dry_run) as copy:
-        config = UpdateConfig(copy.root, tuple(map(str, names)), dry_run=dry_run, **settings)  # type: ignore[arg-type]
+        config = UpdateConfig(copy.root, tuple(map(str, names)), dry_run=dry_run, **_with_local_model(options))
         return run_update(config, on_event, should_stop)
+
+
+def _with_local_model(options: RetryOptions) -> dict[str, Any]:
+    """Return `options` with the path of the model bundle, or None for the bundle that built the index."""
+    bundle = options.get("model")
+    return {**options, "model": None if bundle is None else local_path(bundle)}
 
 
 def delete_rows(
@@ -484,24 +492,15 @@ def repair_index(
 
 
 @name_missing_extra("build")
-def retry_failed(
-    index: str | Path,
-    *,
-    model: str | Path | None = None,
-    engine: Literal["ray", "inline"] = "ray",
-    workers: int | None = None,
-    on_event: OnEvent = _ignore,
-) -> RetryResult:
+def retry_failed(index: str | Path, *, on_event: OnEvent = _ignore, **options: Unpack[RetryOptions]) -> RetryResult:
     """Try to index the failed inputs of an index again, as `edje-index retry-failed` does.
 
     Call the function again with the same arguments to resume a stopped retry.
 
     Args:
         index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
-        model: directory of the model bundle; None takes the bundle that built the index.
-        engine: "ray" or "inline".
-        workers: number of worker processes; None chooses a number that suits the machine.
         on_event: as in `build_index`.
+        options: further settings of the retry; see `RetryOptions`.
 
     Raises:
         UsageError, ModelError: the request is invalid.
@@ -518,9 +517,8 @@ def retry_failed(
     from pipelines.planning.config import AppendConfig
     from storage_formats.writing.working_copy import working_copy
 
-    bundle = None if model is None else local_path(model)
     with working_copy(index) as copy:
-        return run_retry_failed(AppendConfig(copy.root, (), bundle, engine=engine, workers=workers), on_event)
+        return run_retry_failed(AppendConfig(copy.root, (), **_with_local_model(options)), on_event)
 
 
 @name_missing_extra("train")

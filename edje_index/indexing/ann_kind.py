@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from storage_formats.errors import UsageError
 
@@ -71,19 +73,13 @@ class AnnKind:
             rows: number of embeddings.
             width: width of the embeddings.
             memory: memory in bytes that a build may use; None for no limit. If one sub-vector per 2 values needs more
-                memory, one sub-vector per 4 values is used.
-
-        Raises:
-            UsageError: every kind needs more memory.
+                memory, one sub-vector per 4 values is used, even if that needs more memory too.
         """
         lists = 0 if rows <= FLAT_LIMIT else math.isqrt(rows)
         sizes = [width // values for values in (2, 4) if not width % values] if lists else []
         kinds = [cls(lists, sub_vectors) for sub_vectors in sizes or [0]]
-        for kind in kinds:
-            if memory is None or kind._build_bytes(rows, width) <= memory:
-                return kind
-        kinds[-1].check_memory(rows, width, memory)
-        return kinds[-1]
+        fitting = (kind for kind in kinds if memory is None or kind.build_bytes(rows, width) <= memory)
+        return next(fitting, kinds[-1])
 
     @property
     def name(self) -> str:
@@ -98,7 +94,7 @@ class AnnKind:
 
     def check_memory(self, rows: int, width: int, memory: int | None) -> None:
         """Raise UsageError if a build with `rows` embeddings of `width` values needs more than `memory` bytes."""
-        need = self._build_bytes(rows, width)
+        need = self.build_bytes(rows, width)
         if memory is not None and need > memory:
             raise UsageError(
                 f"the nearest-neighbour index {self.factory} of {rows:,} rows needs {need:,} bytes of memory, but only "
@@ -111,10 +107,29 @@ class AnnKind:
         """Return the number of bytes that one vector and its id take."""
         return _ID_BYTES + (-(-self.sub_vectors // 2) if self.sub_vectors else _FLOAT_BYTES * width)
 
-    def _build_bytes(self, rows: int, width: int) -> int:
+    def build_bytes(self, rows: int, width: int) -> int:
+        """Return the memory in bytes that a build with `rows` embeddings of `width` values needs at its peak."""
         return math.ceil(_PEAK * rows * self.vector_bytes(width))
 
 
 def ann_bytes(rows: int, width: int, memory: int | None = None) -> int:
     """Return the bytes that a FAISS index takes in memory and on disk. For the arguments, see `AnnKind.choose`."""
     return rows * AnnKind.choose(rows, width, memory).vector_bytes(width)
+
+
+def extension_bytes(ann: Mapping[str, Any], rows: int, width: int, memory: int | None = None) -> int:
+    """Return the memory in bytes that an extension of a nearest-neighbour index needs at its peak.
+
+    Args:
+        ann: description of the existing FAISS files, from the manifest.
+        rows: number of new rows.
+        width: width of the embeddings.
+        memory: see `AnnKind.choose`.
+    """
+    if not ann.get("files"):
+        return 0
+    first = {"vectors": ann["vectors"], **ann["files"][0]}
+    loaded, vectors = int(first["bytes"]), int(first["vectors"])  # it is loaded for its centroids
+    if ann["kind"] == AnnKind().name:
+        return max(loaded, AnnKind.choose(rows, width, memory).build_bytes(rows, width))
+    return max(loaded, math.ceil(_PEAK * rows * loaded / max(1, vectors)))

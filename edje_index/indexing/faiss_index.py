@@ -157,8 +157,9 @@ def _kind_of(request: AnnRequest, spec: IndexSpec) -> AnnKind:
         UsageError: `request.ann` is not supported, or the FAISS index needs more memory than `request.memory`.
     """
     if request.ann == "auto":
-        return AnnKind.choose(spec.used_rows, spec.embed_dim, request.memory)
-    kind = AnnKind.parse(request.ann, spec.embed_dim)
+        kind = AnnKind.choose(spec.used_rows, spec.embed_dim, request.memory)
+    else:
+        kind = AnnKind.parse(request.ann, spec.embed_dim)
     kind.check_memory(spec.used_rows, spec.embed_dim, request.memory)
     return kind
 

@@ -17,7 +17,14 @@ from pipelines.planning.machine import free_disk
 from pipelines.planning.new_rows import request_rows
 from pipelines.planning.output import check_output
 from pipelines.planning.plan import BuildSettings, read_plan, settings_of_request
-from pipelines.planning.resources import check_index_size, check_workers, disk_need, model_memory_need, usable_memory
+from pipelines.planning.resources import (
+    check_ann_memory,
+    check_index_size,
+    check_workers,
+    disk_need,
+    model_memory_need,
+    usable_memory,
+)
 from pipelines.planning.stored import read_stored_build
 from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.stopping import ShouldStop
@@ -91,6 +98,7 @@ def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
         JobStopped: `should_stop()` returned True.
     """
     from edje_index.bundles.info import read_bundle_info
+    from edje_index.indexing.listed_shards import listed_bytes
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
     from storage_formats.presence import check_files
 
@@ -113,8 +121,11 @@ def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
             f"there is nothing to index in {', '.join(config.sources)}; check the sources", parameter="sources"
         )
     spec = IndexSpec(listing.inputs, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
-    check_index_size(config.out, spec, config.memory)
     is_finished = stored is not None and stored.index is not None
+    if stored is None:
+        check_index_size(config.out, spec, config.memory, stored_bytes=listed_bytes(config.out))
+    elif not is_finished:
+        check_ann_memory(stored.plan.spec, config.memory)
     finished_shards = spec.shards if is_finished else len(stored.receipts) if stored is not None else 0
     return _dry_run(_Cost(config, settings, info, workers), listing, spec, finished_shards, on_event)
 
@@ -142,8 +153,9 @@ def try_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop 
     listing = replace(
         listing, inputs=listing.inputs + new.duplicates, duplicates=new.duplicates, ignored=dict(new.ignored)
     )
+    if new.refs:
+        request.check_size(len(new.refs))
     spec = replace(index.manifest.spec, rows=max(1, len(new.refs)), segments=())
-    check_index_size(config.root, spec, config.memory)
     cost = _Cost(request.build, request.settings, request.info, request.workers)
     return _dry_run(cost, listing, spec if new.refs else None, finished_shards, on_event)
 

@@ -12,7 +12,7 @@ from pipelines.planning.config import AppendConfig, BuildConfig
 from pipelines.planning.inputs import check_frozen_inputs, removed_on_failure, store_inputs
 from pipelines.planning.plan import BuildPlan, BuildSettings, discard_change, model_record, plan_of_manifest, read_plan
 from pipelines.planning.prepare import PreparedBuild
-from pipelines.planning.resources import check_index_size, check_workers
+from pipelines.planning.resources import check_disk, check_extension_memory, check_workers
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout, Segment
 
@@ -87,18 +87,24 @@ class RowsRequest:
             and stored.shards.start >= self.index.manifest.snapshot.next_shard
         )
 
+    def check_size(self, rows: int) -> None:
+        """Raise UsageError if the disk or the memory of this machine is too small for `rows` new rows."""
+        manifest, memory = self.index.manifest, self.build.memory
+        check_extension_memory(manifest, rows, memory)
+        check_disk(self.index.root, replace(manifest.spec, rows=rows, segments=()), memory)
+
     def prepared(self, new: NewInputs) -> PreparedRows:
         """Plan the rows of `new`. Store the plan and the lists of inputs in `build/`.
 
         Raises:
-            UsageError: the disk is too small.
+            UsageError: the disk or the memory is too small.
             OSError: the plan cannot be written.
         """
         if not new.refs:
             return PreparedRows(new.duplicates)
         with removed_on_failure(self.index.root):
+            self.check_size(len(new.refs))
             plan = self._planned(new)
-            check_index_size(self.index.root, replace(plan.spec, rows=plan.rows, segments=()), self.build.memory)
             plan.write()
         return PreparedRows(new.duplicates, PreparedBuild(plan, self.workers), self.build)
 
@@ -106,10 +112,12 @@ class RowsRequest:
         """Return a stopped change with the plan `stored`, ready to continue.
 
         Raises:
+            UsageError: the memory is too small for the nearest-neighbour index.
             CorruptIndexError: a list of inputs is damaged.
         """
         from storage_formats.format.receipts import read_receipts
 
+        check_extension_memory(self.index.manifest, stored.rows, self.build.memory)
         receipts = read_receipts(Layout(self.index.root), stored.shards, stored.fingerprint)
         check_frozen_inputs(stored, receipts)
         plan = replace(stored, model=model_record(self.info))

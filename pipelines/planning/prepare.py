@@ -15,7 +15,7 @@ from pipelines.planning.config import BuildConfig
 from pipelines.planning.finished import check_sources
 from pipelines.planning.inputs import OnShardListed, check_frozen_inputs, freeze_inputs, removed_on_failure
 from pipelines.planning.plan import BuildPlan, model_record, settings_of_request
-from pipelines.planning.resources import check_index_size, check_workers
+from pipelines.planning.resources import check_ann_memory, check_index_size, check_workers
 from pipelines.planning.stored import read_stored_build
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
@@ -81,6 +81,7 @@ def prepare_build(
         return PreparedBuild(stored.plan, finished=stored.index)
     workers = check_workers(config, settings, info)
     if stored is not None:
+        check_ann_memory(stored.plan.spec, config.memory)  # another limit than that of the first run may hold
         check_frozen_inputs(stored.plan, stored.receipts)
         plan = replace(stored.plan, model=model_record(info))  # the bundle may have moved
         return PreparedBuild(plan, workers, stored.receipts)

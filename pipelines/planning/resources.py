@@ -16,7 +16,9 @@ from storage_formats.format.layout import CRC_BYTES, PAGE_BYTES, IndexSpec, padd
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
+    from storage_formats.format.manifest import Manifest
 
+_ANN = "nearest-neighbour index"
 _SLACK = 1.02  # metadata, and what the file system adds
 _FILES_PER_SHARD = 5  # tokens, checksums, embeddings, rows; during the build also the receipt
 _ROW_BYTES = 200  # rows table and frozen inputs together, compressed, for paths of about 60 characters
@@ -89,7 +91,41 @@ def model_memory_need(workers: int | None, settings: BuildSettings, info: Bundle
 
 
 def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None, *, stored_bytes: int = 0) -> None:
-    """Raise UsageError if the disk is too small for the index, or the memory is too small for its embeddings.
+    """Raise UsageError if the disk is too small for the index, or the memory for its nearest-neighbour index.
+
+    For the arguments, see `check_ann_memory` and `check_disk`.
+    """
+    check_ann_memory(spec, memory)
+    check_disk(root, spec, memory, stored_bytes=stored_bytes)
+
+
+def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
+    """Raise UsageError if the memory is too small to build the nearest-neighbour index.
+
+    Args:
+        spec: shape of the index.
+        memory: see `BuildConfig`.
+    """
+    from edje_index.indexing.ann_kind import AnnKind
+
+    need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(spec.rows, spec.embed_dim)
+    advice = "split the sources over several indexes"
+    _check_memory(Need({_ANN: need}), memory, advice, parameter="sources")
+
+
+def check_extension_memory(manifest: Manifest, rows: int, memory: int | None) -> None:
+    """Raise UsageError if the memory is too small to add `rows` rows to the nearest-neighbour index.
+
+    `BuildConfig` describes `memory`.
+    """
+    from edje_index.indexing.ann_kind import extension_bytes
+
+    need = extension_bytes(manifest.ann, rows, manifest.spec.embed_dim, memory)
+    _check_memory(Need({_ANN: need}), memory, "split the index", parameter="sources")
+
+
+def check_disk(root: Path, spec: IndexSpec, memory: int | None = None, *, stored_bytes: int = 0) -> None:
+    """Raise UsageError if the disk is too small for the index.
 
     Args:
         root: directory of the index.
@@ -98,8 +134,6 @@ def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None, *, 
         stored_bytes: length of files that become part of the index or are removed. They count as free space.
     """
     need = disk_need(spec, memory)
-    vectors = Need({"vectors": need.parts["ann"]})
-    _check_memory(vectors, memory, "split the sources over several indexes", parameter="sources")
     free = free_disk(root) + stored_bytes
     if need.total > free:
         raise UsageError(
@@ -111,11 +145,7 @@ def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None, *, 
 
 
 def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
-    """Return the disk space that the whole index needs, plus 2 %.
-
-    Raises:
-        UsageError: every kind of nearest-neighbour index needs more memory than `memory`.
-    """
+    """Return the disk space that the whole index needs, plus 2 %."""
     from edje_index.indexing.ann_kind import ann_bytes
     from storage_formats.codecs import codec
 

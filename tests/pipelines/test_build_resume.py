@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from edje_index.images.input_lists import read_shard_inputs, write_input_lists
+from edje_index.indexing import ann_kind, shard_encoding
 from edje_index.indexing.faiss_index import build_ann, extend_ann
+from pipelines import retry_failed
 from pipelines.jobs.append import run_append
 from pipelines.jobs.build import run_build
 from pipelines.jobs.encode_shards import encode_shards
@@ -21,7 +23,7 @@ from pipelines.planning.prepare import prepare_build
 from pipelines.progress.events import PlanReady, Progress
 from pipelines.progress.stopping import JobStopped
 from storage_formats import verify_index
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.rows import read_rows
@@ -156,6 +158,32 @@ def test_the_advice_on_a_stopped_append_discards_it_and_keeps_the_index(config, 
     assert verify_index(root) == []
     assert run("append", root, tmp_path / "newer", "--engine", "inline")[0] == 0
     assert [entry.rows for entry in history(root)] == [10, 9, 10]
+
+
+def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_encodes(
+    config, run, monkeypatch, photos, tmp_path
+):
+    new, root = tmp_path / "new", config().out
+    for seed in range(10, 18):
+        write_photo(new / f"{seed}.jpg", seed)
+    arguments = [photos, "--out", root, "--model", config().model, "--shard-size", 4, "--batch-size", 2, "--threads", 1]
+    build = ["build", *arguments, "--device", "cpu", "--max-failed", 1]
+    append = ["append", root, new]
+    jobs = ((build, run_build, config()), (append, run_append, AppendConfig(root, (str(new),), engine="inline")))
+    for command, job, request in jobs:
+        stop_after_one_shard(job, request)
+        for options in ([], ["--dry-run"]):
+            with monkeypatch.context() as patch:
+                patch.setattr(ann_kind, "_PEAK", 10.0**7)
+                patch.setattr(shard_encoding, "encode_shard", None)
+                code, _, message = run(*command, *options, "--engine", "inline", "--memory", "1G", "--quiet")
+            assert code == 2
+            assert re.search(r"--memory: .*nearest-neighbour index .* of memory, but only 1\.0 GB are allowed", message)
+        assert run(*command, "--engine", "inline", "--quiet")[0] == 0
+    photos.joinpath("07.jpg").write_bytes(new.joinpath("10.jpg").read_bytes() + b" ")
+    monkeypatch.setattr(ann_kind, "_PEAK", 10.0**7)
+    with pytest.raises(UsageError, match="nearest-neighbour index"):
+        retry_failed(root, engine="inline", memory=10**9)
 
 
 def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):

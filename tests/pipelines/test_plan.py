@@ -196,8 +196,11 @@ def test_the_memory_limit_chooses_the_nearest_neighbour_index(config, monkeypatc
     assert disk_need(spec).parts["ann"] == int(10_000_000 * 104 * 1.02)
     assert disk_need(spec, memory=10**9).parts["ann"] == int(10_000_000 * 56 * 1.02)
     check_index_size(config().out, spec, memory=10**9)
-    with pytest.raises(UsageError, match=r"needs 672,000,000 bytes of memory, but only 100,000,000 are available"):
-        check_index_size(config().out, spec, memory=10**8)
+    for parameter, change in (("memory", {"memory": 10**8}), ("sources", {})):
+        monkeypatch.setattr(resources, "available_memory", lambda: 10**8 + 1)
+        with pytest.raises(UsageError, match=r"neighbour index [\d.]+ [MG]B\) of memory, but only 100\.0 MB") as error:
+            check_index_size(config().out, spec, **change)
+        assert error.value.parameter == parameter
 
 
 def test_cuda_without_a_device_is_refused(config, monkeypatch):

@@ -66,7 +66,7 @@ def test_the_kind_follows_from_rows_width_and_memory(rows, width, memory, factor
 def test_rows_that_do_not_fit_into_memory_are_refused(root):
     message = "IVF1000,PQ3x4fs of 1,000,000 rows needs 12,000,000 bytes of memory, but only 11,999,999 are available"
     with pytest.raises(UsageError, match=message):
-        AnnKind.choose(1_000_000, 6, 11_999_999)
+        AnnKind.choose(1_000_000, 6, 11_999_999).check_memory(1_000_000, 6, 11_999_999)
     assert AnnKind.choose(1_000_000, 6, 12_000_000).factory == "IVF1000,PQ3x4fs"
     for factory in ("auto", "Flat", "IVF10,Flat"):
         with pytest.raises(
