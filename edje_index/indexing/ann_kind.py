@@ -75,11 +75,16 @@ class AnnKind:
             memory: memory in bytes that a build may use; None for no limit. If one sub-vector per 2 values needs more
                 memory, one sub-vector per 4 values is used, even if that needs more memory too.
         """
-        lists = 0 if rows <= FLAT_LIMIT else math.isqrt(rows)
-        sizes = [width // values for values in (2, 4) if not width % values] if lists else []
-        kinds = [cls(lists, sub_vectors) for sub_vectors in sizes or [0]]
+        kinds = cls.defaults(rows, width)
         fitting = (kind for kind in kinds if memory is None or kind.build_bytes(rows, width) <= memory)
         return next(fitting, kinds[-1])
+
+    @classmethod
+    def defaults(cls, rows: int, width: int) -> list[AnnKind]:
+        """Return the kinds that `choose` returns for any memory, largest first."""
+        lists = 0 if rows <= FLAT_LIMIT else math.isqrt(rows)
+        sizes = [width // values for values in (2, 4) if not width % values] if lists else []
+        return [cls(lists, sub_vectors) for sub_vectors in sizes or [0]]
 
     @property
     def name(self) -> str:

@@ -164,12 +164,16 @@ def _kind_of(request: AnnRequest, spec: IndexSpec) -> AnnKind:
     return kind
 
 
-def has_default_kind(manifest: Manifest) -> bool:
-    """Return True if the nearest-neighbour index has the default kind for the rows that it was built from."""
+def default_position(manifest: Manifest) -> int | None:
+    """Return the position of the kind of the nearest-neighbour index in `AnnKind.defaults`.
+
+    The default kinds are those for the rows of the first FAISS file. Return None for another kind.
+    """
     spec, appended = manifest.spec, len(manifest.ann_files) - 1  # an append adds a segment and a file
     built_segments = spec.used_segments[: len(spec.used_segments) - appended]
-    default = AnnKind.choose(sum(segment.rows for segment in built_segments), spec.embed_dim)
-    return AnnRequest.like(manifest.ann).ann == default.factory
+    defaults = AnnKind.defaults(sum(segment.rows for segment in built_segments), spec.embed_dim)
+    factory = AnnRequest.like(manifest.ann).ann
+    return next((position for position, kind in enumerate(defaults) if kind.factory == factory), None)
 
 
 def tune_ann(

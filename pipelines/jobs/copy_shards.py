@@ -112,22 +112,29 @@ def build_copied_ann(
         return origins[0].ann
     from edje_index.indexing.faiss_index import build_ann
 
-    request = _ann_request(searchable, on_event)
+    request = _ann_request(searchable, spec, on_event)
     on_event(StatusMessage("building the nearest-neighbour index"))
-    return build_ann(root, spec, replace_file=replace_file, request=request)
+    ann = build_ann(root, spec, replace_file=replace_file, request=request)
+    if request.ann not in ("auto", ann.get("factory", "Flat")):
+        on_event(StatusMessage(f"there are too few rows for a nearest-neighbour index {request.ann}; it is Flat now"))
+    return ann
 
 
-def _ann_request(origins: Sequence[Manifest], on_event: OnEvent) -> AnnRequest:
+def _ann_request(origins: Sequence[Manifest], spec: IndexSpec, on_event: OnEvent) -> AnnRequest:
     """Request the kind that the user chose for the indexes `origins`, and the highest of their target recalls.
 
-    If all kinds are default kinds, or if the kinds differ, request the default kind for the new number of rows.
+    If all kinds are default kinds, request the default kind for the new number of rows, with the smallest codes of all
+    `origins`. If the kinds differ, request the default kind.
     """
-    from edje_index.indexing.faiss_index import AnnRequest, has_default_kind
+    from edje_index.indexing.ann_kind import AnnKind
+    from edje_index.indexing.faiss_index import AnnRequest, default_position
 
     requests = [AnnRequest.like(manifest.ann) for manifest in origins]
     recall = max(request.recall for request in requests)
-    if all(map(has_default_kind, origins)):
-        return AnnRequest("auto", recall)
+    positions = [position for position in map(default_position, origins) if position is not None]
+    if len(positions) == len(origins):
+        defaults = AnnKind.defaults(spec.used_rows, spec.embed_dim)
+        return AnnRequest(defaults[min(max(positions), len(defaults) - 1)].factory, recall)
     kinds = sorted({request.ann for request in requests})
     if len(kinds) == 1:
         return AnnRequest(kinds[0], recall)

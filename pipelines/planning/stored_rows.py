@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,22 @@ class StoredRows:
         if row is not None:
             self._remove(name, None, row)
         return row
+
+    def take_rows(self, row_ids: Set[int]) -> list[StoredRow]:
+        """Remove and return the rows with the ids `row_ids`. Ids of other rows are ignored."""
+        taken = []
+        for name, first in list(self._of_name.items()):
+            before: StoredRow | None = None
+            row: StoredRow | None = first
+            while row is not None:
+                following = row.next_of_name
+                if row.row_id in row_ids:
+                    self._remove(name, before, row)
+                    taken.append(row)
+                else:
+                    before = row
+                row = following
+        return taken
 
     def _remove(self, name: bytes, before: StoredRow | None, row: StoredRow) -> None:
         if before is not None:

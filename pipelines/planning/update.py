@@ -123,11 +123,13 @@ class _Pending:
 class _Comparison:
     """Pairs each input with a row of the same name and content, or else with a row of the same name.
 
-    A duplicate row is kept only if the row of its original is kept too. Otherwise its input gets a new row.
+    A duplicate row is kept only if the row of its original is kept too. Otherwise its input gets a new row. If the
+    input cannot be read now, the duplicate row and the row of its original are kept.
 
     Attributes:
         inputs: number of inputs.
-        kept: rows that have an input of the same name and content.
+        kept: rows that have an input of the same name and content, or whose input cannot be read now.
+        kept_originals: other rows that are kept, because an input that cannot be read now is a duplicate of them.
         pending: inputs that have no row of the same name and content, in the order of the sources.
         hidden: the problem of each directory or archive that could not be read, by path.
         unreachable: number of inputs on servers that cannot be read now. Their rows are kept.
@@ -137,6 +139,7 @@ class _Comparison:
         self.stored = stored
         self.inputs = 0
         self.kept: list[StoredRow] = []
+        self.kept_originals: list[StoredRow] = []
         self.pending: list[_Pending] = []
         self.hidden: dict[str, str] = {}
         self.unreachable = 0
@@ -158,7 +161,7 @@ class _Comparison:
     def finish(self) -> None:
         """Pair the remaining inputs with rows of the same name. Call this method once, after the last `add`."""
         self._keep_unreachable()
-        originals = {row.row_id for row in self.kept} if self._duplicates else set()
+        originals = {row.row_id for row in (*self.kept, *self.kept_originals)} if self._duplicates else set()
         for each in self._duplicates:
             if each.row is not None and each.row.duplicate_of in originals:
                 self.kept.append(each.row)
@@ -171,6 +174,7 @@ class _Comparison:
     def _keep_unreachable(self) -> None:
         """Keep the rows of inputs whose server does not respond or refuses the request. Failed rows are not kept."""
         pending, self.pending = self.pending, []
+        originals: set[int] = set()
         for each in pending:
             is_refused = each.ref.problem == "unreadable" and is_remote(each.ref.path)
             row = self.stored.take_named(each.ref) if is_refused or each.ref.problem == "unreachable" else None
@@ -178,15 +182,16 @@ class _Comparison:
                 self.pending.append(dataclasses.replace(each, row=row))
                 continue
             self.unreachable += 1
-            if row.duplicate_of is None:
-                self.kept.append(row)
-            else:
-                self._duplicates.append(dataclasses.replace(each, row=row))
+            self.kept.append(row)
+            if row.duplicate_of is not None:
+                originals.add(row.duplicate_of)
+        self.kept_originals = self.stored.take_rows(originals) if originals else []
 
     def changes(self, ignored: dict[str, int]) -> SourceChanges:
         """Return the changes that make the rows match the inputs."""
         hashes = {each.ref.content_hash for each in self.pending}
-        held = {row.content_hash.hex() for row in self.kept if row.content_hash is not None} & hashes
+        kept = (*self.kept, *self.kept_originals)
+        held = {row.content_hash.hex() for row in kept if row.content_hash is not None} & hashes
         refs: list[InputRef] = []
         changed: list[int] = []
         for each in self.pending:

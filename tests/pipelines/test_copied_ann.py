@@ -7,7 +7,7 @@ from dataclasses import replace
 import faiss
 import pytest
 
-from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, has_default_kind
+from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, default_position
 from pipelines import compact_index, delete_rows, merge_indexes, split_index
 from pipelines.progress.events import StatusMessage
 from storage_formats import Manifest, verify_index
@@ -80,25 +80,34 @@ def test_merges_keep_a_kind_that_all_indexes_have(root, left, right, factory, me
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "appended", "is_default"),
+    ("kind", "rows", "appended", "position"),
     [
-        ("Flat", [100_000], 0, True),
-        ("Flat", [100_001], 0, False),
-        ("Flat", [100_000, 500], 1, True),
-        ("Flat", [100_000, 500], 0, False),
-        ("IVF1000,PQ8x4fs", [1_000_000], 0, True),
-        ("IVF1000,PQ4x4fs", [1_000_000], 0, False),
-        ("IVF1000,PQ8x4fs", [900_000, 100_000, 300_000], 1, True),
-        ("IVF1000,PQ8x4fs", [900_000, 100_000, 300_000], 2, False),
+        ("Flat", [100_000], 0, 0),
+        ("Flat", [100_001], 0, None),
+        ("Flat", [100_000, 500], 1, 0),
+        ("Flat", [100_000, 500], 0, None),
+        ("IVF1000,PQ8x4fs", [1_000_000], 0, 0),
+        ("IVF1000,PQ4x4fs", [1_000_000], 0, 1),  # of a build with less memory
+        ("IVF1000,PQ2x4fs", [1_000_000], 0, None),
+        ("IVF1000,PQ8x4fs", [900_000, 100_000, 300_000], 1, 0),
+        ("IVF1000,PQ8x4fs", [900_000, 100_000, 300_000], 2, None),
     ],
 )
-def test_a_default_kind_is_known_from_the_rows_that_it_was_built_from(root, kind, rows, appended, is_default):
+def test_a_default_kind_is_known_from_the_rows_that_it_was_built_from(root, kind, rows, appended, position):
     manifest = add_ann(root)
-    segments = tuple(Segment(position * 1_000_000, count) for position, count in enumerate(rows))
+    segments = tuple(Segment(number * 1_000_000, count) for number, count in enumerate(rows))
     spec = replace(SPEC, rows=segments[-1].stop, segments=segments)
     name = "flat" if kind == "Flat" else "ivf-pq"
     ann = {**manifest.ann, "kind": name, "factory": kind, "files": manifest.ann["files"] * (appended + 1)}
-    assert has_default_kind(replace(manifest, spec=spec, ann=ann)) == is_default
+    assert default_position(replace(manifest, spec=spec, ann=ann)) == position
+
+
+def test_copies_keep_the_small_codes_of_a_default_kind(root, monkeypatch):
+    monkeypatch.setattr("edje_index.indexing.ann_kind.FLAT_LIMIT", 100)
+    add_ann(root, AnnRequest(memory=round(1.2 * 300 * 10) + 1))  # enough for 4 parts, which need 2 bytes, and for ids
+    assert Manifest.load(root).ann["factory"] == "IVF17,PQ4x4fs"
+    for copied in without_rows(root, list(range(0, 300, 4))):
+        assert Manifest.load(copied).ann["factory"] == "IVF15,PQ4x4fs"
 
 
 def test_a_part_with_too_few_vectors_for_the_codes_gets_a_flat_index(tmp_path):
@@ -106,6 +115,10 @@ def test_a_part_with_too_few_vectors_for_the_codes_gets_a_flat_index(tmp_path):
     write_random_index(root, replace(SPEC, rows=84))
     add_ann(root, AnnRequest("IVF2,PQ8x4fs"))
     parts = [tmp_path / "left", tmp_path / "right"]  # of 64 and 20 rows
-    split_index(root, parts)
+    events = []
+    split_index(root, parts, on_event=events.append)
     assert [Manifest.load(part).ann["kind"] for part in parts] == ["ivf-pq", "flat"]
+    assert [event.text for event in events if isinstance(event, StatusMessage) and "too few" in event.text] == [
+        "there are too few rows for a nearest-neighbour index IVF2,PQ8x4fs; it is Flat now"
+    ]
     assert len(AnnIndex.open(parts[1])) == 20

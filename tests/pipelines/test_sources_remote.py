@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edje_index.images.inputs import InputRef, read_bytes
@@ -21,7 +22,7 @@ from pipelines.jobs.update import run_update
 from pipelines.planning.config import AppendConfig, UpdateConfig
 from pipelines.progress.events import StatusMessage
 from pipelines.sources import iter_all, open_source, open_sources, remote_folder
-from storage_formats import MissingExtraError, UsageError, read_rows
+from storage_formats import MissingExtraError, TokenStore, UsageError, read_rows
 from tests.pipelines.test_build_packed import _pack
 from tests.web_server import WebServer, web_server
 
@@ -210,6 +211,31 @@ def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
     result = run_update(UpdateConfig(request.out, (), engine="inline", dry_run=True), events.append)
     assert (result.unchanged, result.deleted, result.failed_by_reason) == (3, 2, {"missing": 1, "unreachable": 1})
     assert StatusMessage("2 inputs on servers cannot be read now; the rows stay", is_warning=True) in events
+
+
+@pytest.mark.parametrize("original", ["changed", "vanished"])
+def test_an_update_keeps_the_original_of_a_duplicate_that_cannot_be_read_now(
+    server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any], original: str
+) -> None:
+    server.files["/01.jpg"] = (photos / "01.jpg").read_bytes()
+    (tmp_path / "list.txt").write_text(f"{server.url}/01.jpg\n")
+    sources = (str(photos), str(tmp_path / "list.txt"))
+    request = replace(config(), sources=sources, out=tmp_path / "web.edje", dedupe=True)
+    run_build(request, lambda event: None)  # rows 3 and 10 are duplicates of row 1
+    if original == "changed":
+        (photos / "01.jpg").write_bytes((photos / "02.jpg").read_bytes() + b"changed")
+    else:
+        (photos / "01.jpg").unlink()
+    server.faults["/01.jpg"] = ["503"] * 4
+    events: list[Any] = []
+    result = run_update(UpdateConfig(request.out, (), engine="inline"), events.append)
+    assert (result.unchanged, result.new, result.deleted) == (10, int(original == "changed"), 0)
+    assert StatusMessage("1 input on servers cannot be read now; the rows stay", is_warning=True) in events
+    with TokenStore.open(request.out) as store:
+        assert np.isfinite(store.fetch([1])).all()
+    result = run_update(UpdateConfig(request.out, (), engine="inline"), events.append)  # the server responds again
+    assert (result.unchanged, result.new + result.changed, result.deleted) == (8 + int(original == "changed"), 1, 3)
+    assert "duplicate" not in read_rows(request.out, columns=["status"])["status"].to_pylist()[8:]
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.zip"])
