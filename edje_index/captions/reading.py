@@ -74,7 +74,8 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
 
     Args:
         path: path of the caption file. The suffix determines the format.
-        images: base directory of relative image paths. The default is the directory of `path`.
+        images: base directory of relative image paths. It need not exist, because an index may be used on a machine
+            without its photos. The default is the directory of `path`.
         split: read only this split. The split "train" includes Karpathy's split "restval".
 
     Raises:
@@ -82,8 +83,6 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
     """
     file = Path(path)
     folder = Path(os.path.abspath(file.parent if images is None else images))
-    if images is not None and not folder.is_dir():
-        raise UsageError(f"there is no directory {images}; give the base directory of the image paths")
     parts = None if split is None else _PARTS_OF_SPLIT.get(split, frozenset({split}))
     kept, blank = [], 0
     for record in read_records(file):
@@ -94,6 +93,12 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
     if not items:
         raise UsageError(f"{file} contains no captions" + (f" except {blank:,} blank captions" if blank else ""))
     return CaptionFile(items if parts is None else _of_split(items, parts, f"'{split}'", file), blank)
+
+
+def check_image_directory(images: str | Path | None) -> None:
+    """Raise a UsageError if the base directory of the images is missing. For callers that read the image files."""
+    if images is not None and not Path(images).is_dir():
+        raise UsageError(f"there is no directory {images}; give the base directory of the image paths")
 
 
 def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:

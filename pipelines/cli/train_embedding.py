@@ -67,7 +67,7 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
       edje-index model train-embedding coco.json --split train --images coco --image-tower \\
         vit_base_patch14_dinov2:dinov2.safetensors --text-tower minilm --tune-text 2 --out clip
     """
-    from edje_index.captions.reading import check_apart, read_captions
+    from edje_index.captions.reading import check_apart, check_image_directory, read_captions
     from edje_index.recipes.contrastive.config import ContrastiveConfig
     from edje_index.recipes.contrastive.embedding_model import EmbeddingRequest
     from edje_index.recipes.contrastive.embedding_model import train_embedding as train
@@ -75,6 +75,7 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
     from pipelines.progress.events import StatusMessage, progress_callback
 
     images = options.pop("images")
+    check_image_directory(images)
     data = read_captions(captions, images, options.pop("split"))
     dev_file, dev_split = options.pop("dev"), options.pop("dev_split")
     dev = read_captions(dev_file, images, dev_split) if dev_file else []

@@ -30,10 +30,12 @@ def read_training_captions(inputs: TrainingInputs) -> Captions:
     """Read the files of training captions and the file of dev captions.
 
     Raises:
-        UsageError: a file cannot be read, or an image has both training and dev captions.
+        UsageError: a file cannot be read, the directory of the images is missing, or an image has both training and dev
+            captions.
     """
-    from edje_index.captions.reading import check_apart, read_caption_file
+    from edje_index.captions.reading import check_apart, check_image_directory, read_caption_file
 
+    check_image_directory(inputs.images)
     files = [read_caption_file(path, inputs.images, inputs.split) for path in inputs.captions]
     trained = [item for file in files for item in file.items]
     dev_files = [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)] if inputs.dev else []

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from edje_index.captions.reading import CaptionedImage, read_caption_file, read_captions
+from edje_index.captions.reading import CaptionedImage, check_image_directory, read_caption_file, read_captions
 from storage_formats.errors import UsageError
 
 NAMES = ("café 猫.jpg", "b.jpg", "c.jpg")
@@ -51,8 +51,10 @@ def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_captions("c.jsonl", images="photos") == found
     assert read_captions("c.jsonl")[0].path == f"{tmp_path}/x/a.jpg"
+    assert [each.path for each in read_captions(file, images="/nowhere")] == ["/nowhere/x/a.jpg", "/abs/b.jpg"]
+    check_image_directory(tmp_path / "photos")
     with pytest.raises(UsageError, match="there is no directory"):
-        read_captions(file, images=tmp_path / "nowhere")
+        check_image_directory(tmp_path / "nowhere")
 
 
 def test_karpathys_files(tmp_path):
