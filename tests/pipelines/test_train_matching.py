@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 
 from edje_index.captions.reading import CaptionedImage
 from edje_index.training.config import TrainConfig
+from edje_index.training.data.dataset import TrainingData
 from pipelines.jobs.training.captions import Captions
-from pipelines.jobs.training.indexes import FurtherIndexes
+from pipelines.jobs.training.data import check_images
+from pipelines.jobs.training.indexes import FurtherIndexes, ViewIndex
 from pipelines.jobs.training.matching import MatchedCaptions, further_rows, match_captions
 from pipelines.jobs.training.request import TrainingInputs
 from storage_formats.errors import UsageError
@@ -73,3 +76,20 @@ def test_rows_in_further_indexes(tmp_path):
     lacking = match(features, items(3, 4), [])
     with pytest.raises(UsageError, match="other lacks 1 training images; build that index from all training images"):
         further_rows(inputs, config, FurtherIndexes(other, features, None), lacking, tmp_path)
+
+
+def test_a_run_folder_of_other_images_is_refused(tmp_path):
+    features = index(tmp_path / "features", 5)
+    views = ViewIndex(features, Path("/photos"), is_given=False)
+    inputs, config = TrainingInputs(captions=["train.jsonl"], model="model"), TrainConfig()
+    np.save(tmp_path / "view-rows.npy", [[0], [1]])
+    indexes = FurtherIndexes(features, None, views)
+    kept = further_rows(inputs, config, indexes, match(features, items(3, 0), []), tmp_path).views
+    assert kept is not None
+    with pytest.raises(UsageError, match=r"holds the views of 2 photos, but there are 3: .*; set run\.dir to another"):
+        further_rows(inputs, config, indexes, match(features, items(3, 0, 1), []), tmp_path)
+    data = {field.name: np.arange(2) for field in fields(TrainingData)}
+    TrainingData(**{**data, "rows": np.array([3, 0])}).save(tmp_path / "data")
+    check_images(tmp_path / "data", np.array([3, 0]))
+    with pytest.raises(UsageError, match=r"data contains the training data of other images: .*; set run\.dir"):
+        check_images(tmp_path / "data", np.array([3, 1]))

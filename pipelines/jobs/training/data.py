@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipelines.jobs.training.caption_shards import CaptionJob, prepare_captions
 from storage_formats.errors import UsageError
 
@@ -49,10 +52,10 @@ def prepared_data(
         builder: the run folder and the hardware settings.
 
     Raises:
-        UsageError: the folder contains data of another number of images.
+        UsageError: the folder contains data of other images.
         JobStopped: the preparation stopped early. Finished shards are kept.
     """
-    from edje_index.training.data.dataset import DevCaptions, TrainingData
+    from edje_index.training.data.dataset import DevCaptions
     from storage_formats.reading.embeddings import read_embeddings
 
     temperature = _temperature(settings, start, mining)
@@ -61,9 +64,19 @@ def prepared_data(
         dev = DevCaptions(matched.dev, read_embeddings(features, matched.dev.rows))
     job = CaptionJob(builder.folder / "data", matched.captions, start.path, mining)
     prepare_captions(job, builder.run, builder.on_event, builder.should_stop)
-    if TrainingData.open(job.folder).images != len(matched.items):
-        raise UsageError(f"{job.folder} contains the training data of other captions; set run.dir to another folder")
+    check_images(job.folder, matched.captions.rows)
     return PreparedData(job.folder, temperature, dev)
+
+
+def check_images(folder: Path, rows: NDArray[np.int64]) -> None:
+    """Raise UsageError unless the `TrainingData` in `folder` are of the images at `rows` of the feature index."""
+    from edje_index.training.data.dataset import TrainingData
+
+    if not np.array_equal(TrainingData.open(folder).rows, rows):
+        raise UsageError(
+            f"{folder} contains the training data of other images: the features have changed, or another version of "
+            "edje-index chose the images; set run.dir to another folder"
+        )
 
 
 def _temperature(settings: NegativesConfig, start: StartModel, mining: MiningModel) -> float:

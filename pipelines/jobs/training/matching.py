@@ -153,16 +153,30 @@ def further_rows(
             np.save(rows_file, _rows(indexes.teacher, matched))
             teacher = replace(teacher, index=indexes.teacher, rows=rows_file)
     if indexes.views is not None:
-        rows_file = run_folder / VIEW_ROWS
-        if not rows_file.exists():
-            rows = _view_rows(indexes.views, matched.items, config.augmentation.views)
-            content = io.BytesIO()
-            np.save(content, rows)
-            write_bytes_atomic(rows_file, content.getvalue())
+        rows_file = _stored_view_rows(indexes.views, matched.items, config.augmentation.views, run_folder)
         shutil.rmtree(run_folder / VIEW_FILES, ignore_errors=True)
         views = ViewTask(indexes.views.index, rows_file)
     mining = MiningModel(inputs.miner, indexes.mining, _rows(indexes.mining, matched))
     return FurtherRows(mining, teacher, views)
+
+
+def _stored_view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int, run_folder: Path) -> Path:
+    """Return the path of the file with the rows of the views. Write the file if it does not exist.
+
+    Raises:
+        UsageError: an earlier run wrote the file for another number of photos.
+    """
+    rows_file = run_folder / VIEW_ROWS
+    if not rows_file.exists():
+        content = io.BytesIO()
+        np.save(content, _view_rows(views, photos, count))
+        write_bytes_atomic(rows_file, content.getvalue())
+    elif (stored := len(np.load(rows_file, mmap_mode="r"))) != len(photos):
+        raise UsageError(
+            f"{rows_file} holds the views of {stored:,} photos, but there are {len(photos):,}: the features have "
+            "changed, or another version of edje-index chose the images; set run.dir to another folder"
+        )
+    return rows_file
 
 
 def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
