@@ -92,7 +92,7 @@ def encode_shard(
         begin_attempt(layout, task.shard) as attempt,
         _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
     ):
-        done = _restore(pieces, writer, entries) or _restore(listed_pieces, writer, entries, copy_to=pieces)
+        done = _restore(pieces, writer, entries, _restore(listed_pieces, writer, entries))
         prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding(encoder))
         for batch in _batches_ahead(task, images[done:], prepare, pool):
             if should_stop():
@@ -115,18 +115,14 @@ def encode_shard(
             read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
         receipt = writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
     pieces.remove()
+    listed_pieces.remove()
     return receipt
 
 
-def _restore(
-    pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry], *, copy_to: ShardPieces | None = None
-) -> int:
-    """Restore the rows that an earlier attempt saved. Return the number of restored rows."""
-    done = 0
-    for piece in pieces.read():
+def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry], done: int = 0) -> int:
+    """Restore the rows after the first `done` rows that earlier attempts saved. Return the number of finished rows."""
+    for piece in pieces.read(done):
         writer.put(piece.positions, piece.tokens, piece.embeddings)
-        if copy_to is not None:
-            copy_to.add(piece)
         entries[piece.start : piece.stop] = piece.entries
         done = piece.stop
     return done

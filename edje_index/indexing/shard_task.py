@@ -94,7 +94,7 @@ class ShardTask:
 
     def listed_fingerprint(self, refs: Sequence[InputRef]) -> str:
         """Return a hash of everything that determines the rows of this shard, except the metadata of `refs`."""
-        return hashlib.sha256(f"{self.settings} {self.shard} {rows_digest(refs)}".encode()).hexdigest()
+        return listed_fingerprint(self.settings, self.shard, refs)
 
     def decoding(self, encoder: Encoder) -> DecodeSettings:
         """Return the settings of decoding for `encoder`."""
@@ -104,6 +104,11 @@ class ShardTask:
     def inputs_per_batch(self) -> int:
         """Number of inputs per forward pass."""
         return inputs_per_batch(self.batch_size, self.frames)
+
+
+def listed_fingerprint(settings: str, shard: int, refs: Sequence[InputRef]) -> str:
+    """Return `ShardTask.listed_fingerprint` of `shard`. For `settings`, see `ShardTask`."""
+    return hashlib.sha256(f"{settings} {shard} {rows_digest(refs)}".encode()).hexdigest()
 
 
 def least_side(jpeg: str, encoder: Encoder) -> int | None:

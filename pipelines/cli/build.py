@@ -150,5 +150,10 @@ def _print(result: BuildResult, out: Path) -> None:
         f"+ {result.failed:,} failed, in {counted(result.shards, 'shard')}"
     )
     if not result.already_finished:
-        speed = f", {result.images_per_second:.1f} images/s, bottleneck {result.bottleneck or 'none'}"
-        print_line(f"{result.seconds:.1f} s{speed if result.images_per_second else ''}")
+        parts = [f"{result.seconds:.1f} s"]
+        if result.encoded_ahead:
+            parts.append(f"{counted(result.encoded_ahead, 'row')} encoded during the listing")
+        if result.images_per_second:
+            speed = f"{result.images_per_second:.1f} images/s{' after it' if result.encoded_ahead else ''}"
+            parts += [speed, f"bottleneck {result.bottleneck or 'none'}"]
+        print_line(", ".join(parts))

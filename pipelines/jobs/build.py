@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 
 from pipelines.engines.base import describe_error
 from pipelines.jobs.build_result import BuildResult, build_result
@@ -48,4 +49,5 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
             except OSError as error:
                 reason = f"cannot write {config.out}: {describe_error(error)}; finished shards are kept"
                 raise JobStopped(reason) from error
-    return build_result(manifest, prepared.plan, run, time.monotonic() - started)
+    result = build_result(manifest, prepared.plan, run, time.monotonic() - started)
+    return replace(result, encoded_ahead=ahead.rows)

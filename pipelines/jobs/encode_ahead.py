@@ -61,17 +61,21 @@ class EncodingAhead:
         self._error: EdjeError | None = None
         self._encoded: dict[int, int] = {}  # number of rows by shard
 
+    @property
+    def rows(self) -> int:
+        """Number of rows that were encoded during the listing, in this run or in an earlier run."""
+        return sum(self._encoded.copy().values())
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from edje_index.indexing.listed_shards import listed_bytes
+        from edje_index.indexing.listed_shards import has_listed_rows, listed_bytes
 
-        kept = listed_bytes(self._config.out) if error is not None else 0
-        if kept:
-            rows = f"the rows encoded during the listing ({human_bytes(kept)})"
+        if error is not None and has_listed_rows(self._config.out):
+            rows = f"the rows encoded during the listing ({human_bytes(listed_bytes(self._config.out))})"
             self._messages.append(StatusMessage(f"{rows} are kept in {self._listed.root} for the next run"))
         self._show_messages()
 
@@ -85,7 +89,7 @@ class EncodingAhead:
         if self._error is not None:
             raise self._error
         if isinstance(event, Progress):
-            event = replace(event, encoded=sum(self._encoded.copy().values()))
+            event = replace(event, encoded=self.rows)
         self._on_event(event)
 
     @contextlib.contextmanager

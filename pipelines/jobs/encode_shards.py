@@ -83,13 +83,10 @@ def open_workers(config: BuildConfig, prepared: PreparedBuild) -> tuple[WorkerFa
 
 def _stored_rows(plan: BuildPlan, finished_shards: Container[int]) -> int:
     """Return the number of stored rows of unfinished shards, also of those that were encoded during the listing."""
-    from edje_index.indexing.listed_shards import listed_shards
-    from storage_formats.writing.pieces import rows_in_pieces
+    from edje_index.indexing.listed_shards import stored_rows
 
-    layout = Layout(plan.root)
-    listed = sum(shard in plan.shards and shard not in finished_shards for shard in listed_shards(plan.root))
-    pieces = sum(rows_in_pieces(each, finished_shards) for each in (layout, Layout(layout.listed)))
-    return listed * plan.spec.shard_size + pieces
+    rows = stored_rows(plan.root, plan.spec)
+    return sum(rows.get(shard, 0) for shard in plan.shards if shard not in finished_shards)
 
 
 def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:

@@ -30,10 +30,10 @@ def check_output(config: BuildConfig) -> None:
 
 
 def has_stored_work(root: Path) -> bool:
-    """Return True if a stopped build has left a plan, or shards that were encoded while the sources were listed."""
-    from edje_index.indexing.listed_shards import listed_shards
+    """Return True if a stopped build has left a plan, or rows that were encoded while the sources were listed."""
+    from edje_index.indexing.listed_shards import has_listed_rows
 
-    return Layout(root).plan.exists() or bool(listed_shards(root))
+    return Layout(root).plan.exists() or has_listed_rows(root)
 
 
 def _foreign_entries(layout: Layout) -> set[str]:

@@ -69,7 +69,7 @@ def prepare_build(
         JobStopped: `should_stop()` returned True.
     """
     from edje_index.bundles.info import read_bundle_info
-    from edje_index.indexing.listed_shards import listed_bytes
+    from edje_index.indexing.listed_shards import listed_bytes, remove_other_rows
     from storage_formats.presence import check_files
 
     stored = read_stored_build(config.out)
@@ -99,7 +99,7 @@ def prepare_build(
             input_checksums=inputs.checksums,
             columns=inputs.columns,
         )
-        stored_bytes = listed_bytes(config.out)
-        check_index_size(config.out, plan.spec, config.memory, stored_bytes=stored_bytes)
+        remove_other_rows(config.out, plan.spec, plan.settings_fingerprint)
+        check_index_size(config.out, plan.spec, config.memory, stored_bytes=listed_bytes(config.out))
         plan.write()
     return PreparedBuild(plan, workers)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import shutil
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +75,9 @@ class ShardPieces:
         self._pending: list[Piece] = []
         self._saved_at = time.monotonic()
 
-    def read(self) -> Iterator[Piece]:
-        """Yield the stored pieces from position 0 to the first gap or damaged piece. Remove all later pieces."""
-        rows, stop = len(self._spec.shard_rows(self._shard)), 0
+    def read(self, start: int = 0) -> Iterator[Piece]:
+        """Yield the stored pieces from `start` to the first gap or damaged piece. Remove all later pieces."""
+        rows, stop = len(self._spec.shard_rows(self._shard)), start
         files = _piece_files(self._layout, self._shard)
         paths = {_positions_of(path)[0]: path for path in files}
         while path := paths.get(stop):
@@ -88,6 +89,12 @@ class ShardPieces:
         for path in files:
             if _positions_of(path)[1] > stop:
                 path.unlink(missing_ok=True)
+
+    def files(self) -> list[Path]:
+        """Return the files of the pieces that `read` yields. Remove all later pieces."""
+        for _ in self.read():
+            pass
+        return _piece_files(self._layout, self._shard)
 
     def add(self, piece: Piece) -> None:
         """Add the next finished rows. About once a minute, save all unsaved rows."""
@@ -154,12 +161,19 @@ class ShardPieces:
             return None
 
 
-def rows_in_pieces(layout: Layout, finished_shards: Container[int]) -> int:
-    """Return the total number of rows in stored pieces, without the pieces of `finished_shards`."""
-    folders = [layout.pieces(0).parent] if layout.pieces(0).parent.is_dir() else []
-    shards = (int(path.name) for folder in folders for path in folder.iterdir() if path.name.isdigit())
-    files = (path for shard in shards if shard not in finished_shards for path in _piece_files(layout, shard))
-    return sum(stop - start for start, stop in map(_positions_of, files))
+def rows_in_pieces(*layouts: Layout) -> dict[int, int]:
+    """Return the number of rows in stored pieces from position 0 to the first gap, by shard.
+
+    The pieces of each layout begin where those of the layout before end. Their contents are not checked.
+    """
+    rows: Counter[int] = Counter()
+    for layout in layouts:
+        folder = layout.pieces(0).parent
+        for shard in (int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal()):
+            stops = dict(map(_positions_of, _piece_files(layout, shard)))
+            while (stop := stops.pop(rows[shard], 0)) > rows[shard]:
+                rows[shard] = stop
+    return dict(rows)
 
 
 def _piece_files(layout: Layout, shard: int) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -21,15 +22,19 @@ import pytest
 from edje_index.images.inputs import InputRef
 from edje_index.indexing import shard_encoding
 from edje_index.indexing.listed_shards import listed_bytes, listed_shards
+from pipelines.cli.build import _print as show_result
 from pipelines.engines.base import EngineUnavailableError, Notice, TaskFailure
 from pipelines.engines.inline import InlineEngine
 from pipelines.jobs import encode_ahead, encode_shards
 from pipelines.jobs.build import run_build
+from pipelines.jobs.build_result import BuildResult
+from pipelines.jobs.dry_run import try_build
 from pipelines.jobs.failed_inputs import FailedInputsError
 from pipelines.planning import prepare
+from pipelines.planning.output import has_stored_work
 from pipelines.planning.prepare import prepare_build
 from pipelines.planning.resources import disk_need
-from pipelines.progress.events import Progress, StatusMessage
+from pipelines.progress.events import PlanReady, Progress, StatusMessage
 from pipelines.progress.stopping import JobStopped
 from pipelines.sources import dedupe, digest
 from storage_formats import verify_index
@@ -154,8 +159,10 @@ def test_full_shards_are_encoded_before_the_list_ends_and_the_bytes_are_equal(
     assert listing[-1].encoded == 8
     assert sorted(encoded) == [0, 1, 2, 3, 4, 5, 6, 8, 9], "each image once; 7 is no image"
     monkeypatch.setattr(encode_ahead, "PATIENCE_SECONDS", 60.0)
-    listed(tmp_path / "calm")
+    calm = listed(tmp_path / "calm")
     assert (result.indexed, result.failed) == (9, 1)
+    assert (result.encoded_ahead, calm.encoded_ahead) == (8, 0)
+    assert result.images_per_second > 0
     assert contents(tmp_path / "ahead") == contents(tmp_path / "calm")
     assert verify_index(tmp_path / "ahead") == []
 
@@ -255,8 +262,16 @@ def stopped(listed, tmp_path, impatient, encoded):
 
 
 def test_a_shorter_list_leaves_no_files_of_the_longer_one(listed, photos, tmp_path, stopped, encoded):
-    names = sorted(photos.glob("*.jpg"))[:6]
-    listed(stopped, names)
+    names, left = sorted(photos.glob("*.jpg"))[:6], []
+    folder = Layout(stopped).listed
+    folder.joinpath("rows", "00000077.parquet").write_bytes(b"rows of a killed worker")
+
+    def look(event):
+        if isinstance(event, PlanReady):
+            left.extend(path.name for path in folder.rglob("*") if path.is_file())
+
+    listed(stopped, names, on_event=look)
+    assert sorted(left) == ["00000000.crc32c", "00000000.json", "00000000.parquet", "c.0.0", "c.0.0.0"]
     assert encoded == [4, 5]
     listed(tmp_path / "calm", names)
     assert contents(stopped) == contents(tmp_path / "calm")
@@ -355,6 +370,46 @@ def test_what_is_encoded_of_a_shard_when_the_list_ends_is_kept(listed, tmp_path,
     assert contents(tmp_path / "ahead") == contents(tmp_path / "calm")
 
 
+def test_the_rows_of_a_part_of_a_shard_are_kept_and_counted_once(listed, tmp_path, impatient, encoded, monkeypatch):
+    out, events, arguments = tmp_path / "index", [], {"shard_size": 8, "max_failed": 1.0}
+    kept = "the rows encoded during the listing"
+    for at_least in (2, 4):
+        stop = functools.partial(lambda rows: len(encoded) >= rows, at_least)
+        with pytest.raises(JobStopped, match=r"stopped while listing the sources"):
+            listed(out, rows=8, until=stop, on_event=events.append, should_stop=stop, **arguments)
+        assert kept in texts(events)[-1]
+        assert has_stored_work(out)
+        assert listed_shards(out) == set()
+    monkeypatch.setattr(encode_ahead, "PATIENCE_SECONDS", 60.0)
+    with pytest.raises(JobStopped) as stopped:
+        listed(out, should_stop=lambda: len(encoded) >= 6, **arguments)
+    rows = len(encoded)
+    assert re.match(rf"stopped; {rows} of 10 rows are kept, 0 of 2 shards are finished", str(stopped.value))
+    assert listed(out, **arguments).images_per_second > 0
+    assert sorted(encoded) == [0, 1, 2, 3, 4, 5, 6, 8, 9], "each image once"
+    listed(tmp_path / "calm", **arguments)
+    assert contents(out) == contents(tmp_path / "calm")
+
+
+def test_an_interrupted_listing_with_nothing_encoded_keeps_nothing(listed, tmp_path, impatient):
+    out, events = tmp_path / "index", []
+    with pytest.raises(JobStopped):
+        listed(out, on_event=events.append, should_stop=lambda: True)
+    assert texts(events) == []
+    assert not has_stored_work(out)
+
+
+def test_the_speed_of_a_build_that_encoded_ahead_is_that_after_the_listing(capsys):
+    result = BuildResult(10, 9, 0, 1, {}, 10, 3, 60.0, 2.0, "model", {}, encoded_ahead=8)
+    for changes, line in (
+        ({}, "60.0 s, 8 rows encoded during the listing, 2.0 images/s after it, bottleneck model"),
+        ({"images_per_second": 0.0}, "60.0 s, 8 rows encoded during the listing"),
+        ({"encoded_ahead": 0}, "60.0 s, 2.0 images/s, bottleneck model"),
+    ):
+        show_result(dataclasses.replace(result, **changes), Path("index"))
+        assert capsys.readouterr().out.splitlines()[1] == line
+
+
 def test_half_of_the_free_disk_stays_free(config, monkeypatch):
     request = config(engine="ray")
     ahead, build = encode_ahead.EncodingAhead(request, ignore, lambda: False), prepare_build(config(), ignore)
@@ -380,12 +435,13 @@ def test_an_engine_that_cannot_run_ends_the_build_during_the_listing(listed, tmp
         listed(tmp_path / "index", rows=4, until=lambda: failed.is_set() and not time.sleep(0.1))
 
 
-def test_what_was_encoded_ahead_counts_as_free_space(listed, tmp_path, stopped, monkeypatch):
+def test_what_was_encoded_ahead_counts_as_free_space(config, listed, tmp_path, stopped, monkeypatch):
     need = disk_need(IndexSpec(10, 4, (4, 16), 24)).total
     monkeypatch.setattr("pipelines.planning.resources.free_disk", lambda _: need - listed_bytes(stopped))
     assert 0 < listed_bytes(stopped) < need
     with pytest.raises(UsageError, match="of disk, but only"):
         listed(tmp_path / "other")
+    assert try_build(dataclasses.replace(config(), out=stopped), ignore).rows == 10
     assert listed(stopped).indexed == 9
 
 
