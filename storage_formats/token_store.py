@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.arguments import as_text
 from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import UsageError
@@ -462,7 +463,7 @@ class _View:
 
 def _held_codec(index: CommittedIndex, precision: str) -> Codec:
     spec = index.manifest.spec
-    if precision not in spec.precisions:
+    if as_text(precision, "precision") not in spec.precisions:
         held = ", ".join(spec.precisions)
         raise UsageError(f"the index at {index.location} does not have precision '{precision}'; choose one of: {held}")
     return codec(precision, spec.block_shape)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from edje_index.bundles.info import BundleInfo, read_bundle_info
 from edje_index.errors import BundleNotFoundError, ModelError
+from storage_formats.arguments import as_path
 from storage_formats.format.manifest import CommittedIndex
 
 
@@ -45,7 +46,7 @@ def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> B
     Raises:
         ModelError: the bundle is missing, or the bundle did not build the index.
     """
-    path = recorded_bundle(index) if model is None else Path(model)
+    path = recorded_bundle(index) if model is None else as_path(model, "model")
     info = read_bundle_info(path)
     built_by = index.manifest.model["fingerprint"]
     if info.encoder_fingerprint != built_by:

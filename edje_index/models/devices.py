@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from edje_index.errors import ModelError
+from storage_formats.arguments import as_text
 
 DTYPES = ("auto", "float32", "bfloat16")
 """Names of the data types of matrix products."""
@@ -20,7 +21,7 @@ def resolve_device(device: str) -> torch.device:
     Raises:
         ModelError: the name is unknown, or this machine has no such device.
     """
-    if device == "auto":
+    if as_text(device, "device") == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         target = torch.device(device)
@@ -39,7 +40,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     Raises:
         ModelError: the name is not one of `DTYPES`.
     """
-    if dtype not in DTYPES:
+    if as_text(dtype, "dtype") not in DTYPES:
         raise ModelError(f"unknown data type {dtype!r}: give one of {', '.join(DTYPES)}")
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32

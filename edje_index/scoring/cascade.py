@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import LOGIT
+from storage_formats.arguments import as_count
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,9 +40,8 @@ class Cascade:
 
     def __post_init__(self) -> None:
         problem = None
-        if self.joint_pool < 1:
-            problem = f"joint_pool must be at least 1, got {self.joint_pool}"
-        elif LOGIT not in self.score.parts:
+        as_count(self.joint_pool, "joint_pool")
+        if LOGIT not in self.score.parts:
             problem = "joint_pool has no effect on a score without the logit: leave out joint_pool"
         elif not self.others.parts:
             problem = (

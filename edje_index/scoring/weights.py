@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from edje_index.errors import ModelError
+from storage_formats.arguments import as_text
 from storage_formats.errors import UsageError
 
 TEXT_TO_IMAGE, IMAGE_TO_TEXT = "t2i", "i2t"
@@ -158,7 +159,7 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
     """
     if isinstance(score, ScoreWeights):
         return score
-    if score == BUNDLE_SCORE:
+    if as_text(score, "score") == BUNDLE_SCORE:
         return bundle_weights
     weights = dict(_part_weight(item) for item in score.split(","))
     if not any(weights.values()):

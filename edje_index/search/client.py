@@ -13,9 +13,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from edje_index.search.query_arguments import query_text, query_texts
+from storage_formats.arguments import as_count, as_list, as_text
 from storage_formats.codecs import Blocks
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.row_ids import as_indices
 
 if TYPE_CHECKING:
     from edje_index.search.hits import Hit
@@ -104,12 +107,13 @@ class Client:
             options: `rerank`, `where`, `joint_pool` and `precision`, see `ServiceSearchOptions`.
 
         Raises:
+            UsageError: an argument has a wrong type or value.
             ServiceError: the service refused the request or cannot be reached.
         """
         from edje_index.search.hits import Hit
 
-        by = {"query": query} if isinstance(query, str) else {"image": _base64(query)}
-        body = {**by, "k": k, "pool": max(pool, k), **options, "index": self._index}
+        by = {"image": _base64(query)} if isinstance(query, bytes) else {"query": query_text(query, "query")}
+        body = {**by, **_counts(k, pool), **options, "index": self._index}
         names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
 
@@ -126,13 +130,14 @@ class Client:
             precision: precision of the tokens of the row; None selects the first precision of the index.
 
         Raises:
+            UsageError: an argument has a wrong type or value.
             ServiceError: the service refused the request or cannot be reached.
         """
         from edje_index.search.image_to_text import TextHit
 
-        by = {"image": _base64(image)} if isinstance(image, bytes) else {"row_id": int(image)}
-        options = {"k": k, "pool": max(pool, k), "precision": precision, "index": self._index}
-        answer = self._json("POST", "/search/texts", {**by, "texts": list(texts), **options})
+        by = {"image": _base64(image)} if isinstance(image, bytes) else {"row_id": as_count(image, "image", least=0)}
+        options = {**_counts(k, pool), "precision": precision, "index": self._index}
+        answer = self._json("POST", "/search/texts", {**by, "texts": query_texts(texts, "texts"), **options})
         return [TextHit(**hit) for hit in answer["hits"]]
 
     def rerank(self, query: str, documents: Sequence[Document], top_n: int | None = None) -> list[tuple[int, float]]:
@@ -144,12 +149,14 @@ class Client:
             top_n: number of pairs to return; None returns one pair per document.
 
         Raises:
+            UsageError: an argument has a wrong type or value.
             ServiceError: the service refused the request or cannot be reached.
         """
         sent = [
-            {"image": _base64(document)} if isinstance(document, bytes) else _row(document) for document in documents
+            {"image": _base64(document)} if isinstance(document, bytes) else _row(document)
+            for document in as_list(documents, "documents", "row ids, uris and images")
         ]
-        body = {"query": query, "documents": sent, "top_n": top_n, "model": self._index}
+        body = {"query": query_text(query, "query"), "documents": sent, "top_n": top_n, "model": self._index}
         results = self._json("POST", "/v2/rerank", body)["results"]
         return [(result["index"], result["relevance_score"]) for result in results]
 
@@ -160,20 +167,25 @@ class Client:
             inputs: n texts, or the bytes of n image files.
 
         Raises:
+            UsageError: an argument has a wrong type or value.
             ServiceError: the service refused the request or cannot be reached.
         """
-        sent = [value if isinstance(value, str) else {"image": _base64(value)} for value in inputs]
+        sent = [
+            {"image": _base64(value)} if isinstance(value, bytes) else query_text(value, "inputs")
+            for value in as_list(inputs, "inputs", "texts or images")
+        ]
         return np.array(self._json("POST", "/embed", {"inputs": sent, "index": self._index}), dtype=np.float32)
 
     def fetch(self, row_ids: Sequence[int], precision: str | None = None) -> Blocks:
         """Return the token blocks of `row_ids`, bfloat16 [k, m, d]. The values of a hole are NaN.
 
         Raises:
+            UsageError: an argument has a wrong type or value.
             ServiceError: the service refused the request or cannot be reached.
         """
         import pyarrow as pa
 
-        body = {"row_ids": list(row_ids), "precision": precision, "index": self._index}
+        body = {"row_ids": as_indices(row_ids, "row_ids").tolist(), "precision": precision, "index": self._index}
         table = pa.ipc.open_stream(io.BytesIO(self._send("POST", "/fetch", body))).read_all()
         m, d = json.loads(table.schema.metadata[b"block_shape"])
         blocks = np.full((len(table), m, d), np.nan, dtype=ml_dtypes.bfloat16)
@@ -186,9 +198,11 @@ class Client:
         """Return a thumbnail of the image of row `row_id`, as the bytes of a JPEG file.
 
         Raises:
+            UsageError: an argument has a wrong type or value.
             ServiceError: the service has no thumbnail of the row, refused the request, or cannot be reached.
         """
-        return self._send("GET", f"/thumbnails/{int(row_id)}", parameters={"index": self._index} if self._index else {})
+        row = as_count(row_id, "row_id", least=0)
+        return self._send("GET", f"/thumbnails/{row}", parameters={"index": self._index} if self._index else {})
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         return json.loads(self._send(method, path, body))
@@ -197,7 +211,11 @@ class Client:
         import httpx
 
         try:
-            answer = self._http.request(method, path, json=body, params=parameters)
+            request = self._http.build_request(method, path, json=body, params=parameters)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"an argument cannot be sent as JSON: {error}; give numbers and texts") from error
+        try:
+            answer = self._http.send(request)
         except httpx.HTTPError as error:
             raise ServiceError(
                 f"cannot reach the service at {self.url}: {error}; check the address, and that the service is running"
@@ -217,7 +235,14 @@ def _base64(data: bytes) -> str:
 
 
 def _row(document: int | str) -> dict[str, int | str]:
-    return {"uri": document} if isinstance(document, str) else {"row_id": int(document)}
+    if isinstance(document, str):
+        return {"uri": as_text(document, "documents")}
+    return {"row_id": as_count(document, "documents", least=0)}
+
+
+def _counts(k: int, pool: int) -> dict[str, int]:
+    hits = as_count(k, "k")
+    return {"k": hits, "pool": max(as_count(pool, "pool"), hits)}
 
 
 def _message(content: bytes, status: int) -> str:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs, reads_tokens
 from edje_index.scoring.weights import BUNDLE_SCORE, IMAGE_TO_TEXT, ScoreWeights
+from edje_index.search.query_arguments import hit_counts, query_texts
 from edje_index.search.requested_rows import requested_rows
 from edje_index.search.reranking import check_reranks
 from storage_formats.codecs import Blocks
@@ -59,17 +60,17 @@ def search_texts(
     score: str | ScoreWeights = BUNDLE_SCORE,
 ) -> list[TextHit]:
     """Return the `k` texts that best describe `image`. See `TokenIndex.search_texts`."""
-    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise UsageError("texts is empty or contains a blank text: give at least one text, and no blank text")
-    if k < 1 or pool < k:
-        raise UsageError(f"k must be at least 1 and at most pool, got k = {k} and pool = {pool}")
+    texts = query_texts(texts, "texts")
+    if not texts:
+        raise UsageError("texts is empty: give at least one text", parameter="texts")
+    k, pool = hit_counts(k, pool)
     weights = index.model.weights(IMAGE_TO_TEXT, score)
     final = FinalScore.of(weights)
     needs_tokens = reads_tokens(final.parts, IMAGE_TO_TEXT)
     if needs_tokens:
         check_reranks(index.model)
     block, embedding = _encoded(index, image, needs_tokens=needs_tokens)
-    embeddings = index.model.text.encode(list(texts))
+    embeddings = index.model.text.encode(texts)
     similarities = embeddings @ embedding
     nearest = np.argsort(-similarities, kind="stable")[:pool]
     captions = [texts[position] for position in nearest]

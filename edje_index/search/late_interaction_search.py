@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edje_index.indexing.faiss_index import AnnIndex
+from storage_formats.arguments import as_count
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -104,8 +105,7 @@ class LateInteractionSearch:
                 `row_ids` are given.
             MissingExtraError: `embedding` is given, but FAISS is not installed.
         """
-        if k < 1 or pool < 1:
-            raise UsageError(f"k and pool must be at least 1, got k = {k} and pool = {pool}")
+        k, pool = as_count(k, "k"), as_count(pool, "pool")
         if (embedding is None) == (row_ids is None):
             raise UsageError("give either embedding or row_ids, which select the candidates")
         candidates = self._nearest(embedding, pool) if row_ids is None else np.asarray(row_ids, dtype=np.int64)

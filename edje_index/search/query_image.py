@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from edje_index.images.decode import ImageError, decode_rgb
 from edje_index.images.inputs import InputRef, display_path, read_bytes
 from edje_index.images.to_rgb import to_rgb
+from storage_formats.arguments import as_path, shown
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +49,18 @@ def _pixels(encoder: ImageEncoder, image: QueryImage) -> torch.Tensor:
 
 def _rgb(image: QueryImage) -> Image.Image:
     if isinstance(image, (str, Path)):
+        image = as_path(image, "image")
         path = os.fsencode(image)
         image = read_bytes(InputRef(display_path(path), path))
     if isinstance(image, bytes):
         return decode_rgb(image)
-    return to_rgb(ImageOps.exif_transpose(image))
+    if not isinstance(image, Image.Image) or not all(image.size):
+        raise UsageError(
+            f"image must be a path, the bytes of an image file, or a PIL image with pixels, got {shown(image)}; "
+            "convert an array of pixels with PIL.Image.fromarray",
+            parameter="image",
+        )
+    try:
+        return to_rgb(ImageOps.exif_transpose(image))
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow reads the pixels of an opened file only now
+        raise ImageError(reason="corrupt", detail=str(error)) from error

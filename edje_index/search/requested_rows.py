@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from storage_formats.arguments import as_list, as_text, shown
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, INDEXED, iter_rows, read_index_rows
@@ -26,9 +27,10 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[
         RowIdError: a row id is out of range, unused or deleted.
         UsageError: an entry is neither an integer nor a string, no row has the uri, or a row has no tokens.
     """
-    if isinstance(rows, str) or not all(isinstance(row, (int, np.integer, str)) for row in rows):
-        raise UsageError(f"rows must be a sequence of row ids and uris, got {str(rows)[:80]!r}", parameter="rows")
-    row_of_uri = _rows_of_uris(index, [row for row in rows if isinstance(row, str)])
+    rows = as_list(rows, "rows", "row ids and uris")
+    if any(isinstance(row, bool) or not isinstance(row, int | np.integer | str) for row in rows):
+        raise UsageError(f"rows must be a sequence of row ids and uris, got {shown(rows)}", parameter="rows")
+    row_of_uri = _rows_of_uris(index, [as_text(row, "rows") for row in rows if isinstance(row, str)])
     row_ids = check_row_ids(
         [row_of_uri[row] if isinstance(row, str) else int(row) for row in rows], index.manifest.spec.rows
     )

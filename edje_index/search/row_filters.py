@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from storage_formats.arguments import as_text
 from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
@@ -58,7 +59,7 @@ class RowFilters:
         """
         from edje_index.search.where import parse_where
 
-        expression = parse_where(where, filter_schema(self._index))
+        expression = parse_where(as_text(where, "where"), filter_schema(self._index))
         with self._lock:
             if where not in self._results:
                 mask = np.zeros(self._index.manifest.spec.rows, dtype=np.bool_)

@@ -19,12 +19,14 @@ from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
 from edje_index.search.hits import Hits, best_hits
+from edje_index.search.query_arguments import hit_counts, query_text, query_texts
 from edje_index.search.requested_rows import requested_rows
 from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
 from edje_index.search.row_filters import RowFilters
 from edje_index.search.search_model import ModelOptions, SearchModel
 from edje_index.search.search_options import SearchOptions
 from edje_index.search.stages import FETCH, HITS, NEAREST, TEXT_TOWER, VISION_TOWER, Stages
+from storage_formats.arguments import as_count, as_flag, as_list
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
@@ -132,7 +134,8 @@ class TokenIndex:
         index = open_index(root, snapshot)
         bundle = SearchModel.of_index(index, model, **options)
         bundle.weights("t2i", score)  # raises an error if the bundle cannot compute the score
-        return cls(index, bundle, precision=precision or index.manifest.spec.precisions[0], score=score)
+        chosen = index.manifest.spec.precisions[0] if precision is None else precision
+        return cls(index, bundle, precision=chosen, score=score)
 
     def refresh(self) -> int:
         """Switch to the current snapshot of the index. Return the number of the snapshot.
@@ -215,8 +218,9 @@ class TokenIndex:
             >>> ["logit" in hit.parts for hit in index.search("a dog", k=3, pool=6, joint_pool=2)]
             [True, True, False]
         """
-        hits = self._search_each([text] if isinstance(text, str) else list(text), k, pool, **options)
-        return hits[0] if isinstance(text, str) else hits
+        if isinstance(text, str):
+            return self._search_each([query_text(text)], k, pool, **options)[0]
+        return self._search_each(query_texts(text), k, pool, **options)
 
     def _search_each(
         self,
@@ -230,10 +234,8 @@ class TokenIndex:
         joint_pool: int | None = None,
     ) -> list[Hits]:
         """Return the hits of each text, see `search`."""
-        for query in texts:
-            _check_text(query)
-        _check_counts(k, pool)
-        if not rerank:
+        k, pool = hit_counts(k, pool)
+        if not as_flag(rerank, "rerank"):
             _check_unused(score=score, joint_pool=joint_pool)
         stages = Stages()
         reranker = self._reranker(score, stages, joint_pool) if rerank else None
@@ -285,8 +287,9 @@ class TokenIndex:
         Raises:
             UsageError, CorruptIndexError, ModelError: as for `rerank`.
         """
-        for text in texts:
-            _check_text(text)
+        texts, rows = query_texts(texts), as_list(rows, "rows", "sequences of row ids and uris")
+        if len(texts) != len(rows):
+            raise UsageError(f"got {len(texts)} texts and {len(rows)} sequences of rows: give one per text")
         row_ids = [requested_rows(self.committed, its_rows) for its_rows in rows]
         stages = Stages()
         reranker = self._reranker(score, stages)
@@ -294,7 +297,7 @@ class TokenIndex:
         if not len(every_row):
             return [Hits([], self.root) for _ in texts]
         with stages.timed(TEXT_TOWER):
-            embeddings = self.model.text.encode(list(texts))
+            embeddings = self.model.text.encode(texts)
         candidates = [self._candidates(*pair) for pair in zip(embeddings, row_ids, strict=True)]
         with stages.timed(FETCH):
             blocks = self._store.fetch(every_row) if reranker.reads_tokens else None
@@ -317,7 +320,7 @@ class TokenIndex:
             UsageError: the query is empty, an image cannot be read, or `score` is invalid.
             ModelError: as for `search`.
         """
-        _check_text(text)
+        text, images = query_text(text), as_list(images, "images", "images")
         reranker = self._reranker(score)
         if not images:
             return []
@@ -345,7 +348,7 @@ class TokenIndex:
             >>> index.search_image(index.search("a dog", k=1)[0].uri, k=1)[0].embedding_score > 0.999
             True
         """
-        _check_counts(k, k)
+        k = as_count(k, "k")
         from edje_index.search.query_image import encode_images
 
         stages, passing = Stages(), self._passing(where)
@@ -368,12 +371,12 @@ class TokenIndex:
             >>> 2 in [hit.row_id for hit in TokenIndex.open("photos.edje").search_row(2, k=3)]
             False
         """
-        _check_counts(k, k)
-        stages = Stages()
-        embedding = read_embeddings(self.committed, requested_rows(self.committed, [row_id]))[0]
+        k, stages = as_count(k, "k"), Stages()
+        row = requested_rows(self.committed, [row_id])
+        embedding = read_embeddings(self.committed, row)[0]
         with stages.timed(NEAREST):
             rows, similarities = self._ann.nearest(embedding, k + 1, self._passing(where))
-        other = rows != row_id
+        other = rows != row
         return self._plain_hits([Candidates(rows[other], similarities[other])], k, stages)[0]
 
     def search_texts(
@@ -469,21 +472,9 @@ class TokenIndex:
                 sound = [each.without(error.row_ids) for each in sound]
 
 
-def _check_text(text: str) -> None:
-    if not isinstance(text, str):
-        raise UsageError(f"a query must be a string, got a value of type {type(text).__name__}", parameter="text")
-    if not text.strip():
-        raise UsageError("the query is empty: give a text")
-
-
 def _check_unused(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise UsageError(
                 f"{name} has no effect without re-ranking: leave out {name}, or set rerank to True", parameter=name
             )
-
-
-def _check_counts(k: int, pool: int) -> None:
-    if k < 1 or pool < k:
-        raise UsageError(f"k must be at least 1 and at most pool, got k = {k} and pool = {pool}")

@@ -28,12 +28,13 @@ class SearchRequest(_Request):
     query: Text | None = Field(None, description="The text to search for.")
     image: Text | None = Field(None, description="An image as base64 or data URI. Search for similar images.")
     row_id: RowId | None = Field(None, description="Row id. Search for images similar to this row.")
-    k: int = Field(10, ge=1, le=1000, description="Number of hits.")
-    pool: int = Field(100, ge=1, le=1000, description="Number of candidates to re-rank, at least k.")
+    k: int = Field(10, ge=1, le=1000, strict=True, description="Number of hits.")
+    pool: int = Field(100, ge=1, le=1000, strict=True, description="Number of candidates to re-rank, at least k.")
     joint_pool: int | None = Field(
         None,
         ge=1,
         le=1000,
+        strict=True,
         description="Number of candidates that the joint encoder scores: those that are best by the other parts of the "
         "score. A small number is faster, but may change the order of the hits. The default is all candidates.",
     )
@@ -112,8 +113,8 @@ class TextSearchRequest(_Request):
     image: Text | None = Field(None, description="An image as base64 or data URI.")
     row_id: RowId | None = Field(None, description="Row id of an image of the index.")
     texts: Items[Text] = Field(min_length=1, description="The texts to choose from.")
-    k: int = Field(10, ge=1, le=1000, description="Number of hits.")
-    pool: int = Field(100, ge=1, le=1000, description="Number of texts to re-rank, at least k.")
+    k: int = Field(10, ge=1, le=1000, strict=True, description="Number of hits.")
+    pool: int = Field(100, ge=1, le=1000, strict=True, description="Number of texts to re-rank, at least k.")
     score: str | None = Field(
         None, max_length=200, description="Score to sort by; the default is the score of the bundle."
     )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from edje_index.search.token_index import TokenIndex
 
 _PAIRS_PER_IMAGE = 16  # one pass of the vision tower takes about as long as this many pairs of the joint encoder
+_PAIRS_PER_TEXT = 1  # the same for the text tower
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def search_texts(index: TokenIndex, image: int | bytes, texts: Sequence[str], op
     def run(payloads: Sequence[tuple[int | bytes, Sequence[str]]]) -> list[list[TextHit]]:
         return [_texts_of(index, image, texts, options) for image, texts in payloads]
 
-    pairs = min(options.pool, len(texts)) + (_PAIRS_PER_IMAGE if isinstance(image, bytes) else 0)
+    pairs = min(options.pool, len(texts)) + len(texts) * _PAIRS_PER_TEXT
+    pairs += _PAIRS_PER_IMAGE if isinstance(image, bytes) else 0
     return Work(("texts", id(index), options), pairs * _tokens(index), (image, texts), run)
 
 
@@ -160,7 +162,7 @@ def embed_texts(index: TokenIndex, texts: Sequence[str]) -> Work:
         every = iter(index.model.text.encode([text for texts in payloads for text in texts]).tolist())
         return [list(islice(every, len(texts))) for texts in payloads]
 
-    return Work(("embed", id(index)), len(texts) * _tokens(index), texts, run)
+    return Work(("embed", id(index)), len(texts) * _PAIRS_PER_TEXT * _tokens(index), texts, run)
 
 
 def embed_images(index: TokenIndex, images: Sequence[bytes], max_pixels: int) -> Work:

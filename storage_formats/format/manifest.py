@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from storage_formats.arguments import as_count, as_path
 from storage_formats.atomic import json_bytes, write_bytes_atomic
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError, remedy
@@ -177,15 +178,16 @@ class Manifest:
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged.
         """
-        layout = Layout(Path(root))
+        layout = Layout(as_path(root, "root"))
         try:
             current = cls._read(layout, layout.manifest)
         except FileNotFoundError:
             raise _absent(layout) from None
-        if snapshot is None or snapshot == current.snapshot.number:
+        number = current.snapshot.number if snapshot is None else as_count(snapshot, "snapshot", least=0)
+        if number == current.snapshot.number:
             return current
         try:
-            return cls._read(layout, layout.snapshot(snapshot))
+            return cls._read(layout, layout.snapshot(number))
         except FileNotFoundError:
             numbers = ", ".join(map(str, [*earlier_snapshots(layout, current), current.snapshot.number]))
             raise UsageError(
@@ -305,7 +307,7 @@ class CommittedIndex:
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
         """Open the index at `root`. For the arguments and errors, see `Manifest.load`."""
-        directory = Path(root).absolute()
+        directory = as_path(root, "root").absolute()
         remote = remote_files(directory)
         return cls(directory, Manifest.load(root, snapshot), None if remote is None else remote.folder)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from storage_formats.arguments import as_count
 from storage_formats.atomic import fsync_path, write_bytes_atomic
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
@@ -146,7 +147,7 @@ def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | No
 
 
 def _earlier(folder: ObjectFolder, current: Manifest, snapshot: int) -> tuple[ObjectVersion, Manifest]:
-    key = Layout(Path()).snapshot(snapshot).as_posix()
+    key = Layout(Path()).snapshot(as_count(snapshot, "snapshot", least=0)).as_posix()
     try:
         version = folder.read(key, MAX_MANIFEST_BYTES)
     except FileNotFoundError:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from storage_formats.arguments import as_path
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 
@@ -83,7 +84,7 @@ def local_path(location: IndexLocation, *, advice: str = "") -> Path:
     """
     if _looks_like_url(location):
         raise UsageError(f"{location} is a URL, but a path on this machine is needed{advice}")
-    return Path(location)
+    return as_path(location, "location")
 
 
 def index_location(location: IndexLocation) -> IndexLocation:
@@ -99,7 +100,7 @@ def index_location(location: IndexLocation) -> IndexLocation:
             f"an index cannot be at {location}; give a directory, or a URL that begins with "
             + ", ".join(f"{scheme}://" for scheme in INDEX_SCHEMES)
         )
-    return Path(location)
+    return as_path(location, "location")
 
 
 def _looks_like_url(location: IndexLocation) -> bool:

@@ -27,9 +27,11 @@ from edje_index.evaluation.interpretation.attention import RowAttention, row_att
 from edje_index.evaluation.interpretation.nearest_words import Vocabulary, WordCounts, count_words
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.progress import OnProgress
+from storage_formats.arguments import as_count
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, read_all_rows
+from storage_formats.row_ids import as_indices
 from storage_formats.token_store import TokenStore
 
 DEFAULT_SAMPLE = 1000
@@ -135,10 +137,11 @@ def explain_index(
         on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
     Raises:
-        UsageError: a row has no tokens, or no caption matches an image of the index.
+        UsageError: a row has no tokens, `sample` is less than 1, or no caption matches an image of the index.
         ModelError: the bundle is missing, did not build the index, or has word embeddings of another width than the
             tokens.
     """
+    row_ids, sample = as_indices(row_ids, "row_ids").tolist(), as_count(sample, "sample")
     opened = _Opened.of(index)
     table = read_all_rows(opened.index, ("row_id", "uri", "status"))
     indexed = np.array(table["row_id"])[np.array(table["status"]) == INDEXED]

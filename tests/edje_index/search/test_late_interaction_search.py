@@ -90,7 +90,7 @@ def test_holes_are_left_out(tmp_path):
             {"query": np.ones((1, 16)), "row_ids": [0], "embedding": np.ones(8)},
             "give either embedding or row_ids",
         ),
-        ({"query": np.ones((1, 16)), "row_ids": [0], "k": 0}, "k = 0"),
+        ({"query": np.ones((1, 16)), "row_ids": [0], "k": 0}, "k must be an integer of at least 1, got 0"),
         ({"query": np.ones((1, 16)), "embedding": np.ones((1, 8))}, "embedding must be a vector"),
     ],
 )

@@ -169,7 +169,7 @@ def test_images_that_cannot_be_read_are_refused(index, built):
         index.search_image(built[0].parent / "none.png")
     with pytest.raises(UsageError, match="cannot read the query image: not-an-image"):
         index.search_image(b"not an image")
-    with pytest.raises(UsageError, match="k must be at least 1"):
+    with pytest.raises(UsageError, match="k must be an integer of at least 1"):
         index.search_image(built[0].parent / "4.png", k=0)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from edje_index import Client, ServiceError, TokenIndex, TokenStore
 from edje_index.images.thumbnails import read_thumbnails
+from pipelines.service import works
 from tests.conftest import same_bits
 from tests.pipelines.service.conftest import HOLE, ROWS
 from tests.pipelines.service.server import resident_bytes
@@ -412,3 +413,10 @@ def test_the_client_reports_what_the_service_says(client):
     with Client("http://127.0.0.1:9") as nobody, pytest.raises(ServiceError, match="cannot reach") as unreachable:
         nobody.info()
     assert unreachable.value.status is None
+
+
+def test_every_text_to_choose_from_has_a_cost(library):
+    options = works.TextOptions(k=1, pool=1, score=None, max_pixels=1 << 20)
+    one, thousand = (works.search_texts(library, 7, ["a dog"] * count, options).cost for count in (1, 1000))
+    texts = works.embed_texts(library, ["a dog"] * 999).cost
+    assert thousand == one + texts > 500 * one

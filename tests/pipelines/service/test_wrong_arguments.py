@@ -1,0 +1,153 @@
+"""Wrong arguments of searches: one table for the library, the client and the requests of the service."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edje_index import Client, ServiceError, TokenIndex
+from edje_index.evaluation.interpretation.explain import ExplainedIndex, explain_index
+from storage_formats import UsageError
+
+TEXTS = ["a dog", "a red canoe"]
+LONE = "a \ud800 dog"
+COUNTS = (0, -1, 1.5, float("nan"), True, None, "3", [1])
+IMAGES = (None, 1.5, True, -1, 10**6, b"no image", [1], object())
+IMAGES_OF_THE_LIBRARY = ("", "none.jpg", "a\0b", "\ud800", np.zeros((8, 8, 3), np.uint8), Image.new("RGB", (0, 3)))
+QUERIES = ("", " \n", LONE, None, 3, True)
+LISTS = (None, 3, "a dog", b"a dog", {"a dog": 1}, {"a dog"}, ["a dog", " "], ["a dog", 3], [LONE], [["a dog"]])
+
+CASES = [
+    *(("search", {"text": value}) for value in (*QUERIES, *LISTS) if value != "a dog"),
+    *(
+        (method, {"k": value})
+        for method in ("search", "search_texts", "search_row", "search_image")
+        for value in COUNTS
+    ),
+    *((method, {"pool": value}) for method in ("search", "search_texts") for value in (*COUNTS, 2)),
+    *(("search", {"score": "logit=1,embedding=1", "joint_pool": value}) for value in COUNTS if value is not None),
+    *((method, {"score": value}) for method in ("search", "search_texts") for value in (3, "x", b"logit", ["logit"])),
+    *((method, {"where": value}) for method in ("search", "search_image") for value in (3, "", LONE, ["width"])),
+    ("search", {"rerank": "no"}),
+    *(("search_texts", {"image": value}) for value in (*IMAGES, *IMAGES_OF_THE_LIBRARY)),
+    *(("search_texts", {"texts": value}) for value in (*LISTS, [], np.array([[1]]))),
+    *(("search_image", {"image": value}) for value in (*IMAGES, *IMAGES_OF_THE_LIBRARY)),
+    *(("search_row", {"row_id": value}) for value in (None, 1.5, True, -1, 10**6, 10**30, "none", LONE)),
+    *(("rerank", {"text": value}) for value in QUERIES),
+    *(("rerank", {"rows": value}) for value in (None, 3, "3", {1: 2}, {1}, [1.5], [True], [None], [LONE], [10**30])),
+    *(("score_images", {"images": value}) for value in (None, "x", b"x", [None], [b"x"], [3], ["none.jpg"])),
+    *(("with_precision", {"precision": value}) for value in (None, 3, "fp7", ["bf16"])),
+]
+DEFAULTS = {
+    "search": {"text": "a dog", "k": 3},
+    "search_texts": {"image": 1, "texts": TEXTS, "k": 3},
+    "search_row": {"row_id": 1},
+    "search_image": {"image": Image.new("RGB", (9, 9))},
+    "rerank": {"text": "a dog", "rows": [1]},
+    "score_images": {"text": "a dog"},
+    "with_precision": {},
+}
+
+
+@pytest.fixture(scope="module")
+def library(index) -> TokenIndex:
+    return TokenIndex.open(index)
+
+
+def outcomes(target, cases, defaults) -> list[tuple[str, str, Exception | None]]:
+    """Call the method of `target` that each case names. Return the cases with the error that each call raised."""
+    made = []
+    for method, wrong in cases:
+        error = None
+        try:
+            getattr(target, method)(**{**defaults.get(method, {}), **wrong})
+        except Exception as caught:
+            error = caught
+        made.append((method, repr(wrong), error))
+    return made
+
+
+def test_the_library_refuses_wrong_arguments(library):
+    cases = outcomes(library, CASES, DEFAULTS)
+    assert [case for case in cases if not isinstance(case[-1], UsageError)] == []
+    for _, _, error in cases:
+        str(error).encode()  # messages can be printed
+
+
+def test_sequences_of_any_kind_are_accepted(library):
+    expected = library.search_texts(1, TEXTS)
+    for texts in (tuple(TEXTS), np.array(TEXTS), iter(TEXTS), (text for text in TEXTS)):
+        assert library.search_texts(np.int64(1), texts, k=np.int64(9), pool=np.uint8(9)) == expected
+    hits = library.search(TEXTS, 2)
+    assert [library.search(texts, 2) for texts in (np.array(TEXTS), iter(TEXTS))] == [hits, hits]
+    assert library.rerank("a dog", iter([3, 1])) == library.rerank("a dog", [3, 1])
+    row = library.search_row(1, 3)
+    assert library.search_row(row[0].uri, 3) == library.search_row(row[0].row_id, 3)
+
+
+def test_every_query_needs_its_rows(library):
+    with pytest.raises(UsageError, match="got 2 texts and 1 sequences of rows"):
+        library.rerank_each(TEXTS, [[]])
+
+
+@pytest.mark.parametrize("arguments", [{"row_ids": [1.5]}, {"row_ids": "1"}, {"sample": 0}, {"sample": 1.5}])
+def test_explain_refuses_wrong_arguments(index, arguments):
+    with pytest.raises(UsageError):
+        explain_index(ExplainedIndex(index), **arguments)
+
+
+CLIENT_CASES = [
+    *(("search", {"query": value}) for value in (*QUERIES, TEXTS)),
+    *((method, {name: value}) for method in ("search", "search_texts") for name in ("k", "pool") for value in COUNTS),
+    *(("search", {name: value}) for name in ("joint_pool", "where", "score") for value in (1.5, object(), LONE)),
+    ("search", {"joint_pool": float("nan")}),
+    *(("search_texts", {"image": value}) for value in IMAGES),
+    *(("search_texts", {"texts": value}) for value in (*LISTS, [])),
+    *(("rerank", {"documents": value}) for value in (None, 3, "3", {1: 2}, [1.5], [True], [None], [LONE], [-1])),
+    *(("embed", {"inputs": value}) for value in (None, "a dog", [3], [LONE], [" "])),
+    *(("fetch", {"row_ids": value}) for value in (None, "3", [1.5], [True], 3)),
+    *(("thumbnail", {"row_id": value}) for value in (None, "3", 1.5, True, -1)),
+]
+CLIENT_DEFAULTS = {
+    "search": {"query": "a dog"},
+    "search_texts": {"image": 1, "texts": TEXTS},
+    "rerank": {"query": "a dog"},
+}
+
+
+def test_the_client_refuses_wrong_arguments(service):
+    with Client(service.url) as client:
+        cases = outcomes(client, CLIENT_CASES, CLIENT_DEFAULTS)
+    assert [case for case in cases if not isinstance(case[-1], UsageError | ServiceError)] == []
+    assert {getattr(error, "status", None) for _, _, error in cases} <= {None, 400, 404, 413, 422}
+
+
+BODIES = [
+    *(("/search", {"query": value}) for value in QUERIES),
+    *(("/search", {"row_id": value}) for value in (True, 1.5, -1, "1", 10**30)),
+    *((path, {name: value}) for path in ("/search", "/search/texts") for name in ("k", "pool") for value in COUNTS),
+    *(("/search", {"joint_pool": value}) for value in COUNTS if value is not None),
+    *(("/search", {"where": value}) for value in (3, "", LONE)),
+    *(("/search/texts", {"texts": value}) for value in LISTS if not isinstance(value, bytes | set)),
+    *(("/search/texts", {"image": value, "row_id": None}) for value in (None, 3, "no image", LONE)),
+]
+
+
+def test_the_service_refuses_wrong_arguments(http):
+    statuses = []
+    for path, wrong in BODIES:
+        body = {"/search": {"query": "a dog"}, "/search/texts": {"row_id": 1, "texts": TEXTS}}[path] | wrong
+        if "row_id" in wrong and path == "/search":
+            del body["query"]
+        answer = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        statuses.append((path, wrong, answer.status_code, answer.json().get("error")))
+    assert [case for case in statuses if not (400 <= case[2] < 500 and case[3]["message"])] == []
+
+
+def test_the_image_of_a_request_is_checked(http):
+    data = base64.b64encode(b"no image").decode()
+    assert http.post("/search/texts", json={"image": data, "texts": TEXTS}).status_code in (400, 422)
