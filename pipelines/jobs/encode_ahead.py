@@ -47,7 +47,8 @@ class EncodingAhead:
 
     Args:
         config: request for the build.
-        on_event: callback that receives the events. It is only called from the thread of the caller.
+        on_event: callback that receives the events. The thread of the engine calls it too, because the listing may wait
+            for its next input. Only one thread calls it at a time.
         should_stop: also called from the thread of the engine, which stops once `should_stop()` returns True.
     """
 
@@ -57,8 +58,9 @@ class EncodingAhead:
         self._earlier_shards: set[int] = set()  # with a receipt
         self._is_listed, self._ended = threading.Event(), threading.Event()
         self._waiting: deque[tuple[int, Sequence[InputRef]]] = deque()
-        self._messages: deque[StatusMessage] = deque()
-        self._error: EdjeError | None = None
+        self._events = threading.Lock()
+        self._progress: Progress | None = None  # of the listing
+        self._error: Exception | None = None  # of the engine or of a callback in its thread
         self._encoded: dict[int, int] = {}  # number of rows by shard
 
     @property
@@ -76,8 +78,7 @@ class EncodingAhead:
 
         if error is not None and has_listed_rows(self._config.out):
             rows = f"the rows encoded during the listing ({human_bytes(listed_bytes(self._config.out))})"
-            self._messages.append(StatusMessage(f"{rows} are kept in {self._listed.root} for the next run"))
-        self._show_messages()
+            self._on_event(StatusMessage(f"{rows} are kept in {self._listed.root} for the next run"))
 
     def on_event(self, event: Event) -> None:
         """Pass `event` on. Events about the listing get the number of rows that are encoded already.
@@ -85,12 +86,12 @@ class EncodingAhead:
         Raises:
             UsageError, EngineUnavailableError: the engine cannot run, also not after the listing.
         """
-        self._show_messages()
         if self._error is not None:
             raise self._error
-        if isinstance(event, Progress):
-            event = replace(event, encoded=self.rows)
-        self._on_event(event)
+        with self._events:
+            if isinstance(event, Progress):
+                self._progress = event = replace(event, encoded=self.rows)
+            self._on_event(event)
 
     @contextlib.contextmanager
     def started(self, build: PreparedBuild) -> Iterator[OnShardListed | None]:
@@ -118,11 +119,18 @@ class EncodingAhead:
                 self._ended.wait()  # `Thread.join` of Python 3.11 would count the thread as ended after an interrupt
             finally:
                 self._ended.wait()  # also after a second Ctrl-C, because the build keeps the lock of the index so long
-            self._show_messages()
 
-    def _show_messages(self) -> None:
-        while self._messages:
-            self._on_event(self._messages.popleft())
+    def _show(self, event: Event) -> None:
+        """Pass an event of the engine on. An error of the callback is raised in the thread of the caller."""
+        try:
+            with self._events:
+                self._on_event(event)
+        except Exception as error:
+            self._error = error
+
+    def _show_progress(self) -> None:
+        if self._progress is not None:
+            self._show(replace(self._progress, encoded=self.rows))
 
     def _add(self, build: PreparedBuild, shard: int, refs: Sequence[InputRef]) -> None:
         from storage_formats.format.receipts import read_receipt
@@ -146,7 +154,7 @@ class EncodingAhead:
             self._error = error
         except Exception as error:
             ended = f"the encoding during the listing ended: {describe_error(error)}; it goes on after the listing"
-            self._messages.append(StatusMessage(ended, is_warning=True))
+            self._show(StatusMessage(ended, is_warning=True))
         finally:
             self._ended.set()
 
@@ -166,14 +174,16 @@ class EncodingAhead:
                 if isinstance(outcome, TaskFailure):
                     raise EdjeError(f"shard {outcome.task.shard}: {outcome.message}")
                 if isinstance(outcome, Notice):
-                    self._messages.append(StatusMessage(outcome.message, outcome.is_warning))
+                    self._show(StatusMessage(outcome.message, outcome.is_warning))
                     if outcome.repeated is not None:
                         forget_attempt(self._listed, outcome.repeated.shard)
                 else:
                     self._encoded[outcome.task.shard] = outcome.result.rows
+                    self._show_progress()
 
     def _count(self, report: StageProgress) -> None:
         self._encoded[report.shard] = report.done
+        self._show_progress()
 
     def _tasks(self, build: PreparedBuild) -> Iterator[ShardTask | None]:
         """Yield the tasks of listed shards, and None while there is none. Use at most half of the free disk space."""

@@ -105,6 +105,7 @@ class Progress:
 
 Event = StatusMessage | PlanReady | Progress
 OnEvent = Callable[[Event], None]
+"""Function that a job calls with each event. A build may call it from two threads, but only from one at a time."""
 
 
 def progress_callback(on_event: OnEvent) -> OnProgress:

@@ -22,6 +22,7 @@ import pytest
 from edje_index.images.inputs import InputRef
 from edje_index.indexing import shard_encoding
 from edje_index.indexing.listed_shards import listed_bytes, listed_shards
+from edje_index.indexing.shard_encoding import StageProgress
 from pipelines.cli.build import _print as show_result
 from pipelines.engines.base import EngineUnavailableError, Notice, TaskFailure
 from pipelines.engines.inline import InlineEngine
@@ -229,6 +230,39 @@ def test_lost_machines_and_failed_shards_count_against_no_input(listed, tmp_path
     assert result.indexed == 9
     assert "node 7 was lost" in texts(events)
     assert any(text.startswith("the encoding during the listing ended: shard 0: 4 worker") for text in texts(events))
+
+
+def test_a_silent_pipe_shows_messages_and_progress_of_the_workers(listed, tmp_path, impatient, monkeypatch):
+    events = []
+
+    class Reports:
+        def run(self, make_worker, tasks, *, on_progress, should_stop):
+            yield Notice("node 7 joined the cluster")
+            on_progress(StageProgress(shard=0, done=3, failed=0))
+            yield from InlineEngine().run(make_worker, tasks, on_progress=on_progress, should_stop=should_stop)
+
+    def are_shown():
+        return "node 7 joined the cluster" in texts(events) and {3, 4, 8} <= {getattr(e, "encoded", 0) for e in events}
+
+    workers = encode_ahead.open_workers
+    monkeypatch.setattr(encode_ahead, "open_workers", lambda *arguments: (workers(*arguments)[0], Reports()))
+    monkeypatch.setattr(digest, "_REPORT_SECONDS", 0.0)
+    began = time.monotonic()
+    assert listed(tmp_path / "index", rows=8, until=are_shown, on_event=events.append).indexed == 9
+    assert time.monotonic() - began < 60, "the list goes on once the events are shown"
+
+
+def test_an_error_of_a_callback_in_the_thread_of_the_engine_ends_the_build(listed, tmp_path, impatient, monkeypatch):
+    failed = threading.Event()
+
+    def fail(_event):
+        if threading.current_thread() is not threading.main_thread():
+            failed.set()
+            raise BrokenPipeError("nobody reads")
+
+    monkeypatch.setattr(digest, "_REPORT_SECONDS", 0.0)
+    with pytest.raises(BrokenPipeError, match="nobody reads"):
+        listed(tmp_path / "index", rows=4, until=lambda: failed.is_set() and not time.sleep(0.1), on_event=fail)
 
 
 def test_the_inline_engine_encodes_after_the_listing(listed, tmp_path, impatient, monkeypatch):
