@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -41,7 +41,7 @@ def check_faiss() -> None:
 def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIndex:
     """Train a FAISS index on a sample of `embeddings`. The returned FAISS index is empty.
 
-    If FAISS can use GPUs, they compute the centroids.
+    If FAISS can use GPUs, they compute the centroids, unless their memory is too small.
 
     If the sample has fewer vectors than `kind` has centroids, the FAISS index is flat.
 
@@ -56,14 +56,26 @@ def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> Faiss
     if kind.lists:
         sample = _training_sample(embeddings, kind, rows)
         if len(sample) >= max(kind.lists, _CODES if kind.sub_vectors else 0):
-            index: FaissIndex = faiss.index_factory(width, kind.factory, faiss.METRIC_INNER_PRODUCT)
-            centroids = _on_gpus(faiss.IndexFlatIP(width))  # FAISS keeps no reference
-            index.clustering_index = centroids
-            index.train(sample)
-            index.clustering_index = None
-            index.nprobe = min(DEFAULT_PROBES, kind.lists)
-            return index
+            centroids = _on_gpus(faiss.IndexFlatIP(width))
+            try:
+                return _trained(kind, sample, centroids)
+            except RuntimeError:
+                if centroids is None:
+                    raise
+            return _trained(kind, sample, None)
     return faiss.IndexIDMap2(faiss.IndexFlatIP(width))
+
+
+def _trained(kind: AnnKind, sample: Vectors, centroids: FaissIndex | None) -> FaissIndex:
+    """Train a FAISS index on `sample`. The flat index `centroids` compares vectors, if it is not None."""
+    import faiss
+
+    index: FaissIndex = faiss.index_factory(sample.shape[1], kind.factory, faiss.METRIC_INNER_PRODUCT)
+    index.clustering_index = centroids  # FAISS keeps no reference
+    index.train(sample)
+    index.clustering_index = None
+    index.nprobe = min(DEFAULT_PROBES, kind.lists)
+    return index
 
 
 def without_vectors(index: FaissIndex) -> FaissIndex:
@@ -80,12 +92,18 @@ def without_vectors(index: FaissIndex) -> FaissIndex:
 def fill_part(index: FaissIndex, embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None) -> None:
     """Add `embeddings` to `index`, shard by shard. The FAISS ids are the row ids.
 
-    If FAISS can use GPUs, they find the inverted list of each vector.
+    If FAISS can use GPUs, they find the inverted list of each vector, unless their memory is too small.
     """
     _return_freed_memory()
-    with _quantizer_on_gpus(index):
+    with _quantizer_on_gpus(index) as leave_gpus:
         for done, (row_ids, vectors) in enumerate(embeddings, 1):
-            index.add_with_ids(vectors, row_ids)
+            vectors_before = index.ntotal
+            try:
+                index.add_with_ids(vectors, row_ids)
+            except RuntimeError:
+                if index.ntotal != vectors_before or not leave_gpus():
+                    raise
+                index.add_with_ids(vectors, row_ids)
             if on_progress:
                 on_progress("adding embeddings", done, len(embeddings.shards))
 
@@ -202,19 +220,28 @@ def _on_gpus(index: FaissIndex) -> FaissIndex | None:
 
 
 @contextlib.contextmanager
-def _quantizer_on_gpus(index: FaissIndex) -> Iterator[None]:
-    """Context manager in which GPUs compare vectors with the centroids of `index`, if FAISS can use GPUs."""
+def _quantizer_on_gpus(index: FaissIndex) -> Iterator[Callable[[], bool]]:
+    """Context manager in which GPUs compare vectors with the centroids of `index`, if FAISS can use GPUs.
+
+    It yields a function that returns the work to the CPU, and returns False if the CPU has done the work before.
+    """
     # FAISS has no index of 4-bit fast-scan codes on GPUs, so the codes and their lists stay on the CPU.
     own_quantizer = index.quantizer if _is_inverted(index) else None
     copy = None if own_quantizer is None else _on_gpus(own_quantizer)
     if copy is None:
-        yield
+        yield lambda: False
         return
     index.quantizer = copy
-    try:
-        yield
-    finally:
+
+    def leave_gpus() -> bool:
+        was_on_gpus = int(index.quantizer.this) == int(copy.this)
         index.quantizer = own_quantizer
+        return was_on_gpus
+
+    try:
+        yield leave_gpus
+    finally:
+        leave_gpus()
 
 
 def _is_inverted(index: FaissIndex) -> bool:

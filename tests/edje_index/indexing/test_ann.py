@@ -201,6 +201,19 @@ def test_gpus_without_free_memory_are_not_used(root, gpus, monkeypatch):
     assert built_codes(root) == expected
 
 
+def test_gpus_whose_memory_ends_during_the_work_are_left(root, gpus, monkeypatch):
+    expected = without_gpus(monkeypatch, lambda: built_codes(root))
+    failing = []
+
+    def clone(index):
+        failing.append(faiss.IndexPQ(index.d, 8, 8))  # it cannot be trained with so few vectors, nor searched
+        return failing[-1]
+
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", clone)
+    assert built_codes(root) == expected
+    assert len(failing) == 2
+
+
 def test_a_stopped_build_on_gpus_leaves_no_quantizer_behind(root, gpus):
     embeddings = IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers()))
     index = train_part(AnnKind.parse("IVF10,PQ8x4fs", 16), embeddings, SPEC.rows)
