@@ -67,7 +67,7 @@ def run_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop 
         EdjeError: another process is changing the index, or another append or conversion has not finished.
     """
     started = time.monotonic()
-    with changing(config.root) as index:
+    with changing(config.root, on_event) as index:
         prepared = prepare_append(config, index, on_event, should_stop)
         receipts = encode_rows(prepared, index, on_event, should_stop)
         group = SourceGroup(settings_of_rows(config, index).sources, config.column)

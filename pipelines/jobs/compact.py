@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipelines.engines.base import describe_error
 from pipelines.jobs.copy_rows import copy_rows
 from pipelines.jobs.copy_shards import build_copied_ann
-from pipelines.jobs.leftovers import discard_unfinished_compaction, refuse_unfinished_append, remove_leftovers
+from pipelines.jobs.leftovers import discard_stopped_copy, refuse_unfinished_append, remove_leftovers
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.recorded_sources import recorded_sources, with_sources
 from pipelines.progress.events import OnEvent
@@ -86,10 +86,10 @@ def _compact(root: Path, on_event: OnEvent, should_stop: ShouldStop) -> CompactR
         index = CommittedIndex.open(root)
         refuse_unfinished_append(index)
         if not len(index.deleted):
-            discard_unfinished_compaction(index)
+            discard_stopped_copy(index, on_event)
             return _result(index.manifest, 0, time.monotonic() - started)
         copy = _plan(index)
-        receipts = copy_rows(copy, "copying", _begin(index, copy), on_event, should_stop)
+        receipts = copy_rows(copy, "copying", _begin(index, copy, on_event), on_event, should_stop)
         manifest = _publish(index, copy, receipts, on_event)
     return _result(manifest, len(index.deleted), time.monotonic() - started)
 
@@ -107,7 +107,7 @@ def _plan(index: CommittedIndex) -> RowCopy:
     return RowCopy.plan_segment(index, selection, index.root, first_shard * manifest.spec.shard_size, plan)
 
 
-def _begin(index: CommittedIndex, copy: RowCopy) -> dict[int, ShardReceipt]:
+def _begin(index: CommittedIndex, copy: RowCopy, on_event: OnEvent) -> dict[int, ShardReceipt]:
     """Return the receipts of an earlier run of the same compaction. Files of a different compaction are discarded."""
     from storage_formats.atomic import write_json_atomic
     from storage_formats.format.index_files import read_index_file
@@ -119,7 +119,7 @@ def _begin(index: CommittedIndex, copy: RowCopy) -> dict[int, ShardReceipt]:
     except (OSError, ValueError, RecursionError):
         resumed = False
     if not resumed:
-        discard_unfinished_compaction(index)
+        discard_stopped_copy(index, on_event)
         write_json_atomic(layout.compaction, marker)
     return read_receipts(layout, copy.shards, copy.plan)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.new_rows import is_committed
 from pipelines.planning.plan import discard_change, read_plan
+from pipelines.progress.events import OnEvent, StatusMessage
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 
@@ -28,16 +29,18 @@ def remove_leftovers(root: Path) -> None:
                 remove_build(layout)
 
 
-def discard_unfinished_compaction(index: CommittedIndex) -> None:
-    """Remove the files of a stopped compaction, if there is one.
+def discard_stopped_copy(index: CommittedIndex, on_event: OnEvent) -> None:
+    """Remove the files of a stopped compaction or conversion, if there is one, and say so.
 
-    The caller must hold the lock of the index.
+    The caller must hold the lock of the index, and there must be no stopped append, update or retry.
     """
     from storage_formats.writing.publish import remove_build
     from storage_formats.writing.snapshots import kept_snapshots, remove_unnamed_files
 
     layout = Layout(index.root)
-    if layout.compaction.exists():
+    if layout.compaction.exists() or layout.receipt(0).parent.exists():
+        message = "removing the unfinished files of an earlier command; a stopped compact or quantize begins anew"
+        on_event(StatusMessage(message))
         remove_unnamed_files(layout, kept_snapshots(index))
         remove_build(layout)
 

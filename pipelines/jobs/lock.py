@@ -19,7 +19,8 @@ from storage_formats.writing.begin import remove_unfinished
 def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
     """Context manager that holds the lock `build/lock` of the index at `root`.
 
-    If an earlier holder was killed, the temporary files that it was writing are removed first.
+    If an earlier holder was killed, the temporary files that it was writing are removed first. At the end, its other
+    files are removed too, unless `build/` shows that a change can be resumed.
 
     Args:
         root: directory of the index.
@@ -31,8 +32,9 @@ def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
     layout = Layout(root)
     root_is_new = not root.exists()
     fd = _acquire(layout)
+    was_left = os.fstat(fd).st_size > 0  # an earlier holder has not removed the file
     try:
-        if os.fstat(fd).st_size:  # an earlier holder has not removed the file
+        if was_left:
             remove_unfinished(layout)
         with naming(layout.lock):
             os.ftruncate(fd, 0)
@@ -44,6 +46,8 @@ def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
             )
         yield
     finally:
+        if was_left:
+            _remove_abandoned_files(layout)
         _remove_lock_file(layout, fd)
         os.close(fd)
         for directory in (layout.build, root) if root_is_new else (layout.build,):
@@ -79,8 +83,22 @@ def _is_lock_file(layout: Layout, fd: int) -> bool:
         return False
 
 
+def _remove_abandoned_files(layout: Layout) -> None:
+    """Remove the data files that no snapshot of an index names, if `build/` contains no other file than the lock."""
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.snapshots import kept_snapshots, remove_unnamed_files
+
+    with contextlib.suppress(OSError, EdjeError):  # there is no index yet, or the index is damaged
+        if not _has_other_files(layout):
+            remove_unnamed_files(layout, kept_snapshots(CommittedIndex.open(layout.root)))
+
+
+def _has_other_files(layout: Layout) -> bool:
+    return any(entry.name != layout.lock.name for entry in layout.build.iterdir())
+
+
 def _remove_lock_file(layout: Layout, fd: int) -> None:
     """Remove the lock file if `build/` contains no other file. The lock file of a later process is kept."""
     with contextlib.suppress(OSError):
-        if _is_lock_file(layout, fd) and not any(entry.name != layout.lock.name for entry in layout.build.iterdir()):
+        if _is_lock_file(layout, fd) and not _has_other_files(layout):
             layout.lock.unlink()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipelines.engines.base import describe_error
 from pipelines.jobs.encode_shards import encode_shards
 from pipelines.jobs.failed_inputs import FailedInputsError
-from pipelines.jobs.leftovers import discard_unfinished_compaction, remove_leftovers
+from pipelines.jobs.leftovers import discard_stopped_copy, remove_leftovers
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.new_rows import PreparedRows, discard_rows, is_committed
 from pipelines.planning.plan import BuildPlan, read_plan
@@ -43,8 +43,8 @@ class RowChange:
 
 
 @contextlib.contextmanager
-def changing(root: Path) -> Iterator[CommittedIndex]:
-    """Lock and open the index at `root`. Remove leftover files of finished changes and of stopped compactions.
+def changing(root: Path, on_event: OnEvent) -> Iterator[CommittedIndex]:
+    """Lock and open the index at `root`. Remove files of finished changes and of stopped compactions and conversions.
 
     Raises:
         UsageError: there is no index at `root`.
@@ -60,7 +60,8 @@ def changing(root: Path) -> Iterator[CommittedIndex]:
         plan = read_plan(root, append=True)
         if plan is not None and is_committed(plan, index):
             remove_build(Layout(root))
-        discard_unfinished_compaction(index)
+        elif plan is None:
+            discard_stopped_copy(index, on_event)
         yield index
 
 

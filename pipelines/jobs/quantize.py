@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import Engine, TaskInterrupted, Worker, describe_error
-from pipelines.jobs.leftovers import refuse_unfinished_append
+from pipelines.jobs.leftovers import discard_stopped_copy, refuse_unfinished_append
 from pipelines.jobs.lock import locked_index
 from pipelines.jobs.shard_run import ShardJob, run_shards
 from pipelines.jobs.shared_directory import on_shared_directory
@@ -148,9 +148,12 @@ def run_quantize(
         layout = Layout(config.root)
         if has_build_leftovers(layout):
             remove_build(layout)
-        refuse_unfinished_append(CommittedIndex.open(config.root))
+        index = CommittedIndex.open(config.root)
+        refuse_unfinished_append(index)
         missing = tuple(name for name in dict.fromkeys(config.to) if name not in manifest.spec.precisions)
         _check_names(config, (*manifest.spec.precisions, *missing))
+        if not missing or layout.compaction.exists():
+            discard_stopped_copy(index, on_event)
         source = precision_to_read(config.root, manifest, config.source) if missing else None
         if source is not None:
             if config.source is None:

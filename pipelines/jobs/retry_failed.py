@@ -70,7 +70,7 @@ def run_retry_failed(config: AppendConfig, on_event: OnEvent, should_stop: Shoul
         EdjeError: another process is changing the index, or another change has not finished.
     """
     started = time.monotonic()
-    with changing(config.root) as index:
+    with changing(config.root, on_event) as index:
         found = find_failed(index)
         prepared = resume_or_plan(replace(config, max_failed=1.0), index, "retry-failed", found.new)
         receipts = encode_rows(prepared, index, on_event, should_stop)

@@ -88,7 +88,7 @@ def run_update(config: UpdateConfig, on_event: OnEvent, should_stop: ShouldStop 
     started = time.monotonic()
     if config.dry_run:
         return _trial(config, on_event, should_stop, started)
-    with changing(config.root) as index:
+    with changing(config.root, on_event) as index:
         changes = compare_sources(config, index, on_event, should_stop)
         prepared = resume_or_plan(config, index, "update", changes.new)
         receipts = encode_rows(prepared, index, on_event, should_stop)

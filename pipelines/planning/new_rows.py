@@ -203,8 +203,8 @@ def discard_rows(index: CommittedIndex) -> None:
     from storage_formats.writing.snapshots import kept_snapshots, remove_unnamed_files
 
     layout = Layout(index.root)
-    remove_build(layout)
     remove_unnamed_files(layout, kept_snapshots(index))
+    remove_build(layout)
 
 
 def settings_of_rows(config: AppendConfig, index: CommittedIndex) -> BuildSettings:

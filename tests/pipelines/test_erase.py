@@ -218,6 +218,17 @@ def test_a_stopped_compaction_is_kept_if_nothing_is_erased(built):
     assert Layout(built).rows_file(3).stat().st_mtime_ns == written
 
 
+def test_an_append_says_that_it_discards_a_stopped_compaction(built, tmp_path):
+    run_delete(built, [0], None)
+    with pytest.raises(JobStopped):
+        compact_index(built, should_stop=lambda: Layout(built).receipt(3).exists())
+    write_photo(tmp_path / "new.jpg", 88)
+    events: list[Any] = []
+    append_index(built, [tmp_path / "new.jpg"], engine="inline", on_event=events.append)
+    assert any("a stopped compact or quantize begins anew" in str(event) for event in events)
+    assert verify_index(built) == []
+
+
 @pytest.mark.parametrize("erase", [False, True])
 def test_a_row_id_of_more_than_64_bits_is_wrong_usage(built, erase):
     with pytest.raises(UsageError, match="must be a flat sequence of integers"):

@@ -6,10 +6,13 @@ import os
 
 import pytest
 
+from pipelines import delete_rows
 from pipelines.jobs.lock import locked_index
 from storage_formats.errors import EdjeError
-from storage_formats.format.layout import Layout
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.verify import verify_index
 from storage_formats.writing.publish import remove_build
+from tests.conftest import write_random_index
 
 
 def test_two_drivers_never_share_an_index(tmp_path):
@@ -72,3 +75,18 @@ def test_the_temporary_files_of_a_killed_process_are_removed(tmp_path, is_killed
     with locked_index(tmp_path):
         assert [path.exists() for path in temporary] == [not is_killed] * len(temporary)
     assert all(path.exists() for path in written)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_files_of_a_killed_change_are_removed(tmp_path, stopped):
+    layout = Layout(tmp_path / "index")
+    write_random_index(layout.root, IndexSpec(8, 4, (2, 8), embed_dim=4))
+    strays = [layout.root / "manifest/deleted-00c0ffee.bin", layout.rows_file(7)]
+    for path in (*strays, layout.lock):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"left")
+    if stopped:
+        layout.compaction.write_text("{}")
+    delete_rows(layout.root, [1])
+    assert [path.exists() for path in strays] == [stopped] * 2
+    assert verify_index(layout.root) == []
