@@ -68,9 +68,9 @@ class CountingFolder(ObjectFolder):
 
     lengths: list[int] = field(default_factory=list)
 
-    def read_range(self, key: str, start: int, stop: int) -> memoryview:
+    def read_range(self, key: str, start: int, stop: int, *, etag: str | None = None) -> memoryview:
         self.lengths.append(stop - start)
-        return super().read_range(key, start, stop)
+        return super().read_range(key, start, stop, etag=etag)
 
 
 def bench_remote(bench: RemoteBench, on_line: Callable[[str], None]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _read_remote(ref: InputRef) -> bytes:
         OSError: the server refuses the request.
     """
     from edje_index.images.remote.access import read_remote, read_remote_range
-    from edje_index.images.remote.errors import OversizedFileError, UnreachableError
+    from edje_index.images.remote.errors import ChangedFileError, OversizedFileError, UnreachableError
 
     url = os.fsdecode(ref.path)
     try:
@@ -150,7 +150,7 @@ def _read_remote(ref: InputRef) -> bytes:
         return read_remote_range(url, ref.size or 0, ref.offset) if ref.size else b""
     except OversizedFileError as error:
         raise ImageError(reason="too-many-bytes", detail=f"{error.strerror}") from error
-    except EOFError as error:
+    except (EOFError, ChangedFileError) as error:
         raise ImageError(reason="changed-since-plan", detail=str(error)) from error
     except UnreachableError as error:
         if ref.member or scheme_of(url) not in WEB_SCHEMES:

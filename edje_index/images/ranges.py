@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import stat
@@ -115,11 +116,12 @@ def open_ranged(path: bytes) -> RangedFile:
 
 
 def _open_remote(url: str) -> RangedFile:
-    from edje_index.images.remote.access import remote_length
+    from edje_index.images.remote.access import read_remote_range, remote_version
     from edje_index.images.remote.blocks import BlockReader
 
-    length = remote_length(url)
-    return RangedFile(BlockReader(url, length).pread, length)
+    version = remote_version(url)
+    blocks = BlockReader(functools.partial(read_remote_range, url, version=version), version.length)
+    return RangedFile(blocks.pread, version.length, blocks.close)
 
 
 def read_range(fd: int, size: int, offset: int) -> bytes:

@@ -7,10 +7,10 @@ import stat
 
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
-from edje_index.images.ranges import open_ranged
-from edje_index.images.remote.access import require_libraries
+from edje_index.images.remote.access import read_remote_range, remote_version, require_libraries
+from edje_index.images.remote.errors import ChangedFileError
 from edje_index.images.remote.urls import is_remote
-from edje_index.images.transient import is_transient, transient_error
+from edje_index.images.transient import TransientInputError, is_transient, transient_error
 
 
 def file_input(path: bytes, uri: str | None = None) -> InputRef:
@@ -41,6 +41,8 @@ def problem_of(error: Exception) -> str:
     Raises:
         TransientInputError: the error has a temporary reason, so a later attempt may succeed.
     """
+    if isinstance(error, ChangedFileError):
+        raise TransientInputError(f"{error.filename} has changed while it was listed; run the command again") from error
     if isinstance(error, OSError) and is_transient(error):
         raise transient_error(display_path(os.fsencode(error.filename or "a source")), error) from error
     return "missing" if isinstance(error, FileNotFoundError | NotADirectoryError) else "unreadable"
@@ -49,6 +51,8 @@ def problem_of(error: Exception) -> str:
 def read_head(path: bytes) -> bytes:
     """Return the first `HEAD_BYTES` bytes of a regular file or a URL. Raises OSError if the file cannot be read."""
     if is_remote(path):
-        return open_ranged(path).pread(HEAD_BYTES, 0)
+        url = os.fsdecode(path)
+        version = remote_version(url)
+        return read_remote_range(url, min(HEAD_BYTES, version.length), 0, version=version) if version.length else b""
     with open(path, "rb", buffering=0) as file:
         return file.read(HEAD_BYTES)

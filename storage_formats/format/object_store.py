@@ -60,7 +60,7 @@ class ObjectStoreError(EdjeError):
 
 
 class ObjectChangedError(EdjeError):
-    """Another writer changed an object, so that a conditional write was refused."""
+    """Another writer changed an object, so that a conditional request was refused."""
 
 
 class UncertainWriteError(ObjectStoreError):
@@ -131,10 +131,11 @@ class ObjectVersion:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Length in bytes and metadata of an object."""
+    """Length in bytes, metadata and ETag of an object."""
 
     size: int
     metadata: Mapping[str, str]
+    etag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -171,16 +172,21 @@ class ObjectFolder:
     def url_of(self, key: str) -> str:
         return f"{self.url}/{key}"
 
-    def read_range(self, key: str, start: int, stop: int) -> memoryview:
+    def read_range(self, key: str, start: int, stop: int, *, etag: str | None = None) -> memoryview:
         """Return bytes [start, stop) of an object.
+
+        Args:
+            key: key of the object.
+            start: first byte.
+            stop: end of the range.
+            etag: ETag of the version to read; None reads the current version.
 
         Raises:
             EOFError: the object ends before `stop`.
+            ObjectChangedError: the object has another ETag.
         """
-        import obstore
-
         try:
-            view = memoryview(self._repeated(key, lambda: obstore.get_range(self.store, key, start=start, end=stop)))
+            view = self._repeated(key, lambda: self._get_range(key, start, stop, etag))
         except ObjectStoreError:
             info = self.info(key)
             if info is None or info.size >= stop:
@@ -189,6 +195,20 @@ class ObjectFolder:
         if len(view) != stop - start:
             raise EOFError(f"{self.url_of(key)} ends before byte {stop}")
         return view
+
+    def _get_range(self, key: str, start: int, stop: int, etag: str | None) -> memoryview:
+        import obstore
+        from obstore.exceptions import PreconditionError
+
+        if etag is None:
+            return memoryview(obstore.get_range(self.store, key, start=start, end=stop))
+        try:
+            result = obstore.get(self.store, key, options={"range": (start, stop), "if_match": etag})
+        except PreconditionError as error:
+            raise ObjectChangedError(f"{self.url_of(key)} has changed") from error
+        if result.meta["e_tag"] not in (None, etag):
+            raise ObjectChangedError(f"{self.url_of(key)} has changed")
+        return memoryview(result.bytes())
 
     def read(self, key: str, max_bytes: int) -> ObjectVersion:
         """Return a small object. Raises OSError if the object is longer than `max_bytes`."""
@@ -214,7 +234,8 @@ class ObjectFolder:
 
         def get() -> ObjectInfo:
             result = obstore.get(self.store, key, options={"head": True})
-            return ObjectInfo(result.meta["size"], {str(name): value for name, value in result.attributes.items()})
+            metadata = {str(name): value for name, value in result.attributes.items()}
+            return ObjectInfo(result.meta["size"], metadata, result.meta["e_tag"])
 
         try:
             return self._repeated(key, get)

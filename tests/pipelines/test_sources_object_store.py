@@ -11,7 +11,9 @@ import obstore
 import pytest
 
 from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.images.ranges import open_ranged
 from edje_index.images.remote import objects
+from edje_index.images.remote.errors import ChangedFileError
 from edje_index.images.transient import TransientInputError
 from pipelines.jobs.build import run_build
 from pipelines.jobs.update import run_update
@@ -92,6 +94,17 @@ def test_a_directory_and_a_pattern(uploaded: Path) -> None:
     for spec, problem in (("nothing", "does not exist"), ("photos/*.png", "no file matches"), ("*/a.zip", "wildcard")):
         with pytest.raises(UsageError, match=problem):
             open_sources([f"s3://{BUCKET}/{spec}"])
+
+
+def test_an_object_that_changes_between_requests_is_never_mixed(uploaded: Path) -> None:
+    url, store = f"s3://{BUCKET}/packed/b.zip", ObjectFolder.open(f"s3://{BUCKET}").store
+    data = (uploaded / "packed/b.zip").read_bytes()
+    for other in (bytes(len(data)), data[:10]):
+        obstore.put(store, "packed/b.zip", data)
+        with open_ranged(url.encode()) as file:
+            obstore.put(store, "packed/b.zip", other)
+            with pytest.raises(ChangedFileError, match=r"has changed while it was read: 's3://images/packed/b\.zip'"):
+                file.pread(10, len(data) - 10)
 
 
 def test_a_store_that_fails_for_long_stops_the_reader(proxy: FaultyProxy, uploaded: Path) -> None:

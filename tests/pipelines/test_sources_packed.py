@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import lzma
 import os
 import random
 import subprocess
 import tarfile
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +24,7 @@ from edje_index.images.containers.compressed import DecompressedFile
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.ranges import open_ranged
+from edje_index.images.ranges import RangedFile, open_ranged
 from pipelines.sources import count_ignored, iter_all, open_source, open_sources
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
@@ -105,6 +109,51 @@ def test_members_are_read_in_any_order(folder: Path, monkeypatch: pytest.MonkeyP
     refs = scan(pack(folder, ".tar.gz"))
     random.Random(0).shuffle(refs)
     assert contents(refs) == PHOTOS
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
+def test_a_read_that_fails_loses_no_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(compressed, "_CHUNK", 30_000)
+    path = pack(folder, suffix)
+    refs = scan(path)
+    data, failures = path.read_bytes(), [OSError(errno.EIO, "disk"), KeyboardInterrupt()]
+
+    def read_at(size: int, offset: int) -> bytes:
+        if offset > len(data) // 3 and failures:
+            raise failures.pop()
+        return data[offset : offset + size]
+
+    file = DecompressedFile(RangedFile(read_at, len(data)), COMPRESSORS[suffix])
+    for ref in refs:
+        for _ in range(3):
+            with contextlib.suppress(OSError, KeyboardInterrupt):
+                content = file.pread(ref.size, ref.offset)
+                break
+        assert content == PHOTOS[ref.uri.rpartition("/")[2]]
+    assert failures == []
+
+
+def test_threads_that_wait_do_not_restart_a_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "KEPT_BYTES", 0)
+    monkeypatch.setattr(compressed, "_CHUNK", 1000)
+    path, opened, all_wait = pack(folder, ".tar.gz"), [], threading.Event()
+    refs = scan(path)
+    data = path.read_bytes()
+
+    def read_at(size: int, offset: int) -> bytes:
+        opened.extend([offset] if offset == 0 else [])
+        assert offset == 0 or all_wait.wait(30)
+        return data[offset : offset + size]
+
+    file = DecompressedFile(RangedFile(read_at, len(data)), "gzip")
+    with ThreadPoolExecutor(len(refs)) as pool:
+        first = pool.submit(file.pread, refs[0].size, refs[0].offset)
+        rest = [pool.submit(file.pread, ref.size, ref.offset) for ref in reversed(refs[1:])]
+        while len(file._turns._waiting) < len(rest):
+            assert not first.done()
+        all_wait.set()
+        assert [each.result() for each in [first, *reversed(rest)]] == list(PHOTOS.values())
+    assert opened == [0]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3000)), max_size=12), st.integers(1, 4000))
@@ -217,6 +266,17 @@ def test_damaged_zips_never_raise(tmp_path_factory: pytest.TempPathFactory, data
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
     for value in contents(scan(path)).values():
         assert isinstance(value, bytes) or value in REASONS
+
+
+def test_a_member_without_a_name_is_ignored_and_counted(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("x", b"?")
+        archive.writestr("a.jpg", b"photo")
+    content = (tmp_path / "a.zip").read_bytes()
+    (tmp_path / "a.zip").write_bytes(content.replace(b"x", b"\0"))
+    source = open_source(str(tmp_path / "a.zip"))
+    assert [read_bytes(ref) for ref in source.iter_inputs()] == [b"photo"]
+    assert source.ignored == {"(not a file)": 1}
 
 
 def test_a_large_list_of_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

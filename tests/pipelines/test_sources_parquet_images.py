@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from pathlib import Path
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edje_index.images.containers import parquet_images
+from edje_index.images.containers.parquet_images import ParquetImages
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.inputs import read_bytes
+from edje_index.images.ranges import RangedFile, open_ranged
 from pipelines.sources import open_source, open_sources
 from storage_formats.errors import UsageError
 
@@ -121,6 +124,53 @@ def test_images_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.Monkey
     for seed in range(5):
         random.Random(seed).shuffle(refs)
         assert [read_bytes(ref) for ref in refs] == [PHOTOS[ref.offset] for ref in refs]
+
+
+def test_threads_read_on_across_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_images, "KEPT_BYTES", 0)
+    path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=1)
+    starts: list[int] = []
+    with open_ranged(bytes(path)) as file:
+        images = ParquetImages(file, "jpg")
+        iterate = images._iterate
+        monkeypatch.setattr(images, "_iterate", lambda group: starts.append(group) or iterate(group))
+        assert [images.read(row, 1 << 20) for row in (0, 3, 9)] == [PHOTOS[row] for row in (0, 3, 9)]
+        assert starts == []
+        assert images.read(2, 1 << 20) == PHOTOS[2]
+        monkeypatch.setattr(parquet_images, "_NEAR_ROWS", 2)
+        assert images.read(8, 1 << 20) == PHOTOS[8]
+        assert starts == [2, 8]
+
+
+def test_a_damaged_row_group_fails_its_rows_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=2, compression="snappy", use_dictionary=False)
+    column = pq.read_metadata(path).row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset : column.data_page_offset + 40] = bytes(40)
+    path.write_bytes(content)
+    damaged = ["damaged-archive"] * 2
+    assert values(path) == [*PHOTOS[:2], *damaged, *PHOTOS[4:]]
+    with open_ranged(bytes(path)) as file:  # no thread reads the damaged rows
+        images = ParquetImages(file, "jpg")
+        assert [images.read(row, 1 << 20) for row in (0, 9, 4)] == [PHOTOS[row] for row in (0, 9, 4)]
+
+
+def test_a_read_that_fails_is_no_damage(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=4)
+    data, failures = path.read_bytes(), []
+
+    def read_at(size: int, offset: int) -> bytes:
+        if failures:
+            raise failures.pop()
+        return data[offset : offset + size]
+
+    images = ParquetImages(RangedFile(read_at, len(data)), "jpg")
+    for error in (OSError(errno.EIO, "disk"), KeyboardInterrupt()):
+        assert images.read(0, 1 << 20) == PHOTOS[0]
+        failures.append(error)
+        with pytest.raises(type(error)):
+            images.read(9, 1 << 20)
+        assert images.read(9, 1 << 20) == PHOTOS[9]
 
 
 def test_a_changed_file(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
-import threading
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from edje_index.images.archive_damage import ArchiveDamage
+from edje_index.images.containers.turns import Turns
 from edje_index.images.ranges import RangedFile
 
 KEPT_BYTES = 16 << 20
@@ -33,7 +33,8 @@ class _Stream(Protocol):
 class DecompressedFile:
     """The decompressed content of a file. Thread-safe.
 
-    Reading backwards by more than `KEPT_BYTES` starts again at the beginning of the file.
+    Threads that wait read in the order of their offsets. Reading backwards by more than `KEPT_BYTES`, and reading after
+    an error of the operating system, start again at the beginning of the file.
 
     Args:
         file: the compressed file. `close` closes this file.
@@ -43,7 +44,7 @@ class DecompressedFile:
     def __init__(self, file: RangedFile, kind: str) -> None:
         self._file = file
         self._kind = kind
-        self._lock = threading.Lock()
+        self._turns = Turns()
         self._restart()
 
     def pread(self, size: int, offset: int) -> bytes:
@@ -53,8 +54,8 @@ class DecompressedFile:
             ArchiveDamage: the file is damaged or truncated, or its content is far larger than the file.
             OSError: the file cannot be read.
         """
-        with self._lock:
-            if offset < self._start:
+        with self._turns.at(offset):
+            if offset < self._start or self._is_broken:
                 self._restart()
             while self._end < offset + size and not self._ended:
                 self._read_next(offset)
@@ -65,13 +66,14 @@ class DecompressedFile:
         self._file.close()
 
     def _restart(self) -> None:
-        self._file.seek(0)
+        self._is_broken = False
+        self._compressed = RangedFile(self._file.pread, self._file.length)  # a stream may close its file
         self._chunks: deque[bytes] = deque()
         self._start = self._end = 0
         self._ended = False
         self._damage: ArchiveDamage | None = None
         with _named_damage(0):
-            self._stream = _open_stream(self._file, self._kind)
+            self._stream = _open_stream(self._compressed, self._kind)
 
     def _read_next(self, needed_from: int) -> None:
         """Read the next chunk. After ArchiveDamage, every later call raises the same error."""
@@ -82,6 +84,9 @@ class DecompressedFile:
         except ArchiveDamage as damage:
             self._damage = damage
             raise
+        except BaseException:  # the decompressor may have lost bytes
+            self._is_broken = True
+            raise
 
     def _read_chunk(self, needed_from: int) -> None:
         """Read the next chunk. Drop the oldest chunks before `needed_from`, but keep the last `KEPT_BYTES` bytes."""
@@ -90,10 +95,10 @@ class DecompressedFile:
         self._ended = not chunk
         self._chunks.append(chunk)
         self._end += len(chunk)
-        if self._end > FREE_EXPANSION + MAX_EXPANSION * self._file.tell():
+        if self._end > FREE_EXPANSION + MAX_EXPANSION * self._compressed.tell():
             raise ArchiveDamage(
                 reason="too-expensive",
-                detail=f"{self._file.tell()} compressed bytes expand to more than {self._end} bytes",
+                detail=f"{self._compressed.tell()} compressed bytes expand to more than {self._end} bytes",
             )
         while self._end - self._start > KEPT_BYTES and self._start + len(self._chunks[0]) <= needed_from:
             self._start += len(self._chunks.popleft())

@@ -60,7 +60,7 @@ class ZipArchive:
     def members(self) -> Iterator[ZipMember]:
         """Yield the files in the order of the archive's list of members. No content is read."""
         for info in self._archive.infolist():
-            if not info.is_dir():
+            if not info.filename.endswith("/"):  # `ZipInfo.is_dir` fails for an empty name
                 yield ZipMember(info.filename, info.header_offset, info.file_size, _problem(info))
 
     def read(self, offset: int, max_bytes: int) -> bytes:
@@ -106,8 +106,10 @@ def _named_damage(part: str) -> Iterator[None]:
         *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError),
         *(ValueError, RuntimeError, LookupError, OverflowError),
     ) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
+        # `zipfile` replaces an error of the operating system at the end of the file by BadZipFile.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise cause from None
         raise ArchiveDamage(
             reason="damaged-archive", detail=f"{part} of the zip is damaged: {error or type(error).__name__}"
         ) from error

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 
 from edje_index.images.remote import hub, web
+from edje_index.images.remote.errors import ChangedFileError
 from edje_index.images.remote.listing import Folder
 from edje_index.images.remote.urls import HUB_SCHEME, scheme_of
+from edje_index.images.remote.versions import FileVersion
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.object_store import STORE_SCHEMES
 
@@ -36,33 +38,49 @@ def read_remote(url: str, max_bytes: int) -> bytes:
     return web.read_web(url, max_bytes)
 
 
-def read_remote_range(url: str, size: int, offset: int) -> bytes:
+def read_remote_range(url: str, size: int, offset: int, *, version: FileVersion | None = None) -> bytes:
     """Return the bytes [offset, offset + size) of a file.
 
+    Args:
+        url: URL of the file.
+        size: number of bytes.
+        offset: first byte.
+        version: version of the file that the range must belong to; None accepts any.
+
     Raises:
-        EOFError: the file ends before the range.
+        ChangedFileError: the server has another version of the file.
+        EOFError: the file ends before the range, and `version` is None.
         OSError, MissingExtraError, ValueError: see `read_remote`.
     """
+    try:
+        return _read_range(url, size, offset, version)
+    except EOFError as error:
+        if version is None:
+            raise
+        raise ChangedFileError(url) from error
+
+
+def _read_range(url: str, size: int, offset: int, version: FileVersion | None) -> bytes:
     scheme = scheme_of(url)
     if scheme in STORE_SCHEMES:
         from edje_index.images.remote.objects import read_object_range
 
-        return read_object_range(url, size, offset)
+        return read_object_range(url, size, offset, version=version)
     if scheme == HUB_SCHEME:
-        return web.read_web_range(hub.HubFile.parse(url).url, size, offset, hub.hub_headers())
-    return web.read_web_range(url, size, offset)
+        return web.read_web_range(hub.HubFile.parse(url).url, size, offset, hub.hub_headers(), version=version)
+    return web.read_web_range(url, size, offset, version=version)
 
 
-def remote_length(url: str) -> int:
-    """Return the number of bytes of a file. Raises as `read_remote`."""
+def remote_version(url: str) -> FileVersion:
+    """Return the length of a file, and what identifies its contents. Raises as `read_remote`."""
     scheme = scheme_of(url)
     if scheme in STORE_SCHEMES:
-        from edje_index.images.remote.objects import object_length
+        from edje_index.images.remote.objects import object_version
 
-        return object_length(url)
+        return object_version(url)
     if scheme == HUB_SCHEME:
-        return web.web_length(hub.HubFile.parse(url).url, hub.hub_headers())
-    return web.web_length(url)
+        return web.web_version(hub.HubFile.parse(url).url, hub.hub_headers())
+    return web.web_version(url)
 
 
 def list_remote_folder(url: str) -> Folder | None:

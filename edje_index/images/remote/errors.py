@@ -26,3 +26,10 @@ class OversizedFileError(OSError):
 
     def __init__(self, length: int, max_bytes: int, url: str) -> None:
         super().__init__(errno.EFBIG, f"{length} bytes is over the limit of {max_bytes}", url)
+
+
+class ChangedFileError(OSError):
+    """A file on a server has changed while it was read."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(errno.EPROTO, "the file on the server has changed while it was read", url)

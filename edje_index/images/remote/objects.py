@@ -8,10 +8,11 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from edje_index.images.remote.errors import OversizedFileError, UnreachableError
+from edje_index.images.remote.errors import ChangedFileError, OversizedFileError, UnreachableError
 from edje_index.images.remote.listing import Folder, RemoteFile
+from edje_index.images.remote.versions import FileVersion
 from edje_index.images.transient import retry_transient
-from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
+from storage_formats.format.object_store import ObjectChangedError, ObjectFolder, ObjectStoreError
 
 _BUCKETS = 32  # whose connections stay open
 
@@ -34,26 +35,36 @@ def read_object(url: str, max_bytes: int) -> bytes:
         raise
 
 
-def read_object_range(url: str, size: int, offset: int) -> bytes:
+def read_object_range(url: str, size: int, offset: int, *, version: FileVersion | None = None) -> bytes:
     """Return the bytes [offset, offset + size) of an object.
 
+    Args:
+        url: URL of the object.
+        size: number of bytes.
+        offset: first byte.
+        version: version of the object that the range must belong to; None accepts any.
+
     Raises:
+        ChangedFileError: the store has another version.
         EOFError: the object ends before the range.
         OSError: see `read_object`.
     """
     bucket, key = _located(url)
     with _translated(url):
-        return bytes(bucket.read_range(key, offset, offset + size))
+        try:
+            return bytes(bucket.read_range(key, offset, offset + size, etag=version.etag if version else None))
+        except ObjectChangedError as error:
+            raise ChangedFileError(url) from error
 
 
-def object_length(url: str) -> int:
-    """Return the number of bytes of an object. Raises as `read_object`."""
+def object_version(url: str) -> FileVersion:
+    """Return the length of an object, and its ETag. Raises as `read_object`."""
     bucket, key = _located(url)
     with _translated(url):
         info = bucket.info(key)
     if info is None:
         raise FileNotFoundError(errno.ENOENT, "there is no such object", url)
-    return info.size
+    return FileVersion(info.size, info.etag)
 
 
 def list_object_folder(url: str) -> Folder:

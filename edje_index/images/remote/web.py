@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from edje_index.images.remote.errors import NoRangesError, OversizedFileError, UnreachableError
+from edje_index.images.remote.errors import ChangedFileError, NoRangesError, OversizedFileError, UnreachableError
+from edje_index.images.remote.versions import FileVersion
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
@@ -57,22 +58,39 @@ def read_web(url: str, max_bytes: int, headers: Mapping[str, str] | None = None)
     return _request(url, max_bytes, headers or {}).body
 
 
-def read_web_range(url: str, size: int, offset: int, headers: Mapping[str, str] | None = None) -> bytes:
+def read_web_range(
+    url: str,
+    size: int,
+    offset: int,
+    headers: Mapping[str, str] | None = None,
+    *,
+    version: FileVersion | None = None,
+) -> bytes:
     """Return the bytes [offset, offset + size) of a file.
 
+    Args:
+        url: URL of the file.
+        size: number of bytes.
+        offset: first byte.
+        headers: further headers of the request.
+        version: version of the file that the range must belong to; None accepts any.
+
     Raises:
+        ChangedFileError: the server has another version.
         EOFError: the file ends before the range.
         NoRangesError: the server does not answer requests for byte ranges.
         OSError: see `read_web`.
     """
     answer = _request(url, size, {**(headers or {}), "Range": f"bytes={offset}-{offset + size - 1}"}, is_range=True)
+    if version is not None and version.differs(_total(answer), answer.headers.get("ETag")):
+        raise ChangedFileError(url)
     if len(answer.body) != size:
         raise UnreachableError(f"the server sent {len(answer.body)} of {size} bytes", url)
     return answer.body
 
 
-def web_length(url: str, headers: Mapping[str, str] | None = None) -> int:
-    """Return the number of bytes of a file.
+def web_version(url: str, headers: Mapping[str, str] | None = None) -> FileVersion:
+    """Return the length of a file, and its ETag.
 
     Raises:
         NoRangesError: the server does not answer requests for byte ranges.
@@ -81,11 +99,17 @@ def web_length(url: str, headers: Mapping[str, str] | None = None) -> int:
     try:
         answer = _request(url, 1, {**(headers or {}), "Range": "bytes=0-0"}, is_range=True)
     except EOFError:  # an empty file has no first byte
-        return 0
-    total = _TOTAL.fullmatch(answer.headers.get("Content-Range", ""))
-    if total is None:
+        return FileVersion(0)
+    length = _total(answer)
+    if length is None:
         raise NoRangesError(url)
-    return int(total[1])
+    return FileVersion(length, answer.headers.get("ETag"))
+
+
+def _total(answer: Answer) -> int | None:
+    """Return the length of the file of which `answer` has a range; None if the server does not tell."""
+    total = _TOTAL.fullmatch(answer.headers.get("Content-Range", ""))
+    return None if total is None else int(total[1])
 
 
 def read_web_json(url: str, headers: Mapping[str, str], max_bytes: int) -> tuple[Any, Mapping[str, str]]:

@@ -14,7 +14,7 @@ from edje_index.images.containers.container import Container
 from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.remote import web
-from edje_index.images.remote.access import read_remote, read_remote_range, remote_length
+from edje_index.images.remote.access import read_remote, read_remote_range, remote_version
 from edje_index.images.remote.errors import NoRangesError, OversizedFileError, UnreachableError
 from edje_index.images.transient import TransientInputError
 from tests.web_server import WebServer, web_server
@@ -53,13 +53,13 @@ def test_urls_are_sent_as_they_are_written(server: WebServer, path: str) -> None
 
 def test_ranges(server: WebServer) -> None:
     server.files["/a.bin"] = DATA
-    assert remote_length(f"{server.url}/a.bin") == len(DATA)
+    assert remote_version(f"{server.url}/a.bin").length == len(DATA)
     assert read_remote_range(f"{server.url}/a.bin", 1000, 77) == DATA[77:1077]
     with pytest.raises(EOFError):
         read_remote_range(f"{server.url}/a.bin", 5, len(DATA))
     server.ranges = False
     with pytest.raises(NoRangesError, match="download the file"):
-        remote_length(f"{server.url}/a.bin")
+        remote_version(f"{server.url}/a.bin")
     with pytest.raises(NoRangesError):
         read_remote_range(f"{server.url}/a.bin", 5, 1)
 
