@@ -16,6 +16,7 @@ from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
     BANK_WEIGHTS,
     INFO_FILE,
+    JOINT_WEIGHTS,
     VISION_FOLDER,
     VISION_WEIGHTS,
     BundleDescription,
@@ -34,7 +35,7 @@ from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.text_tower import TextTower, save_text_tokenizer, text_tokenizer
 from edje_index.models.vision_tower import VisionTower, vision_tower
-from edje_index.models.weights import save_weights
+from edje_index.models.weights import check_finite, save_weights
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.parts import Part, ScoreModels
 from edje_index.scoring.pooled_similarity import PooledSimilarity, PooledVectors
@@ -164,11 +165,12 @@ class ModelBundle:
             device: device of the weights: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` is CUDA if torch finds a
                 CUDA device, else the CPU.
             dtype: data type of matrix products in the joint encoder, see `devices.resolve_dtype`.
-            verify: compare every file with the hash in ``bundle.json`` before loading.
+            verify: compare every file with the hash in ``bundle.json`` before loading, and check that all weights are
+                finite.
 
         Raises:
-            ModelError: `path` is not a bundle, a file is missing or changed, files do not fit each other, or the
-                value of `device` or `dtype` is unknown.
+            ModelError: `path` is not a bundle, a file is missing or changed, files do not fit each other, a weight is
+                NaN or infinite, or the value of `device` or `dtype` is unknown.
         """
         info = read_bundle_info(path)
         target = resolve_device(device)
@@ -193,6 +195,8 @@ class ModelBundle:
             info=info,
         )
         _check_fit(bundle)
+        if verify:
+            bundle._check_finite()
         return bundle
 
     def save(self, path: str | Path, before_commit: Callable[[BundleInfo], None] = lambda info: None) -> BundleInfo:
@@ -204,7 +208,7 @@ class ModelBundle:
                 `path` does not exist yet.
 
         Raises:
-            ModelError: `path` exists, or the parts of the bundle do not fit each other.
+            ModelError: `path` exists, the parts of the bundle do not fit each other, or a weight is NaN or infinite.
         """
         _check_fit(self)
         out = Path(path)
@@ -215,6 +219,11 @@ class ModelBundle:
             read_bundle_info(staging)
             before_commit(info)
         return read_bundle_info(out)
+
+    def _check_finite(self) -> None:
+        parts = {VISION_WEIGHTS: self.clip, ADAPTER_WEIGHTS: self.adapter, JOINT_WEIGHTS: self.joint}
+        for file, module in parts.items():
+            check_finite(module.state_dict(), f"{file} in {self.info.path if self.info else 'the bundle'}")
 
     def _write_parts(self, folder: Path) -> None:
         vision = folder / VISION_FOLDER

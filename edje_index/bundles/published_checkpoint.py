@@ -17,7 +17,7 @@ from edje_index.models.adapter import COMPRESSED, LOCAL, Adapter, AdapterConfig,
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.size_limit import limited_by
-from edje_index.models.weights import State, assign_weights, read_checkpoint
+from edje_index.models.weights import State, assign_weights, check_finite, read_checkpoint
 
 ADAPTER_PREFIX = "vision_projection."
 JOINT_PREFIXES = ("language_model.", "text_embeddings.", "classification_head.", "text_projection.")
@@ -98,6 +98,8 @@ class PublishedCheckpoint:
         with limited_by(self.path):
             joint = _joint_encoder(self.weights, tokenizer_dir, str(self.path))
             adapter = _adapter(self.weights, joint, vision_heads, layer_norm_eps, str(self.path))
+        check_finite(joint.state_dict(), f"the joint encoder of {self.path}")
+        check_finite(adapter.state_dict(), f"the adapter of {self.path}")
         return PublishedModel(adapter.requires_grad_(False), joint)
 
 
@@ -113,8 +115,8 @@ def load_published_checkpoint(
         layer_norm_eps: epsilon of the layer norms of the vision tower. A compressed adapter has the same epsilon.
 
     Raises:
-        ModelError: the file is not a checkpoint of the published training code, its parts do not fit each other, or
-            the tokenizer cannot be read.
+        ModelError: the file is not a checkpoint of the published training code, its parts do not fit each other, a
+            weight is NaN or infinite, or the tokenizer cannot be read.
 
     Example:
         >>> import torch

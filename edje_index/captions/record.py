@@ -16,8 +16,12 @@ IMAGE_KEYS = ("image", "path", "image_path", "file_name", "filename", "filepath"
 CAPTION_KEYS = ("captions", "caption", "text")
 ID_KEY, SPLIT_KEY = "image_id", "split"
 
-_BLANK_CATEGORIES = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po"})
-"""Unicode categories of control and format characters, whitespace and punctuation. Emoji and other symbols are kept."""
+_BLANK_CATEGORIES = "CZPM"
+"""First letters of the Unicode categories of invisible characters, whitespace, punctuation, and marks on letters."""
+
+_BLANK_CHARACTERS = frozenset(string.punctuation + "\u115f\u1160\u3164\uffa0")
+"""Symbols of ASCII such as $ and +, which canonicalisation removes as punctuation, and Hangul fillers, which are
+letters without a shape. Emoji and other symbols are words."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class CaptionRecord:
     Attributes:
         image: name of the image.
         captions: the captions that are not blank; empty if all captions are blank. A caption is blank if it has only
-            whitespace, punctuation and invisible characters.
+            whitespace, punctuation (which includes the symbols of ASCII) and invisible characters.
         split: name of the split; None if the record has no split.
         image_id: identifier of the image; None if the record has no identifier.
         path: "<tar>!<member>" for an image inside a tar file; otherwise None.
@@ -154,10 +158,10 @@ def optional_text(value: Any) -> str | None:
 
 
 def _is_blank(text: str) -> bool:
-    """Return True if `text` has only whitespace, punctuation and invisible characters."""
+    """Return True if `text` has no word: no character that text cleaning and the tokenizers keep."""
     return all(
-        character in string.punctuation or unicodedata.category(character) in _BLANK_CATEGORIES
-        for character in html.unescape(text)
+        character in _BLANK_CHARACTERS or unicodedata.category(character)[0] in _BLANK_CATEGORIES
+        for character in html.unescape(html.unescape(text))  # twice, as text cleaning does
     )
 
 

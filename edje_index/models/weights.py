@@ -29,8 +29,39 @@ def distinct_tensors(module: torch.nn.Module) -> State:
 
 
 def save_tensors(state: State, path: Path) -> None:
-    """Write tensors to the safetensors file ``path``."""
+    """Write tensors to the safetensors file ``path``.
+
+    Raises:
+        ModelError: a value is NaN or infinite.
+    """
+    check_finite(state, path.name)
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path)
+
+
+def check_finite(state: Mapping[str, torch.Tensor], source: str) -> None:
+    """Check that weights contain neither NaN nor infinity.
+
+    Args:
+        state: tensors by name.
+        source: file or model that the tensors come from, for the error message.
+
+    Raises:
+        ModelError: a tensor contains such a value.
+    """
+    for name, tensor in state.items():
+        if not _is_finite(tensor):
+            wrong = int((~torch.isfinite(tensor)).sum())
+            raise ModelError(
+                f"the tensor {name} of {source} contains {wrong} values that are NaN or infinite; give weights of a "
+                "training run that did not diverge, or copy the file again"
+            )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    lowest, highest = tensor.aminmax()  # NaN if a value is NaN; one pass, without a copy
+    return bool(lowest.isfinite() and highest.isfinite())
 
 
 def read_weights(path: Path, prefix: str = "") -> State:

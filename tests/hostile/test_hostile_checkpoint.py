@@ -80,6 +80,12 @@ def deep_language_model(path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 10**9}))
 
 
+def not_finite(path: Path) -> None:
+    content = torch.load(path, weights_only=True)
+    content["model"]["text_projection.bias"][0] = float("nan")
+    torch.save(content, path)
+
+
 def truncated(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -117,6 +123,7 @@ CASES = {
     wide_adapter: "larger model than",
     tensors_without_dimensions: "",
     deep_language_model: "larger model than",
+    not_finite: "the tensor text_projection.bias of the joint encoder of",
     truncated: "",
     enormous: "",
     fifo: "no checkpoint file",

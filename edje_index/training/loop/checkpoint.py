@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from edje_index.errors import ModelError
-from edje_index.models.weights import read_checkpoint
+from edje_index.models.weights import check_finite, read_checkpoint
 from storage_formats.atomic import fsync_path
 
 KEEP = 2
@@ -88,7 +88,8 @@ class Checkpoints:
         """Read the newest readable checkpoint. Return None if there are no checkpoints.
 
         Raises:
-            ModelError: checkpoints exist but none can be read, or a checkpoint belongs to another training run.
+            ModelError: checkpoints exist but none can be read, or the newest readable checkpoint belongs to another
+                training run or has weights that are NaN or infinite.
         """
         problem: ModelError | None = None
         for path in reversed(self.paths()):
@@ -106,7 +107,8 @@ class Checkpoints:
         """Read the checkpoint of `step`, in the last phase that has checkpoints.
 
         Raises:
-            ModelError: the checkpoint does not exist, cannot be read, or belongs to another training run.
+            ModelError: the checkpoint does not exist, cannot be read, belongs to another training run, or has weights
+                that are NaN or infinite.
         """
         positions = [_position(path) for path in self.paths()]
         last = max((stage for stage, _ in positions), default=0)
@@ -131,6 +133,7 @@ class Checkpoints:
                 f"the checkpoint {path} belongs to another training run; use another run folder, or remove "
                 f"{self._folder} to start again from step 0"
             )
+        check_finite(state.weights, f"the checkpoint {path}")
         return state
 
     def _path(self, stage: int, step: int) -> Path:

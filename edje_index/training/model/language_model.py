@@ -9,7 +9,7 @@ import torch
 from edje_index.errors import ModelError
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import load_joint_tokenizer
-from edje_index.models.weights import State, read_checkpoint, read_weights
+from edje_index.models.weights import State, check_finite, read_checkpoint, read_weights
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
@@ -41,6 +41,7 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
     vocabulary = max(int(config.vocab_size), len(tokenizer))
     joint = JointEncoder(bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim)
     _assign(joint, state, folder)
+    check_finite(joint.state_dict(), str(folder))
     return joint
 
 

@@ -18,6 +18,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import INFO_FILE, JOINT_WEIGHTS, VISION_WEIGHTS, read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
+from edje_index.models import weights
 from edje_index.models.adapter import COMPRESSED, LOCAL, PATCHES, REDUCTIONS, build_adapter
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.text_tower import text_tokenizer
@@ -155,6 +156,18 @@ def test_saving_is_whole_or_not_at_all(tiny_model: ModelBundle, tiny_bundle: Pat
     with pytest.raises(AttributeError):
         tiny_model.save(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_refused(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    tiny_model.adapter.state_dict()["query"].view(-1)[0] = float("inf")
+    with pytest.raises(ModelError, match=r"the tensor query of adapter.safetensors contains 1 values"):
+        tiny_model.save(tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:  # as a release without the check wrote it
+        patch.setattr(weights, "check_finite", lambda state, source: None)
+        tiny_model.save(tmp_path / "out")
+    with pytest.raises(ModelError, match=r"the tensor query of adapter.safetensors in .*out contains 1 values"):
+        ModelBundle.load(tmp_path / "out")
+    assert ModelBundle.load(tmp_path / "out", verify=False)
 
 
 def test_parts_that_do_not_fit_are_refused(tiny_model: ModelBundle, tmp_path: Path) -> None:

@@ -205,9 +205,11 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
     assert ([each.captions for each in content.items], content.blank) == ([("x",)], 1)
 
 
-@pytest.mark.parametrize(
-    "text", ["...", "!?", "_", "$", "\u200b", "\ufeff \u2060", "\u2026\u3002", "&nbsp;", "\u00ad-"]
-)
+BLANK = ("...", "!?", "_", "$", "$+", "\u2026\u3002", "\u00ad-", "&nbsp;", "&amp;nbsp;")
+INVISIBLE = ("\u200b", "\ufeff \u2060", "\ufe0f", "\u3164", "\u0301", "\ue000")
+
+
+@pytest.mark.parametrize("text", [*BLANK, *INVISIBLE])
 def test_captions_without_words_are_blank(tmp_path, text):
     (tmp_path / "c.jsonl").write_text(json.dumps({"image": "a.jpg", "captions": [text, "a dog"]}) + "\n")
     content = read_caption_file(tmp_path / "c.jsonl")
@@ -215,7 +217,19 @@ def test_captions_without_words_are_blank(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["7", "\u72ac", "\U0001f415", "\U0001f468\u200d\U0001f467", "&eacute;", "\u20ac", "<3"]
+    "text",
+    [
+        "7",
+        "e\u0301",
+        "\u0915\u093e",
+        "\u2764\ufe0f",
+        "\u72ac",
+        "\U0001f415",
+        "\U0001f468\u200d\U0001f467",
+        "&eacute;",
+        "\u20ac",
+        "<3",
+    ],
 )
 def test_other_short_captions_are_kept(tmp_path, text):
     (tmp_path / "c.jsonl").write_text(json.dumps({"image": "a.jpg", "caption": text}) + "\n")

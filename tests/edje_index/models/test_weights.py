@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edje_index.errors import ModelError
 from edje_index.models.bf16 import as_tensor, to_bf16_array
-from edje_index.models.weights import assign_weights, read_weights, save_weights, tied_names
+from edje_index.models.weights import assign_weights, read_weights, save_tensors, save_weights, tied_names
 
 
 class Tied(torch.nn.Module):
@@ -52,6 +52,17 @@ def test_says_what_does_not_fit(tmp_path: Path) -> None:
         for prefix in ("", "first."):
             with pytest.raises(ModelError, match="cannot read the weights"):
                 read_weights(path, prefix)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    state = {"sound": torch.arange(3), "broken.weight": torch.tensor([1.0, value], dtype=dtype)}
+    with pytest.raises(
+        ModelError, match=r"tensor broken.weight of w.safetensors contains 1 values that are NaN or inf"
+    ):
+        save_tensors(state, tmp_path / "w.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=20))

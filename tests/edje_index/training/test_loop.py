@@ -10,6 +10,7 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
+from edje_index.models.weights import read_checkpoint
 from edje_index.training.fitting.trained_bundle import trained_bundle
 from edje_index.training.loop.checkpoint import Checkpoints
 from edje_index.training.loop.distributed import WorkerGroup
@@ -89,6 +90,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(case, calm, tmp_path):
     assert same(weights(tmp_path), weights(calm))
 
 
+def test_a_checkpoint_of_weights_that_are_not_finite_is_refused(case, tmp_path):
+    task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2)
+    run_worker(task, WorkerGroup(), never)
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    content = read_checkpoint(newest)
+    name = next(iter(content["weights"]))
+    content["weights"][name].view(-1)[0] = float("nan")
+    torch.save(content, newest)
+    with pytest.raises(ModelError, match=f"the tensor {name} of the checkpoint {newest} contains 1 values"):
+        run_worker(task, WorkerGroup(), never)
+
+
 def test_another_trainings_checkpoint_is_refused(case, calm):
     with pytest.raises(ModelError, match="belongs to another training"):
         Checkpoints(calm, "other").latest()
@@ -133,8 +146,9 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_pat
     save_file(state, path)
     with pytest.raises(ModelError, match=r"3 steps in a row had no finite gradient, up to step 3 .*optimizer.lr"):
         run_worker(task, WorkerGroup(), never)
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
     assert same(
-        {k: v for k, v in weights(tmp_path).items() if k.startswith("adapter.")},
+        {k: v for k, v in read_checkpoint(newest)["weights"].items() if k.startswith("adapter.")},
         {f"adapter.{k}": v for k, v in ModelBundle.load(task.start, verify=False).adapter.state_dict().items()},
     )
 
