@@ -148,8 +148,9 @@ def test_a_conversion_of_the_same_index_is_resumed(tmp_path):
 
 def test_engines_and_build_give_the_same_bytes(case, tmp_path):
     build(case, tmp_path / "a", "--precision", "bf16", "--precision", "fp8")
+    build(case, tmp_path / "plain")
     for engine, run in (("inline", run_here), ("ray", run_process)):
-        build(case, tmp_path / engine)
+        shutil.copytree(tmp_path / "plain", tmp_path / engine)
         run("quantize", tmp_path / engine, "--to", "fp8", "--engine", engine)
     expected = contents(tmp_path / "a")
     expected.pop("plan")

@@ -304,7 +304,6 @@ def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp
         (["--score", "logit", "--no-rerank"], "leave out --score or --no-rerank"),
         (["--joint-pool", "3", "--no-rerank"], "leave out --joint-pool or --no-rerank"),
         (["--joint-pool", "3"], "--joint-pool: joint_pool needs a score with other parts than the logit"),
-        (["--images", "nowhere"], "no directory"),
         (["--also", "=x"], "INDEX=MODEL"),
         (["--also", "nowhere"], "no index at nowhere"),
     ],

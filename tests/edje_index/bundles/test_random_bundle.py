@@ -30,6 +30,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_bytes_in_every_process(tiny_bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
     subprocess.run([sys.executable, "-W", "error", "-c", CREATE, str(out)], check=True)

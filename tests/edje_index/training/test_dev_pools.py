@@ -35,8 +35,15 @@ def setting(case):
     )
 
 
-@pytest.mark.parametrize("bank", [False, True])
-@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize(
+    ("pooled", "bank"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank):
     """One query at a time, by the parts of a bundle with the chosen weights; in both directions."""
     bundle, dev, features = setting
