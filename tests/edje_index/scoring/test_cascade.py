@@ -63,7 +63,7 @@ def test_a_candidate_without_a_logit_never_ranks_above_one_with(parts, joint_poo
 @pytest.mark.parametrize(
     ("weights", "joint_pool", "message"),
     [
-        (ScoreWeights(late=1.0), 0, "joint_pool must be at least 1, got 0"),
+        (ScoreWeights(late=1.0), 0, "joint_pool must be an integer of at least 1, got 0"),
         (ScoreWeights(), 5, "joint_pool needs a score with other parts than the logit"),
         (ScoreWeights(logit=0.0, late=1.0), 5, "joint_pool has no effect on a score without the logit"),
     ],
