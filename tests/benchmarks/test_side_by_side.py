@@ -15,6 +15,7 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_every_task_is_measured_for_both_checkouts(root):
     seconds = measure((REPO, REPO), root, Options(starts=2, rounds=1, blocks=2))
     assert len(seconds) == 7 * 2 + 3 * 2 * 2

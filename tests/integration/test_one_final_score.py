@@ -105,6 +105,7 @@ def one_caption(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PART_NAMES)
 def test_each_weight_changes_all_scores_alike(bundle, part, one_caption, monkeypatch):
     plain, changed = bundle.score.t2i, perturbed(bundle.score.t2i, part)

@@ -293,6 +293,7 @@ def test_online_features_that_contradict_other_inputs_are_refused(case, tmp_path
     assert "inputs.features (--features) is online, so inputs.view_features has no effect" in error
 
 
+@pytest.mark.slow
 def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):
     options = ["--steps", "3", "--set", "augmentation.views=2"]
     first = run_here(*training(case, tmp_path / "first"), *options)

@@ -152,7 +152,9 @@ def test_simulated_precisions_and_a_weight(run, world, tiny_bundle, tmp_path):
     assert "sign1 from bf16" in text
 
 
-@pytest.mark.parametrize("score", ["bundle", "logit", "embedding", *(f"{part}=2" for part in PART_NAMES)])
+@pytest.mark.parametrize(
+    "score", ["bundle", "logit", *(pytest.param(f"{part}=2", marks=pytest.mark.slow) for part in PART_NAMES)]
+)
 def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_path, score):
     bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
     options = ("--split", "dev", "--model", tmp_path / "model", "--pool", 6, "--bootstrap", 0, "--score", score)
@@ -170,7 +172,7 @@ def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_pat
             assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
 
 
-@pytest.mark.parametrize("joint_pool", [1, 3, 100])
+@pytest.mark.parametrize("joint_pool", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 100))])
 def test_the_joint_encoder_scores_the_best_of_each_pool(run, world, tiny_bundle, tmp_path, joint_pool):
     bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
     score = "logit=2000,late=1,pooled=1,embedding=1,hubness=1"  # the tiny model's logits differ by little

@@ -141,6 +141,7 @@ def test_senseless_combinations_are_refused(run, built, arguments, message):
     assert message in err
 
 
+@pytest.mark.slow
 def test_a_terminal_is_asked_for_queries(built):
     """In a real terminal. A bad query does not end the session."""
     parent, child = pty.openpty()

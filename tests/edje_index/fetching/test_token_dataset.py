@@ -34,7 +34,7 @@ def test_items_are_blocks(built):
             dataset[row]
 
 
-@pytest.mark.parametrize("start", [None, "fork", "spawn"])
+@pytest.mark.parametrize("start", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_loader_reads_in_any_process(built, start):
     root, expected = built
     dataset = TokenDataset(root, "bf16", "auto")

@@ -56,6 +56,7 @@ def test_an_opened_encoder_equals_the_bundle_up_to_rounding(
     np.testing.assert_allclose(tokens.astype(np.float32), expected.numpy(), rtol=2**-7, atol=3 * tolerance)
 
 
+@pytest.mark.slow
 def test_equal_bits_in_every_process(tiny_bundle: Path) -> None:
     encoder = ImageEncoder.open(tiny_bundle, device="cpu", threads=torch.get_num_threads())
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))

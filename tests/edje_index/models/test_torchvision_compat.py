@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from edje_index.models._torchvision_compat import FAKE_REGISTERED_OPS, operators_load, prepare_torchvision
 
 SCRIPT = """
+import pytest
+
 from edje_index.models._torchvision_compat import prepare_torchvision
 prepare_torchvision()
 import torch, torchvision, transformers, open_clip
@@ -18,6 +22,7 @@ print(all(hasattr(torch.ops.torchvision, name) for name in {names}))
 """
 
 
+@pytest.mark.slow
 def test_everything_that_needs_torchvision_can_be_imported() -> None:
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT.format(names=FAKE_REGISTERED_OPS)],
