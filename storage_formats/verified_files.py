@@ -103,6 +103,10 @@ class VerifiedFiles:
         """Return True if the index has an unfinished change, whose files may be there already."""
         return Layout(self.root).build.exists()
 
+    def is_locked(self) -> bool:
+        """Return True if a process changes the index, or was killed while it changed the index."""
+        return Layout(self.root).lock.exists()
+
     def describe(self, problem: Problem) -> Problem:
         """Return `problem` with a message that names the index as the caller does."""
         return problem

@@ -303,6 +303,8 @@ def _check_row_maps(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
 def _check_strays(files: VerifiedFiles, manifest: Manifest) -> Iterator[Problem]:
     """Yield a problem for each data file that belongs to no snapshot and no unfinished change."""
     is_changing = files.is_changing()
+    if files.is_locked():  # a process removes them, or was killed while it did; the next change removes them
+        return
     try:
         named = files.named(manifest)
     except CorruptIndexError as error:

@@ -133,8 +133,7 @@ def extension_bytes(ann: Mapping[str, Any], rows: int, width: int, memory: int |
     """
     if not ann.get("files"):
         return 0
-    first = {"vectors": ann["vectors"], **ann["files"][0]}
-    loaded, vectors = int(first["bytes"]), int(first["vectors"])  # it is loaded for its centroids
-    if ann["kind"] == AnnKind().name:
-        return max(loaded, AnnKind.choose(rows, width, memory).build_bytes(rows, width))
-    return max(loaded, math.ceil(_PEAK * rows * loaded / max(1, vectors)))
+    loaded = int(ann["files"][0]["bytes"])  # it is loaded for its centroids
+    factory = ann.get("factory")
+    kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width, memory)
+    return max(loaded, kind.build_bytes(rows, width))

@@ -86,7 +86,8 @@ def _compact(root: Path, on_event: OnEvent, should_stop: ShouldStop) -> CompactR
         index = CommittedIndex.open(root)
         refuse_unfinished_append(index)
         if not len(index.deleted):
-            discard_stopped_copy(index, on_event)
+            if Layout(index.root).compaction.exists():
+                discard_stopped_copy(index, on_event)
             return _result(index.manifest, 0, time.monotonic() - started)
         copy = _plan(index)
         receipts = copy_rows(copy, "copying", _begin(index, copy, on_event), on_event, should_stop)

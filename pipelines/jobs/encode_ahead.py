@@ -60,7 +60,7 @@ class EncodingAhead:
         self._waiting: deque[tuple[int, Sequence[InputRef]]] = deque()
         self._events = threading.Lock()
         self._progress: Progress | None = None  # of the listing
-        self._error: Exception | None = None  # of the engine or of a callback in its thread
+        self._error: BaseException | None = None  # of the engine or of a callback in its thread
         self._encoded: dict[int, int] = {}  # number of rows by shard
 
     @property
@@ -122,10 +122,12 @@ class EncodingAhead:
 
     def _show(self, event: Event) -> None:
         """Pass an event of the engine on. An error of the callback is raised in the thread of the caller."""
+        if self._error is not None:
+            return
         try:
             with self._events:
                 self._on_event(event)
-        except Exception as error:
+        except BaseException as error:  # sys.exit too
             self._error = error
 
     def _show_progress(self) -> None:

@@ -44,7 +44,7 @@ class RowChange:
 
 @contextlib.contextmanager
 def changing(root: Path, on_event: OnEvent) -> Iterator[CommittedIndex]:
-    """Lock and open the index at `root`. Remove files of finished changes and of stopped compactions and conversions.
+    """Lock and open the index at `root`. Remove files of finished changes and of stopped compactions.
 
     Raises:
         UsageError: there is no index at `root`.
@@ -60,7 +60,7 @@ def changing(root: Path, on_event: OnEvent) -> Iterator[CommittedIndex]:
         plan = read_plan(root, append=True)
         if plan is not None and is_committed(plan, index):
             remove_build(Layout(root))
-        elif plan is None:
+        elif plan is None and Layout(root).compaction.exists():
             discard_stopped_copy(index, on_event)
         yield index
 

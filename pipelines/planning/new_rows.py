@@ -104,6 +104,8 @@ class RowsRequest:
             return PreparedRows(new.duplicates)
         with removed_on_failure(self.index.root):
             self.check_size(len(new.refs))
+            if Layout(self.index.root).receipt(0).parent.exists():  # of a stopped conversion, which begins anew
+                discard_rows(self.index)
             plan = self._planned(new)
             plan.write()
         return PreparedRows(new.duplicates, PreparedBuild(plan, self.workers), self.build)

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from pipelines.api import append_index
 from pipelines.engines.inline import InlineEngine
 from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, run_quantize
 from pipelines.progress.events import Progress
 from pipelines.progress.stopping import JobStopped
-from storage_formats import UsageError, codec, verify_index
+from storage_formats import EdjeError, UsageError, codec, verify_index
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from tests.command_line import run_here, run_process
@@ -141,6 +142,16 @@ def test_a_conversion_is_not_resumed_over_another_index_of_the_same_shape(tmp_pa
 def test_a_conversion_of_the_same_index_is_resumed(tmp_path):
     write_random_index(tmp_path, SPEC)
     stop_after_one_shard(tmp_path, "fp8")
+    plans = []
+    run_quantize(QuantizeConfig(tmp_path, ("fp8",)), InlineEngine(), plans.append)
+    assert plans[0].finished_shards == 1
+
+
+def test_a_refused_append_keeps_a_stopped_conversion(tmp_path):
+    write_random_index(tmp_path, SPEC)
+    stop_after_one_shard(tmp_path, "fp8")
+    with pytest.raises(EdjeError):
+        append_index(tmp_path, ["/nowhere"])
     plans = []
     run_quantize(QuantizeConfig(tmp_path, ("fp8",)), InlineEngine(), plans.append)
     assert plans[0].finished_shards == 1

@@ -117,6 +117,10 @@ def test_files_that_no_commit_made_are_named(copy):
     (copy / "rows" / "extra.parquet").write_bytes(b"")
     (copy / "tokens" / "bf16" / "c.9.0.0").write_bytes(b"")
     assert codes(copy) == {("rows/extra.parquet", "stray-file"), ("tokens/bf16/c.9.0.0", "stray-file")}
+    lock = Layout(copy).lock  # of a process that was killed while it removed them
+    lock.parent.mkdir()
+    lock.write_text("{}")
+    assert codes(copy) == set()
 
 
 def test_the_temporary_file_of_a_killed_change_is_no_damage(copy):
