@@ -9,7 +9,8 @@ import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from edje_index.images.remote.urls import is_remote
+from edje_index.images.remote.urls import is_remote, scheme_of
+from storage_formats.format.object_store import STORE_SCHEMES
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -120,7 +121,12 @@ def _open_remote(url: str) -> RangedFile:
     from edje_index.images.remote.blocks import BlockReader
 
     version = remote_version(url)
-    blocks = BlockReader(functools.partial(read_remote_range, url, version=version), version.length)
+    # A web server may stop answering. The library for object stores could crash in a daemon thread at the end.
+    blocks = BlockReader(
+        functools.partial(read_remote_range, url, version=version),
+        version.length,
+        daemon=scheme_of(url) not in STORE_SCHEMES,
+    )
     return RangedFile(blocks.pread, version.length, blocks.close)
 
 

@@ -15,13 +15,14 @@ DTYPES = ("auto", "float32", "bfloat16")
 """Names of the data types of matrix products."""
 
 
-def resolve_device(device: str) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
     """Return the device named `device`. ``auto`` is CUDA if torch finds a CUDA device, else the CPU.
 
     Raises:
         ModelError: the name is unknown, or this machine has no such device.
     """
-    if as_text(device, "device") == "auto":
+    device = str(device) if isinstance(device, torch.device) else as_text(device, "device")
+    if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         target = torch.device(device)

@@ -44,7 +44,7 @@ def read_packed(path: bytes, container: Container, offset: int, *, size: int | N
     try:
         modified = None if is_remote(path) else os.stat(path).st_mtime_ns
         with _OPENING:
-            opened = _open(path, container, modified)
+            opened = _open(path, container, modified, os.getpid())  # a forked process lacks the threads of its parent
         if isinstance(opened, DecompressedFile):
             data = opened.pread(size or 0, offset)
         else:
@@ -60,7 +60,7 @@ def read_packed(path: bytes, container: Container, offset: int, *, size: int | N
 
 
 @functools.lru_cache(_MAX_OPEN)
-def _open(path: bytes, container: Container, _modified: int | None) -> _Opened:
+def _open(path: bytes, container: Container, _modified: int | None, _process: int) -> _Opened:
     file = open_ranged(path)
     if file.length != container.length:
         raise ImageError(reason="changed-since-plan", detail=f"the file has {file.length} bytes now")

@@ -50,12 +50,14 @@ class BlockReader:
     Args:
         read_at: function that requests a byte range of the file. Threads call it at the same time.
         length: number of bytes of the file.
+        daemon: whether the process may end during a request ahead.
     """
 
-    def __init__(self, read_at: ReadAt, length: int) -> None:
+    def __init__(self, read_at: ReadAt, length: int, *, daemon: bool = False) -> None:
         self._read_at = read_at
+        self._daemon = daemon
         self._length = length
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may call `close` in the thread that holds it
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._closed = False
 
@@ -130,14 +132,16 @@ class BlockReader:
 
     def _start_ahead(self, blocks: dict[int, _Block]) -> None:
         try:
-            threading.Thread(target=self._fetch_ahead, args=(blocks,), name="edje-read-ahead").start()
+            threading.Thread(
+                target=self._fetch_ahead, args=(blocks,), name="edje-read-ahead", daemon=self._daemon
+            ).start()
         except RuntimeError:  # the system allows no further thread
             self._drop(blocks, _AbandonedError())
 
     def _fetch_ahead(self, blocks: dict[int, _Block]) -> None:
         try:
             self._fetch(blocks)
-        except Exception:  # `_read` requests the block again, and raises the error if there is one then
+        except BaseException:  # `_read` requests the block again, and raises the error if there is one then
             self._drop(blocks, _AbandonedError())
 
     def _fetch(self, blocks: dict[int, _Block]) -> None:

@@ -81,9 +81,12 @@ def test_jumps_request_one_block_each() -> None:
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_a_failed_read_ahead_shows_when_its_block_is_read(lasting: bool) -> None:
+@pytest.mark.parametrize("kind", [ConnectionError, SystemExit])
+def test_a_failed_read_ahead_shows_when_its_block_is_read(lasting: bool, kind: type[BaseException]) -> None:
     def fail(number: int) -> None:
-        if in_background() or (lasting and number == 2):
+        if in_background():
+            raise kind(f"no block {number}")
+        if lasting and number == 2:
             raise ConnectionError(f"no block {number}")
 
     server = Server(fail)

@@ -76,7 +76,7 @@ def test_holds_only_the_image_half(tiny_bundle: Path, tiny_model: ModelBundle) -
 
 
 def test_lower_precision_is_close_and_embeddings_stay_float32(tiny_bundle: Path) -> None:
-    exact = ImageEncoder.open(tiny_bundle, device="cpu", dtype="float32")
+    exact = ImageEncoder.open(tiny_bundle, device=torch.device("cpu"), dtype="float32")
     rough = ImageEncoder.open(tiny_bundle, device="cpu", dtype="bfloat16")
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     tokens, embeddings = exact.encode(pixels)
