@@ -39,6 +39,7 @@ def test_the_ratio_is_old_over_new():
     assert line == "| encode fp8 | 4.00 | 2.00 | 2.000 |"
 
 
+@pytest.mark.slow
 def test_cold_fetches_are_measured_alone(root):
     seconds = measure((REPO, REPO), root, Options(starts=1, rounds=1, blocks=2, words="nvfp4", cold=True))
     assert set(seconds) == {"cold fetch nvfp4", "cold fetch nvfp4 unchecked"}

@@ -143,7 +143,9 @@ def problem_at(bench: Bench, name: str, at: int) -> str | None:
     return problem and f"{name} at operation {at} ({struck}): {problem}\n{outcome.output}"
 
 
-@pytest.mark.parametrize("name", ["build", pytest.param("quantize", marks=pytest.mark.slow), "import-arrays"])
+@pytest.mark.parametrize(
+    "name", ["build", *(pytest.param(name, marks=pytest.mark.slow) for name in ("quantize", "import-arrays"))]
+)
 def test_a_fault_costs_no_more_than_another_run(benches, name):
     bench = benches[name]
     for kind, count in SAMPLE.items():

@@ -164,7 +164,11 @@ def test_a_file_of_many_gigabytes_takes_no_memory(opened, layout, name):
     assert outcomes[FILES[name][1]].startswith("CorruptIndexError")
 
 
-@pytest.mark.parametrize(("rows", "text_bytes"), [(5_000_000, 1), (40, 100 << 20)], ids=["many rows", "long text"])
+@pytest.mark.parametrize(
+    ("rows", "text_bytes"),
+    [pytest.param(5_000_000, 1, marks=pytest.mark.slow), (40, 100 << 20)],
+    ids=["many rows", "long text"],
+)
 def test_a_small_rows_table_takes_no_memory(opened, layout, rows, text_bytes):
     """Parquet stores a value that repeats once, however long it is and however often it repeats."""
     path = layout.rows_file(0)

@@ -195,6 +195,7 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
     assert "30 steps of 8 pairs" in info.notes
 
 
+@pytest.mark.slow
 def test_views_and_a_pooled_similarity(case, tmp_path):
     options = [
         *training(case, tmp_path / "out"),
