@@ -11,18 +11,15 @@ from benchmarks.commands.end_to_end import end_to_end_command
 from benchmarks.commands.fetch import fetch_command
 from benchmarks.commands.output import show
 from benchmarks.commands.paper import paper_command
-from benchmarks.commands.quantize_index import quantize_index_command
 from benchmarks.commands.rerank import rerank_command
-from benchmarks.commands.scales_layout import scales_layout_command
 from benchmarks.commands.serve import serve_command
-from benchmarks.commands.train_step import train_step_command
 from pipelines.cli.options import json_option, shard_size_option, stored_precisions_option
 from storage_formats.format.layout import IndexSpec
 
 
 @click.group()
 def bench() -> None:
-    """Run a benchmark: fetching, scoring, serving, writing, converting, building or training.
+    """Run a benchmark: fetching, scoring, serving, building, codecs, whole systems, or the tables of the paper.
 
     Results are medians over several runs. Ratios vary less between machines than seconds.
     """
@@ -33,9 +30,6 @@ bench.add_command(rerank_command)
 bench.add_command(paper_command)
 bench.add_command(serve_command)
 bench.add_command(end_to_end_command)
-bench.add_command(quantize_index_command)
-bench.add_command(scales_layout_command)
-bench.add_command(train_step_command)
 
 
 @bench.command("make-synthetic")
@@ -68,28 +62,6 @@ def make_synthetic_command(
     spec = IndexSpec(rows, shard_size, (tokens, width), embed_dim=width, precisions=tuple(dict.fromkeys(precisions)))
     make_synthetic(out, spec, seed)
     show({"index": str(out), "rows": rows, "shards": spec.shards}, as_json, [f"{rows} rows in {spec.shards} shards"])
-
-
-@bench.command("write")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Directory on the disk to measure.")
-@click.option("--rows", type=click.IntRange(min=1), default=8192, show_default=True, help="Number of blocks to write.")
-@click.option(
-    "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Number of runs of each writer."
-)
-@json_option
-def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
-    """Compare the speed of the shard writer with zarr-python and dd, on the same blocks and disk.
-
-    \b
-    Example:
-      edje-index bench write --folder /mnt/nvme/bench
-    """
-    from benchmarks.write import bench_write
-
-    report = bench_write(folder, rows, 1024, repeats)
-    lines = [f"{name:12} {rate:6.2f} GB/s" for name, rate in report["median"].items()]
-    lines += [f"{name:22} {ratio:5.2f}x" for name, ratio in report["ratios"].items()]
-    show(report, as_json, lines)
 
 
 @bench.command("quantize")

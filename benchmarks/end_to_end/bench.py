@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.end_to_end.collection import Collection, write_collection
+from benchmarks.end_to_end.collection import Collection, sample_queries, write_collection
 from benchmarks.end_to_end.systems import SYSTEMS, FinalScoreSearch
 from benchmarks.fetch.memory_pressure import memory_cap
-from benchmarks.joint_pool import sample_queries
 from benchmarks.steps import run_step
 from edje_index.progress import OnProgress
 from edje_index.search.token_index import TokenIndex

@@ -19,18 +19,37 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from benchmarks.joint_pool import Query
+from edje_index.captions.matching import NAME_COLUMNS, match_items
+from edje_index.captions.reading import read_captions
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.stop_words import content_token_mask
 from edje_index.search.late_interaction_search import max_sim
 from edje_index.search.token_index import TokenIndex
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
+from storage_formats.format.rows import read_all_rows
 from storage_formats.format.tombstones import live_rows
 from storage_formats.reading.embeddings import read_embeddings
 
 _CHUNK = 256
 Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Query:
+    """A caption, and the row id of its image."""
+
+    text: str
+    row_id: int
+
+
+def sample_queries(index: TokenIndex, captions: Path, images: Path | None, count: int, seed: int) -> list[Query]:
+    """Return `count` random captions of images in the index."""
+    items = read_captions(captions, images)
+    items, rows = match_items(index.root, read_all_rows(index.committed, NAME_COLUMNS), items).indexed(items)
+    every = [Query(text, int(row)) for item, row in zip(items, rows, strict=True) for text in item.captions]
+    chosen = np.random.default_rng(seed).permutation(len(every))[:count]
+    return [every[position] for position in chosen]
 
 
 @dataclass(frozen=True)

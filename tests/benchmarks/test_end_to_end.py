@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.end_to_end.bench import EndToEndBench, bench_end_to_end, figures
-from benchmarks.end_to_end.collection import Collection, write_collection
+from benchmarks.end_to_end.collection import Collection, Query, write_collection
 from benchmarks.end_to_end.report import table, write_report
 from benchmarks.end_to_end.systems import SYSTEMS
-from benchmarks.joint_pool import Query
 from edje_index.search.token_index import TokenIndex
 from storage_formats import UsageError
 from tests.conftest import REPO

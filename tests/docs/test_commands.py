@@ -182,23 +182,6 @@ def test_the_fetch_benchmarks_of_the_guides_run(line, home, run):
     assert ("pairs/s that the joint encoder" in out) == ("--model" in line)
 
 
-BENCHMARK_MODULES = sorted(
-    {
-        module
-        for page in (REPO / "docs").rglob("*.md")
-        for module in re.findall(r"python -m (benchmarks\.\w+)", page.read_text())
-    }
-)
-
-
-@pytest.mark.parametrize("module", BENCHMARK_MODULES)
-def test_a_benchmark_that_a_page_names_explains_itself(module):
-    words = [sys.executable, "-m", module, "--help"]
-    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: ")
-
-
 def test_the_tutorial_compares_fetching_with_scoring():
     lines = [line for line in commands(REPO / "docs/tutorial.md") if "bench fetch" in line]
     assert len(lines) == 2
