@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         quantize_index,
         repair_index,
         retry_failed,
-        split_index,
         train,
         update_index,
     )
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from pipelines.jobs.repair import RepairResult
     from pipelines.jobs.retry_failed import RetryResult
     from pipelines.jobs.snapshots import DeleteResult
-    from pipelines.jobs.split import SplitResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.jobs.update import UpdateResult
     from pipelines.progress.stopping import JobStopped
@@ -48,7 +46,6 @@ _MODULES = {
     "QuantizeResult": "pipelines.jobs.quantize",
     "RepairResult": "pipelines.jobs.repair",
     "RetryResult": "pipelines.jobs.retry_failed",
-    "SplitResult": "pipelines.jobs.split",
     "TrainResult": "pipelines.jobs.training.result",
     "UpdateResult": "pipelines.jobs.update",
     "append_index": "pipelines.api",
@@ -60,7 +57,6 @@ _MODULES = {
     "quantize_index": "pipelines.api",
     "repair_index": "pipelines.api",
     "retry_failed": "pipelines.api",
-    "split_index": "pipelines.api",
     "train": "pipelines.api",
     "update_index": "pipelines.api",
 }
@@ -76,7 +72,6 @@ __all__ = [
     "QuantizeResult",
     "RepairResult",
     "RetryResult",
-    "SplitResult",
     "TrainResult",
     "UpdateResult",
     "append_index",
@@ -88,7 +83,6 @@ __all__ = [
     "quantize_index",
     "repair_index",
     "retry_failed",
-    "split_index",
     "train",
     "update_index",
 ]

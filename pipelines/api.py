@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pipelines.jobs.repair import RepairResult
     from pipelines.jobs.retry_failed import RetryResult
     from pipelines.jobs.snapshots import DeleteResult
-    from pipelines.jobs.split import SplitResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.jobs.update import UpdateResult
     from pipelines.progress.events import Event, OnEvent
@@ -374,47 +373,6 @@ def merge_indexes(
     from pipelines.jobs.merge import run_merge
 
     return run_merge([local_path(index) for index in indexes], local_path(out), on_event, should_stop)
-
-
-@name_missing_extra("search")
-def split_index(
-    index: str | Path,
-    outs: Sequence[str | Path],
-    *,
-    on_event: OnEvent = _ignore,
-    should_stop: ShouldStop = _never,
-) -> SplitResult:
-    """Divide an index into several new indexes, as `edje-index split` does. The model is not needed.
-
-    Each part holds consecutive shards of `index`, and about the same number of rows. Rows keep their ids. A duplicate
-    becomes a failed row if its original is in another part. The given index does not change. Call the function again
-    with the same arguments to resume a stopped split.
-
-    Args:
-        index: directory of the index.
-        outs: directories of the new indexes, one per part. Each directory appears once its part is complete.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`.
-
-    Raises:
-        UsageError: there is no index at `index`, a directory of `outs` exists or is given twice, or `outs` has fewer
-            than two directories or more directories than the index has shards.
-        JobStopped: the split stopped early, or a file is damaged. Finished parts and shards are kept.
-        EdjeError: another process is writing to one of `outs`.
-        MissingExtraError: FAISS is not installed, but the index has a nearest-neighbour index.
-
-    Example:
-        >>> import shutil
-        >>> from pipelines import merge_indexes, split_index
-        >>> _ = shutil.copytree("photos.edje", "second.edje")
-        >>> _ = merge_indexes(["photos.edje", "second.edje"], "both.edje")
-        >>> result = split_index("both.edje", ["left.edje", "right.edje"])
-        >>> [part.first_row for part in result.parts]
-        [0, 1024]
-    """
-    from pipelines.jobs.split import run_split
-
-    return run_split(local_path(index), [local_path(out) for out in outs], on_event, should_stop)
 
 
 def copy_index(

@@ -22,13 +22,11 @@ from edje_index.images.decoded_input import DecodeSettings, decode_input, read_i
 from edje_index.images.inputs import InputRef
 from edje_index.images.remote.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
-from edje_index.indexing.listed_shards import take_listed_shard
 from edje_index.indexing.shard_task import Encoder, ShardTask
 from storage_formats.errors import EdjeError
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table, with_source_values
-from storage_formats.writing.pieces import Piece, ShardPieces
 from storage_formats.writing.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ class StageProgress:
 
 
 class EncodingInterrupted(EdjeError):
-    """Encoding was stopped by `should_stop`. A later call resumes after the finished batches."""
+    """Encoding was stopped by `should_stop`. A later call encodes the shard anew."""
 
 
 def encode_shard(
@@ -74,29 +72,24 @@ def encode_shard(
         should_stop: function that is called before each batch. Encoding stops if the function returns True.
 
     Raises:
-        EncodingInterrupted: `should_stop` returned True. The finished batches are saved.
+        EncodingInterrupted: `should_stop` returned True. The shard begins anew in the next run.
         TransientInputError: an input cannot be read or decoded now, because of the machine and not of the input.
         OSError: the index cannot be written.
     """
     layout, refs = task.layout, task.refs()
-    if (receipt := take_listed_shard(task, refs)) is not None:
-        return receipt
     first_row = task.spec.shard_rows(task.shard).start
     images = [_Image(ref, _row_entry(first_row + position, ref)) for position, ref in enumerate(refs)]
     entries = [image.entry for image in images]
-    pieces = ShardPieces(layout, task.spec, task.shard, task.plan)
-    listed_pieces = ShardPieces(Layout(layout.listed), task.spec, task.shard, task.listed_fingerprint(refs))
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard) as attempt,
         _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
     ):
-        done = _restore(pieces, writer, entries, _restore(listed_pieces, writer, entries))
+        done = 0
         prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding(encoder))
-        for batch in _batches_ahead(task, images[done:], prepare, pool):
+        for batch in _batches_ahead(task, images, prepare, pool):
             if should_stop():
-                pieces.save()
                 raise EncodingInterrupted(
                     f"the encoding stopped inside shard {task.shard}; run the same command again to resume"
                 )
@@ -107,25 +100,13 @@ def encode_shard(
             with _timed(stages, "write"):
                 positions = np.array([image.entry.row_id - first_row for image in ready], dtype=np.int64)
                 writer.put(positions, tokens, embeddings)
-                pieces.add(Piece(done, entries[done : done + len(batch)], positions, tokens, embeddings))
             done += len(batch)
             on_progress(_progress(task.shard, entries, done, stages))
         with _timed(stages, "write"):
             table = with_source_values(rows_table(entries), task.columns, [ref.metadata for ref in refs])
             read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
         receipt = writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
-    pieces.remove()
-    listed_pieces.remove()
     return receipt
-
-
-def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry], done: int = 0) -> int:
-    """Restore the rows after the first `done` rows that earlier attempts saved. Return the number of finished rows."""
-    for piece in pieces.read(done):
-        writer.put(piece.positions, piece.tokens, piece.embeddings)
-        entries[piece.start : piece.stop] = piece.entries
-        done = piece.stop
-    return done
 
 
 def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from edje_index.images.decoded_input import FAIL, FULL, SCALED, DecodeSettings
 from edje_index.images.input_lists import read_shard_inputs
-from edje_index.images.inputs import InputRef, rows_digest
+from edje_index.images.inputs import InputRef
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.source_columns import SourceColumn
 
@@ -58,8 +57,6 @@ class ShardTask:
             "too-many-pixels".
         decode_threads: number of threads that read and decode images. This number does not affect the result.
         columns: source columns of the rows table.
-        inputs: inputs of the shard; None to read them from `build/inputs/`.
-        settings: fingerprint of the model and the settings of the plan, without the inputs.
         truncated: what to do with truncated images, `decoded_input.FAIL` or `decoded_input.LOAD`.
         frames: number of frames per input, see `decoded_input.DecodeSettings`.
         jpeg: how to decode JPEG images, `decoded_input.FULL` or `decoded_input.SCALED`.
@@ -73,8 +70,6 @@ class ShardTask:
     max_pixels: int
     decode_threads: int
     columns: tuple[SourceColumn, ...] = ()
-    inputs: tuple[InputRef, ...] | None = None
-    settings: str = ""
     truncated: str = FAIL
     frames: int | None = None
     jpeg: str = FULL
@@ -90,11 +85,7 @@ class ShardTask:
         Raises:
             CorruptIndexError, OSError: see `read_shard_inputs`.
         """
-        return read_shard_inputs(self.layout, self.spec, self.shard) if self.inputs is None else self.inputs
-
-    def listed_fingerprint(self, refs: Sequence[InputRef]) -> str:
-        """Return a hash of everything that determines the rows of this shard, except the metadata of `refs`."""
-        return listed_fingerprint(self.settings, self.shard, refs)
+        return read_shard_inputs(self.layout, self.spec, self.shard)
 
     def decoding(self, encoder: Encoder) -> DecodeSettings:
         """Return the settings of decoding for `encoder`."""
@@ -104,11 +95,6 @@ class ShardTask:
     def inputs_per_batch(self) -> int:
         """Number of inputs per forward pass."""
         return inputs_per_batch(self.batch_size, self.frames)
-
-
-def listed_fingerprint(settings: str, shard: int, refs: Sequence[InputRef]) -> str:
-    """Return `ShardTask.listed_fingerprint` of `shard`. For `settings`, see `ShardTask`."""
-    return hashlib.sha256(f"{settings} {shard} {rows_digest(refs)}".encode()).hexdigest()
 
 
 def least_side(jpeg: str, encoder: Encoder) -> int | None:

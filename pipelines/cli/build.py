@@ -151,9 +151,6 @@ def _print(result: BuildResult, out: Path) -> None:
     )
     if not result.already_finished:
         parts = [f"{result.seconds:.1f} s"]
-        if result.encoded_ahead:
-            parts.append(f"{counted(result.encoded_ahead, 'row')} encoded during the listing")
         if result.images_per_second:
-            speed = f"{result.images_per_second:.1f} images/s{' after it' if result.encoded_ahead else ''}"
-            parts += [speed, f"bottleneck {result.bottleneck or 'none'}"]
+            parts += [f"{result.images_per_second:.1f} images/s", f"bottleneck {result.bottleneck or 'none'}"]
         print_line(", ".join(parts))

@@ -41,7 +41,6 @@ SECTIONS = {
         "delete": "pipelines.cli.delete:delete",
         "compact": "pipelines.cli.compact:compact",
         "merge": "pipelines.cli.merge:merge",
-        "split": "pipelines.cli.split:split",
         "copy": "pipelines.cli.copy:copy",
         "history": "pipelines.cli.history:history",
         "rollback": "pipelines.cli.history:rollback",

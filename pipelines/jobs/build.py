@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import replace
 
 from pipelines.engines.base import describe_error
 from pipelines.jobs.build_result import BuildResult, build_result
-from pipelines.jobs.encode_ahead import EncodingAhead
 from pipelines.jobs.encode_shards import encode_shards
 from pipelines.jobs.leftovers import remove_leftovers
 from pipelines.jobs.lock import locked_index
@@ -37,8 +35,7 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
     if is_finished:
         remove_leftovers(config.out)
     with contextlib.nullcontext() if is_finished else locked_index(config.out):
-        with EncodingAhead(config, on_event, should_stop) as ahead:
-            prepared = prepare_build(config, ahead.on_event, should_stop, ahead.started)
+        prepared = prepare_build(config, on_event, should_stop)
         run = None
         if prepared.finished is not None:
             manifest = prepared.finished.manifest
@@ -49,5 +46,4 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
             except OSError as error:
                 reason = f"cannot write {config.out}: {describe_error(error)}; finished shards are kept"
                 raise JobStopped(reason) from error
-    result = build_result(manifest, prepared.plan, run, time.monotonic() - started)
-    return replace(result, encoded_ahead=ahead.rows)
+    return build_result(manifest, prepared.plan, run, time.monotonic() - started)

@@ -28,7 +28,7 @@ class BuildResult:
         rows: number of rows of the index.
         shards: number of shards of the index.
         seconds: wall time of this run.
-        images_per_second: rows that this run encoded per second after the listing; 0 if it encoded no row then.
+        images_per_second: rows that this run encoded per second after the listing; 0 if it encoded no row.
         bottleneck: stage in which the workers spent the most time; None if no times are known.
         stage_seconds: seconds per stage, summed over all shards. In `wait` (for decoded images), `encode` (the model)
             and `write`, they are seconds of the workers. `read` and `decode` are sums over the decoding threads. Empty
@@ -38,8 +38,6 @@ class BuildResult:
             index.
         ignored: number of entries in the sources that are not inputs, by suffix or reason; None if an earlier run had
             finished the index, because only the plan of an unfinished build counts them.
-        encoded_ahead: number of rows that were encoded while this run listed the sources, or earlier. They do not count
-            in `images_per_second`.
 
     Example:
         >>> from pipelines import build_index
@@ -62,7 +60,6 @@ class BuildResult:
     already_finished: bool = False
     truncated: int | None = None
     ignored: dict[str, int] | None = None
-    encoded_ahead: int = 0
 
 
 def build_result(manifest: Manifest, plan: BuildPlan, run: ShardRun | None, seconds: float) -> BuildResult:

@@ -98,7 +98,6 @@ def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
         JobStopped: `should_stop()` returned True.
     """
     from edje_index.bundles.info import read_bundle_info
-    from edje_index.indexing.listed_shards import listed_bytes
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
     from storage_formats.presence import check_files
 
@@ -123,7 +122,7 @@ def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
     spec = IndexSpec(listing.inputs, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
     is_finished = stored is not None and stored.index is not None
     if stored is None:
-        check_index_size(config.out, spec, config.memory, stored_bytes=listed_bytes(config.out))
+        check_index_size(config.out, spec, config.memory)
     elif not is_finished:
         check_ann_memory(stored.plan.spec, config.memory)
     finished_shards = spec.shards if is_finished else len(stored.receipts) if stored is not None else 0

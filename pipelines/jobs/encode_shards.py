@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,6 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
         make_task=functools.partial(_shard_task, prepared),
         state_of_report=_state_of_report,
         state_of_receipt=_state_of_receipt,
-        rows_in_pieces=functools.partial(_stored_rows, plan),
         on_receipt=FailureLimit(plan, config.max_failed),
         on_lost_machine=functools.partial(forget_attempt, layout),
     )
@@ -81,14 +80,6 @@ def open_workers(config: BuildConfig, prepared: PreparedBuild) -> tuple[WorkerFa
     return on_shared_directory(prepared.plan.root, make_worker), engine
 
 
-def _stored_rows(plan: BuildPlan, finished_shards: Container[int]) -> int:
-    """Return the number of stored rows of unfinished shards, also of those that were encoded during the listing."""
-    from edje_index.indexing.listed_shards import stored_rows
-
-    rows = stored_rows(plan.root, plan.spec)
-    return sum(rows.get(shard, 0) for shard in plan.shards if shard not in finished_shards)
-
-
 def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
     return encoding_task(prepared.plan, shard, decode_threads(prepared.plan.settings, prepared.workers))
 
@@ -102,7 +93,6 @@ def encoding_task(plan: BuildPlan, shard: int, threads: int = 1) -> ShardTask:
         shard=shard,
         spec=plan.spec,
         plan=plan.fingerprint,
-        settings=plan.settings_fingerprint,
         batch_size=plan.settings.batch_size,
         max_pixels=plan.settings.max_pixels,
         decode_threads=threads,

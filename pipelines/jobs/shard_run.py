@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,6 @@ class ShardJob:
         make_task: function that takes a shard number and returns the task.
         state_of_report: function that takes a progress report of a worker and returns (shard number, shard state).
         state_of_receipt: function that takes the receipt of a finished shard and returns the shard state.
-        rows_in_pieces: function that takes the finished shards and returns how many rows of unfinished shards are
-            stored.
         on_receipt: function that is called with every receipt, including receipts of earlier runs. This function may
             raise FailedInputsError.
         on_lost_machine: function that is called with the number of a shard whose machine was lost, before the shard
@@ -61,7 +59,6 @@ class ShardJob:
     make_task: Callable[[int], Task]
     state_of_report: Callable[[Any], tuple[int, ShardState]]
     state_of_receipt: Callable[[ShardReceipt], ShardState]
-    rows_in_pieces: Callable[[Container[int]], int] = lambda finished_shards: 0
     on_receipt: Callable[[ShardReceipt], None] = lambda receipt: None
     on_lost_machine: Callable[[int], None] = lambda shard: None
     unit: str = "row"
@@ -95,7 +92,6 @@ def run_shards(
     started = time.monotonic()
     receipts = dict(earlier)
     missing = [shard for shard in job.shards if shard not in earlier]
-    stored_rows = job.rows_in_pieces(earlier) if missing else 0
     with _stopped_by_errors(job, receipts):
         meter = ShardMeter(job.activity, job.rows, len(job.shards))
         for receipt in earlier.values():  # the times of earlier runs do not count
@@ -124,7 +120,7 @@ def run_shards(
                 job.on_receipt(receipt)
         if len(receipts) < len(job.shards):
             raise JobStopped("stopped")
-    rows = sum(receipts[shard].rows for shard in missing) - stored_rows
+    rows = sum(receipts[shard].rows for shard in missing)
     return ShardRun([receipts[shard] for shard in sorted(receipts)], rows, time.monotonic() - started)
 
 
@@ -136,7 +132,7 @@ def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
     except (UsageError, EngineUnavailableError, FailedInputsError):
         raise
     except (EdjeError, OSError) as error:
-        rows = sum(receipt.rows for receipt in receipts.values()) + job.rows_in_pieces(receipts)
+        rows = sum(receipt.rows for receipt in receipts.values())
         raise JobStopped(
             f"{describe_error(error)}; {rows:,} of {counted(job.rows, job.unit)} are kept, {len(receipts):,} of "
             f"{counted(len(job.shards), 'shard')} are finished"

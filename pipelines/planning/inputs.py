@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,6 @@ from storage_formats.format.layout import Layout
 if TYPE_CHECKING:
     from edje_index.images.inputs import InputRef
     from storage_formats.format.source_columns import SourceColumn
-
-
-OnShardListed = Callable[[int, "Sequence[InputRef]"], None]
-"""Function that is called with the number of a shard and its inputs without metadata, once the shard is full."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +57,8 @@ def removed_on_failure(root: Path) -> Iterator[None]:
         raise
 
 
-def freeze_inputs(
-    config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop, on_shard_listed: OnShardListed | None = None
-) -> FrozenInputs:
-    """List the inputs of all sources, and write them to `build/inputs/`. Call `on_shard_listed` with each full shard.
+def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop) -> FrozenInputs:
+    """List the inputs of all sources, and write them to `build/inputs/`.
 
     Raises:
         UsageError: a source cannot be used, or the sources contain no inputs.
@@ -77,8 +71,6 @@ def freeze_inputs(
     refs = digested(iter_all(sources), digest, on_event, should_stop)
     if config.dedupe:
         refs = mark_duplicates(refs)
-    if on_shard_listed is not None:
-        refs = _reported(refs, config.shard_size, on_shard_listed)
     lists = store_inputs(Layout(config.out), refs, config.shard_size)
     ignored = {**count_ignored(sources), **lists.ignored}
     if not lists.rows:
@@ -86,17 +78,6 @@ def freeze_inputs(
             f"there is nothing to index in {', '.join(config.sources)}: {_no_images(ignored)}", parameter="sources"
         )
     return FrozenInputs(lists.rows, digest.hexdigest(), lists.duplicates, ignored, lists.checksums, lists.columns)
-
-
-def _reported(refs: Iterable[InputRef], shard_size: int, on_shard_listed: OnShardListed) -> Iterator[InputRef]:
-    """Yield `refs` unchanged, and call `on_shard_listed` before the last input of each full shard."""
-    inputs: list[InputRef] = []
-    for row, ref in enumerate(refs):
-        inputs.append(ref if ref.metadata is None else replace(ref, metadata=None))
-        if len(inputs) == shard_size:
-            on_shard_listed(row // shard_size, inputs)
-            inputs = []
-        yield ref
 
 
 @dataclass(frozen=True)

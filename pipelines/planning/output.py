@@ -30,16 +30,14 @@ def check_output(config: BuildConfig) -> None:
 
 
 def has_stored_work(root: Path) -> bool:
-    """Return True if a stopped build has left a plan, or rows that were encoded while the sources were listed."""
-    from edje_index.indexing.listed_shards import has_listed_rows
-
-    return Layout(root).plan.exists() or has_listed_rows(root)
+    """Return True if a stopped build has left a plan."""
+    return Layout(root).plan.exists()
 
 
 def _foreign_entries(layout: Layout) -> set[str]:
     """Return the names of the files and directories in an output directory that are not part of an index."""
     # A build that was stopped while it listed its sources leaves `build/` without a plan.
-    listing = {layout.lock.name, layout.input_lists.name, layout.listed.name}
+    listing = {layout.lock.name, layout.input_lists.name}
     names = {entry.name for entry in layout.root.iterdir()} - {layout.build.name}
     if layout.build.is_dir():
         names |= {entry.name for entry in layout.build.iterdir()} - listing

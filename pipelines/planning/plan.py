@@ -175,11 +175,6 @@ class BuildPlan:
         """SHA-256 of everything that determines the stored bytes, in hexadecimal."""
         return plan_fingerprint(self.model, self.settings, self.inputs_digest)
 
-    @property
-    def settings_fingerprint(self) -> str:
-        """SHA-256 of the model and the settings, which together with its inputs determine a shard, in hexadecimal."""
-        return plan_fingerprint(self.model, self.settings, inputs_digest="")
-
     def write(self) -> None:
         """Store the plan. A build that is interrupted after this call can be resumed."""
         content = {**asdict(self), "version": _PLAN_VERSION, "fingerprint": self.fingerprint}

@@ -5,15 +5,12 @@ An interrupted build resumes from its stored plan, so the settings cannot change
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.finished import check_sources
-from pipelines.planning.inputs import OnShardListed, check_frozen_inputs, freeze_inputs, removed_on_failure
+from pipelines.planning.inputs import check_frozen_inputs, freeze_inputs, removed_on_failure
 from pipelines.planning.plan import BuildPlan, model_record, settings_of_request
 from pipelines.planning.resources import check_ann_memory, check_index_size, check_workers
 from pipelines.planning.stored import read_stored_build
@@ -43,23 +40,15 @@ class PreparedBuild:
     finished: CommittedIndex | None = None
 
 
-StartAhead = Callable[[PreparedBuild], AbstractContextManager[OnShardListed | None]]
-"""Function that is called with a build without inputs. The context lasts as long as the listing.
-
-The result of the context is an argument of `freeze_inputs`.
-"""
-
-
 def prepare_build(
     config: BuildConfig,
     on_event: OnEvent,
     should_stop: ShouldStop = lambda: False,
-    start_ahead: StartAhead = lambda build: contextlib.nullcontext(),
 ) -> PreparedBuild:
     """Prepare the build of the index at `config.out`.
 
     If the index is finished, check the index. If the build has a stored plan, read the plan. Otherwise make and store a
-    plan. `start_ahead` can start to encode the inputs while they are listed.
+    plan.
 
     Raises:
         UsageError: a source cannot be used, the machine lacks the device, memory or disk space, or the request differs
@@ -69,7 +58,6 @@ def prepare_build(
         JobStopped: `should_stop()` returned True.
     """
     from edje_index.bundles.info import read_bundle_info
-    from edje_index.indexing.listed_shards import listed_bytes, remove_other_rows
     from storage_formats.presence import check_files
 
     stored = read_stored_build(config.out)
@@ -88,8 +76,7 @@ def prepare_build(
     with removed_on_failure(config.out):
         spec = IndexSpec(1, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
         plan = BuildPlan(config.out, spec, model_record(info), settings, inputs_digest="", duplicates=0, ignored={})
-        with start_ahead(PreparedBuild(plan, workers)) as on_shard_listed:
-            inputs = freeze_inputs(config, on_event, should_stop, on_shard_listed)
+        inputs = freeze_inputs(config, on_event, should_stop)
         plan = replace(
             plan,
             spec=replace(spec, rows=inputs.rows),
@@ -99,7 +86,6 @@ def prepare_build(
             input_checksums=inputs.checksums,
             columns=inputs.columns,
         )
-        remove_other_rows(config.out, plan.spec, plan.settings_fingerprint)
-        check_index_size(config.out, plan.spec, config.memory, stored_bytes=listed_bytes(config.out))
+        check_index_size(config.out, plan.spec, config.memory)
         plan.write()
     return PreparedBuild(plan, workers)

@@ -90,13 +90,13 @@ def model_memory_need(workers: int | None, settings: BuildSettings, info: Bundle
     return worker_memory_need(workers or 1, info.encoder_weights_bytes, images, int(height) * int(width))
 
 
-def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None, *, stored_bytes: int = 0) -> None:
+def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
     """Raise UsageError if the disk is too small for the index, or the memory for its nearest-neighbour index.
 
     For the arguments, see `check_ann_memory` and `check_disk`.
     """
     check_ann_memory(spec, memory)
-    check_disk(root, spec, memory, stored_bytes=stored_bytes)
+    check_disk(root, spec, memory)
 
 
 def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
@@ -124,17 +124,16 @@ def check_extension_memory(manifest: Manifest, rows: int, memory: int | None) ->
     _check_memory(Need({_ANN: need}), memory, "split the index", parameter="sources")
 
 
-def check_disk(root: Path, spec: IndexSpec, memory: int | None = None, *, stored_bytes: int = 0) -> None:
+def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
     """Raise UsageError if the disk is too small for the index.
 
     Args:
         root: directory of the index.
         spec: shape of the index.
         memory: see `BuildConfig`.
-        stored_bytes: length of files that become part of the index or are removed. They count as free space.
     """
     need = disk_need(spec, memory)
-    free = free_disk(root) + stored_bytes
+    free = free_disk(root)
     if need.total > free:
         raise UsageError(
             f"the index of {counted(spec.rows, 'input')} needs {need} of disk, but only "

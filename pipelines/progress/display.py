@@ -60,8 +60,6 @@ def describe_progress(progress: Progress, *, speed: float | None = None, seconds
         parts.append(f"{speed:,.1f}/s")
     if seconds_left:
         parts.append(f"{duration(seconds_left)} left")
-    if progress.encoded:
-        parts.append(f"{progress.encoded:,} encoded")
     if progress.shards is not None:
         parts.append(f"shards {progress.shards.finished:,}/{progress.shards.total:,}")
         if progress.shards.failed_rows:

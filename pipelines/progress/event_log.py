@@ -140,7 +140,6 @@ class EventLog:
             done=event.done,
             total=event.total,
             shards=shards,
-            encoded=event.encoded,
         )
 
 

@@ -92,7 +92,6 @@ class Progress:
         total: number of all units of work; None if unknown.
         shards: counts of the shards; None if the job does not process shards.
         finished_shard: the shard that was just finished; None if the event reports something else.
-        encoded: number of inputs that are encoded already while the sources are listed.
     """
 
     activity: str
@@ -100,7 +99,6 @@ class Progress:
     total: int | None = None
     shards: ShardCounts | None = None
     finished_shard: FinishedShard | None = None
-    encoded: int = 0
 
 
 Event = StatusMessage | PlanReady | Progress

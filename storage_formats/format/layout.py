@@ -208,10 +208,6 @@ class Layout:
         return self.build / "inputs"
 
     @property
-    def listed(self) -> Path:
-        return self.build / "listed"
-
-    @property
     def staging(self) -> Path:
         return self.build / "staging"
 
@@ -258,9 +254,6 @@ class Layout:
 
     def attempt(self, shard: int) -> Path:
         return self.build / "attempts" / f"{shard:08d}.json"
-
-    def pieces(self, shard: int) -> Path:
-        return self.build / "pieces" / f"{shard:08d}"
 
     def relative(self, path: Path) -> str:
         """Return `path` relative to the root, with forward slashes."""

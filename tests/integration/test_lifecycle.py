@@ -253,11 +253,10 @@ class Trial:
     rng: random.Random
     kills: float
     merges: int = 0
-    splits: int = 0
     kill_factor: ClassVar[float] = 1.0  # the kills of slower commands come later
     kinds: ClassVar[dict[str, int]] = {
         "append": 28, "update": 14, "delete": 20, "erase": 8, "retry_failed": 4, "rollback": 12, "gc": 7, "quantize": 9,
-        "compact": 10, "merge": 6, "split": 4,
+        "compact": 10, "merge": 6,
     }  # fmt: skip
 
     def directory(self) -> Path:
@@ -388,35 +387,6 @@ class Trial:
         self.root, self.model.snapshots, self.model.next_shard = self.placed(out), {0: after}, -(-after.rows // SHARD)
         self.merges += 1
 
-    def split(self, step: int) -> None:
-        """Split the index in two. The later changes are changes of a merge of the parts, in which rows begin at 0."""
-        left, right, out = (self.folder / f"{name}-{step}.edje" for name in ("left", "right", "joined"))
-        arguments = ("split", self.directory(), left, right, "--quiet")
-        code = self.cli.run(*arguments, kill_after=self._kill_after(0.3))
-        if code == -signal.SIGKILL:
-            self.model.killed["split"] = self.model.killed.get("split", 0) + 1
-            assert verify_index(self.directory()) == []
-            code = self.cli.run(*arguments)
-        if sum(1 for _ in Manifest.load(self.directory()).spec.shard_numbers()) < 2:
-            assert code == 2, self.cli.output()
-            return
-        assert code == 0, self.cli.output()
-        joined = {**self._photos_of(left), **self._photos_of(right)}
-        assert joined == self.model.now.photos
-        assert self.cli.run("merge", left, right, "--out", out, "--quiet") == 0, self.cli.output()
-        after = self.model.joined(Manifest.load(left).spec, Manifest.load(right).spec)
-        self.root, self.model.snapshots, self.model.next_shard = self.placed(out), {0: after}, -(-after.rows // SHARD)
-        self.splits += 1
-
-    def _photos_of(self, part: Path) -> dict[int, int]:
-        """The photos of a part by row id; the blocks of the part are compared."""
-        assert verify_index(part) == []
-        rows = read_rows(part, columns=["row_id", "uri"]).to_pydict()
-        photos = {row: int(Path(uri).stem) for row, uri in zip(rows["row_id"], rows["uri"], strict=True)}
-        with TokenStore.open(part) as store:
-            assert same_bits(store.fetch(list(photos)), self.reference.blocks[list(photos.values())])
-        return photos
-
     def _kill_after(self, longest: float) -> float | None:
         return self.rng.uniform(0, longest * self.kill_factor) if self.rng.random() < self.kills else None
 
@@ -461,7 +431,6 @@ def test_two_hundred_changes_of_which_many_are_killed(cli, tmp_path, tiny_bundle
     trial = run_trial(cli, tmp_path, tiny_bundle, seed=2, changes=200, kills=0.4)
     assert trial.model.commits > 80
     assert trial.merges > 2
-    assert trial.splits > 0
     assert sum(trial.model.killed.values()) > 20, trial.model.killed
 
 

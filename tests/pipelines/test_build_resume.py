@@ -16,7 +16,6 @@ from edje_index.indexing.faiss_index import build_ann, extend_ann
 from pipelines import retry_failed
 from pipelines.jobs.append import run_append
 from pipelines.jobs.build import run_build
-from pipelines.jobs.encode_shards import encode_shards
 from pipelines.jobs.snapshots import history
 from pipelines.planning.config import AppendConfig
 from pipelines.planning.prepare import prepare_build
@@ -27,7 +26,6 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.rows import read_rows
-from storage_formats.writing.pieces import rows_in_pieces
 from tests.pipelines.conftest import write_photo
 
 
@@ -102,20 +100,6 @@ def test_a_shard_with_a_damaged_receipt_is_encoded_again(config, damage):
 def test_an_intact_receipt_counts(config):
     stop_after_one_shard(run_build, config())
     assert finished_before(config()) == 1
-
-
-def test_rows_that_a_stopped_build_stored_do_not_count_as_encoded_again(config):
-    request, rows_done = config(shard_size=16), []
-
-    def note_rows(event):
-        rows_done.extend([event.done] if isinstance(event, Progress) and event.shards else [])
-
-    with pytest.raises(JobStopped):
-        run_build(request, note_rows, lambda: max(rows_done, default=0) >= 4)
-    stored_rows = rows_in_pieces(Layout(request.out))[0]
-    assert 4 <= stored_rows < 10
-    run = encode_shards(request, prepare_build(request, lambda _: None), lambda _: None, lambda: False)
-    assert run.rows == 10 - stored_rows
 
 
 @pytest.mark.parametrize("plan_is_left", [True, False])

@@ -59,7 +59,6 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
             "delete",
             "compact",
             "merge",
-            "split",
             "copy",
             "history",
             "rollback",

@@ -1,4 +1,4 @@
-"""The kind and the recall of the nearest-neighbour indexes that compactions, merges and splits build."""
+"""The kind and the recall of the nearest-neighbour indexes that compactions and merges build."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 import faiss
 import pytest
 
-from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, default_position
-from pipelines import compact_index, delete_rows, merge_indexes, split_index
+from edje_index.indexing.faiss_index import AnnRequest, add_ann, default_position
+from pipelines import compact_index, delete_rows, merge_indexes
 from pipelines.progress.events import StatusMessage
 from storage_formats import Manifest, verify_index
 from storage_formats.format.layout import IndexSpec, Segment
@@ -39,18 +39,10 @@ def without_rows(root, row_ids):
     return [root]
 
 
-def halves(root, row_ids):
-    delete_rows(root, rows=row_ids)
-    parts = [root.with_name("left"), root.with_name("right")]
-    split_index(root, parts)
-    return parts
-
-
-@pytest.mark.parametrize("copy", [without_rows, halves])
 @pytest.mark.parametrize("requested", [CODES, AnnRequest("IVF5,Flat", recall=0.98)], ids=["codes", "exact"])
-def test_copies_keep_the_kind_and_the_target_recall(root, copy, requested):
+def test_copies_keep_the_kind_and_the_target_recall(root, requested):
     add_ann(root, requested)
-    for copied in copy(root, list(range(0, 300, 4))):
+    for copied in without_rows(root, list(range(0, 300, 4))):
         ann = Manifest.load(copied).ann
         assert (ann["factory"], ann["recall"]["target"]) == (requested.ann, requested.recall)
         assert verify_index(copied) == []
@@ -108,17 +100,3 @@ def test_copies_keep_the_small_codes_of_a_default_kind(root, monkeypatch):
     assert Manifest.load(root).ann["factory"] == "IVF17,PQ4x4fs"
     for copied in without_rows(root, list(range(0, 300, 4))):
         assert Manifest.load(copied).ann["factory"] == "IVF15,PQ4x4fs"
-
-
-def test_a_part_with_too_few_vectors_for_the_codes_gets_a_flat_index(tmp_path):
-    root = tmp_path / "index"
-    write_random_index(root, replace(SPEC, rows=84))
-    add_ann(root, AnnRequest("IVF2,PQ8x4fs"))
-    parts = [tmp_path / "left", tmp_path / "right"]  # of 64 and 20 rows
-    events = []
-    split_index(root, parts, on_event=events.append)
-    assert [Manifest.load(part).ann["kind"] for part in parts] == ["ivf-pq", "flat"]
-    assert [event.text for event in events if isinstance(event, StatusMessage) and "too few" in event.text] == [
-        "there are too few rows for a nearest-neighbour index IVF2,PQ8x4fs; it is Flat now"
-    ]
-    assert len(AnnIndex.open(parts[1])) == 20

@@ -55,7 +55,6 @@ def test_a_build_and_its_dry_run_write_metrics_and_log(run, photos, tiny_bundle,
     [
         (["compact", "a"], "a"),
         (["merge", "a", "b", "--out", "c"], "c"),
-        (["split", "a", "c", "d"], "a"),
         (["copy", "a", "c"], "c"),
         (["repair", "a"], "a"),
     ],
