@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.block_device import storage
 from benchmarks.fetch.fio import Fio, find_fio
 from benchmarks.fetch.memory_pressure import check_memory_cap, memory_cap
 from benchmarks.fetch.plan import (
@@ -31,7 +32,6 @@ from benchmarks.fetch.summary import paired_ratio, rate, summarise
 from benchmarks.fetch.targets import judge
 from benchmarks.fetch.worker_process import WorkerError
 from benchmarks.synthetic import make_synthetic
-from pipelines.doctor.block_device import storage
 from pipelines.environment import environment
 from storage_formats.codecs import BF16, codec
 from storage_formats.errors import UsageError

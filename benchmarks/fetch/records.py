@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.block_device import logical_block_bytes
 from benchmarks.fetch.workloads import Ids
-from pipelines.doctor.block_device import logical_block_bytes
 from storage_formats.codecs import BF16, Records, codec, fill_record
 from storage_formats.format.layout import PAGE_BYTES, Layout
 from storage_formats.format.manifest import CommittedIndex

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from storage_formats.errors import UsageError
+from storage_formats.format.manifest import Manifest
 
 FLAT_LIMIT = 100_000
 """Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
@@ -17,6 +18,8 @@ _PEAK = 1.2
 """Memory of a build at its peak, divided by the size of the FAISS index."""
 _ID_BYTES = 8
 _FLOAT_BYTES = 4
+_MAX_DRIFT = 1.1
+_MAX_FILES = 16
 
 
 @dataclass(frozen=True)
@@ -137,3 +140,25 @@ def extension_bytes(ann: Mapping[str, Any], rows: int, width: int, memory: int |
     factory = ann.get("factory")
     kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width, memory)
     return max(loaded, kind.build_bytes(rows, width))
+
+
+def rebuild_reasons(manifest: Manifest) -> list[str]:
+    """Return the reasons to build the nearest-neighbour index again; empty if there are none.
+
+    The drift is the mean distance of appended embeddings from the nearest centroid, divided by the mean distance of the
+    embeddings in the first file.
+    """
+    files, spec, reasons = manifest.ann.get("files", []), manifest.spec, []
+    distances = [(int(file["vectors"]), 1 - float(file["similarity"])) for file in files if "similarity" in file]
+    appended = sum(int(file.get("vectors", 0)) for file in files[1:])
+    if appended and len(distances) == len(files) and distances[0][1] > 0:
+        drift = sum(vectors * distance for vectors, distance in distances[1:]) / appended / distances[0][1]
+        if drift > _MAX_DRIFT:
+            reasons.append(
+                f"appended embeddings lie {drift:.2f} times as far from the centroids as the first embeddings"
+            )
+    if len(files) > _MAX_FILES:
+        reasons.append(f"a search reads {len(files)} files")
+    if manifest.ann.get("kind") == "flat" and appended and spec.used_rows > FLAT_LIMIT:
+        reasons.append(f"{spec.used_rows:,} rows are too many for an exact search")
+    return reasons

@@ -176,39 +176,6 @@ def default_position(manifest: Manifest) -> int | None:
     return next((position for position, kind in enumerate(defaults) if kind.factory == factory), None)
 
 
-def tune_ann(
-    root: str | Path, recall: float = TARGET_RECALL, on_progress: OnProgress | None = None
-) -> list[Measurement]:
-    """Choose the number of inverted lists that a search reads, and commit a new `index.json` with this number.
-
-    No other process may change the index at the same time.
-
-    Args:
-        root: directory of the index.
-        recall: recall to reach for the 100 nearest rows, above 0 and at most 1.
-        on_progress: function that is called after each shard.
-
-    Returns:
-        One measurement per number of lists, ascending. The last number is committed. Empty if the index has no inverted
-        lists.
-
-    Raises:
-        UsageError: `recall` is out of range, or the index has no nearest-neighbour index.
-        CorruptIndexError: a file is damaged.
-    """
-    index = CommittedIndex.open(root)
-    ann = AnnIndex(index)
-    if not ann.parts.lists:
-        return []
-    layout, manifest = Layout(index.root), index.manifest
-    embeddings = IndexedEmbeddings(layout, manifest.spec, list(manifest.spec.shard_numbers()))
-    queries = RecallQueries.draw(embeddings, index.deleted, on_progress)
-    measured = measure_probes(queries, ann.parts, recall, ann.live)
-    if measured:
-        replace(manifest, ann={**manifest.ann, **_tuned(measured, recall)}).write(layout)
-    return measured
-
-
 def _tuned(measured: Sequence[Measurement], target: float) -> dict[str, Any]:
     """Return the keys `probes` and `recall` of `ann` in `index.json`, from the last measurement."""
     if not measured:

@@ -1,4 +1,4 @@
-"""Shows the estimated cost of a build or an append."""
+"""Shows what a build or an append would do, and what it needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
-from pipelines.progress.wording import counted, duration, human_bytes
+from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
@@ -53,15 +53,6 @@ def _lines(estimate: DryRun) -> list[str]:
     lines.append(
         f"memory at least {_parts(estimate.memory_bytes)}; {human_bytes(estimate.free_memory_bytes)} available"
     )
-    if estimate.seconds is None:
-        lines.append("time unknown: no image was encoded on this machine")
-    elif estimate.sampled_images:
-        workers = counted(estimate.workers or 1, "worker")
-        lines.append(
-            f"time about {duration(estimate.seconds)} with {workers} ({estimate.sampled_images} images measured)"
-        )
-    else:
-        lines.append("nothing to encode")
     return lines
 
 

@@ -26,6 +26,8 @@ def info(index: Path | str, as_json: bool) -> None:
     built INDEX. Columns from the sources are shown with their type and number of values, including values of deleted
     rows. For an unfinished index, the output shows the number of finished shards.
 
+    The line 'search' describes the nearest-neighbour index, and says when 'edje-index ann build' would improve it.
+
     To search INDEX, a model bundle must have the encoder fingerprint shown here. 'edje-index model show' prints the
     encoder fingerprint of a bundle.
 
@@ -46,8 +48,10 @@ def describe_index(root: Path | str) -> dict[str, Any]:
     """Return a JSON object that describes a finished or unfinished index. Raises EdjeError if there is no index."""
     if isinstance(root, Path) and (begun := _describe_begun(root)):
         return begun
+    from collections import Counter
     from dataclasses import asdict
 
+    from edje_index.indexing.ann_kind import rebuild_reasons
     from storage_formats.format.mirror import open_index
     from storage_formats.format.shard_table import read_shard_tables
 
@@ -55,6 +59,9 @@ def describe_index(root: Path | str) -> dict[str, Any]:
     manifest = index.manifest
     files = [*(file for _, file in read_shard_tables(index.root, manifest.shard_tables)), *manifest.ann_files]
     spec, counts = manifest.spec, manifest.counts
+    bytes_by_folder: Counter[str] = Counter()
+    for file in files:
+        bytes_by_folder[file.path.rpartition("/")[0]] += file.bytes
     return {
         "index": str(root),
         "state": "finished",
@@ -69,8 +76,10 @@ def describe_index(root: Path | str) -> dict[str, Any]:
         "precisions": list(spec.precisions),
         "columns": _columns(manifest),
         "encoded_from": {name: list(sources) for name, sources in manifest.encoded_from.items()},
-        "bytes": sum(file.bytes for file in files),
+        "bytes": bytes_by_folder.total(),
+        "bytes_by_folder": dict(sorted(bytes_by_folder.items())),
         "ann": manifest.ann,
+        "ann_rebuild": rebuild_reasons(manifest),
         "model": manifest.model,
         "settings": manifest.settings,
         "plan": manifest.plan,
@@ -123,6 +132,7 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         counts = value["counts"]
         failed = "".join(f", {reason} {count:,}" for reason, count in counts["failed"].items())
+        sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in value["bytes_by_folder"].items())
         lines += [
             ("inputs", f"{counts['inputs']:,}"),
             ("indexed", f"{counts['indexed']:,}"),
@@ -130,8 +140,9 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
             ("failed", f"{counts['failed_total']:,}{failed}"),
             *([("deleted", f"{value['deleted']:,}")] if value["deleted"] else []),
             ("shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"),
-            ("size", human_bytes(value["bytes"])),
-            ("search", f"{value['ann'].get('kind')}, {counted(value['ann'].get('vectors', 0), 'vector')}"),
+            ("size", f"{human_bytes(value['bytes'])} ({sizes})"),
+            ("search", _ann_line(value["ann"])),
+            *(("", f"run 'edje-index ann build': {reason}") for reason in value["ann_rebuild"]),
         ]
         lines += _column_lines(value["columns"])
     model = value["model"]
@@ -144,6 +155,14 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
         ("", f"encoder fingerprint {model['fingerprint']}"),
         ("plan", value["plan"]),
     ]
+
+
+def _ann_line(ann: dict[str, Any]) -> str:
+    kind = " ".join(filter(None, [str(ann.get("kind")), ann.get("factory")]))
+    line = f"{kind}, {counted(ann.get('vectors', 0), 'vector')} in {counted(len(ann.get('files', [])), 'file')}"
+    if recall := ann.get("recall"):
+        line += f", recall@{recall['k']} {recall['value']:.3f} with {ann.get('probes')} lists per query"
+    return line
 
 
 def _column_lines(columns: list[dict[str, Any]]) -> list[tuple[str, str]]:

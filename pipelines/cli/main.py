@@ -52,8 +52,6 @@ SECTIONS = {
         "failures": "pipelines.cli.failures:failures",
         "retry-failed": "pipelines.cli.retry_failed:retry_failed",
         "ann": "pipelines.cli.ann:group",
-        "report": "pipelines.cli.report:report",
-        "doctor": "pipelines.cli.doctor:doctor",
     },
     "Search": {
         "search": "pipelines.cli.search:search",
@@ -94,8 +92,11 @@ def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool
         return
     if ctx.params["as_json"]:
         from pipelines.environment import dependencies, environment
+        from storage_formats.cpus import has_bfloat16
+        from storage_formats.reading.engine_selection import engines
 
-        print_json({**environment(), "version": __version__, "versions": dependencies()})
+        machine = {**environment(), "bfloat16": has_bfloat16(), "read_engines": list(engines())}
+        print_json({**machine, "version": __version__, "versions": dependencies()})
     else:
         click.echo(f"edje-index {__version__}")
     ctx.exit()

@@ -78,7 +78,9 @@ metrics_option = click.option(
     "textfile collector of node_exporter reads.",
 )
 dry_run_option = click.option(
-    "--dry-run", is_flag=True, help="Estimate the disk space, memory and time of the command, and write nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Show what the command would do, and the disk space and memory that it needs. Write nothing.",
 )
 seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all random numbers."

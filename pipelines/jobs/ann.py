@@ -1,10 +1,8 @@
-"""The jobs that build and tune the nearest-neighbour index of a finished index."""
+"""The job that builds the nearest-neighbour index of a finished index again."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.machine import free_disk
@@ -14,8 +12,6 @@ from pipelines.progress.stopping import ShouldStop, stop_at_events
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.indexing.ann_info import AnnInfo
-    from edje_index.indexing.ann_recall import Measurement
     from storage_formats.format.object_store import IndexLocation
     from storage_formats.writing.working_copy import WorkingCopy
 
@@ -31,8 +27,10 @@ def run_ann_build(
     should_stop: ShouldStop = lambda: False,
     *,
     memory: int | None = None,
-) -> AnnInfo:
+) -> dict[str, Any]:
     """Build the nearest-neighbour index of the index at `location`, and replace the existing one.
+
+    Return its description, as stored in `ann` of `index.json`.
 
     Args:
         location: directory or URL of the index. The embeddings of an index at a URL are downloaded first.
@@ -50,66 +48,19 @@ def run_ann_build(
         EdjeError: another process is changing the index.
         OSError: a file cannot be written.
     """
-    from edje_index.indexing.ann_info import describe_ann
     from edje_index.indexing.faiss_index import AnnRequest, add_ann
-    from storage_formats.writing.working_copy import working_copy
-
-    on_event = stop_at_events(on_event, should_stop, _STOPPED)
-    with working_copy(location) as copy, _embeddings_at_hand(copy, on_event):
-        request = AnnRequest(ann, recall, usable_memory(memory))
-        built = describe_ann(add_ann(copy.root, request, progress_callback(on_event)))
-        copy.remove_unnamed_objects()
-    return built
-
-
-def run_ann_tune(
-    location: IndexLocation, recall: float, on_event: OnEvent, should_stop: ShouldStop = lambda: False
-) -> list[Measurement]:
-    """Choose the number of inverted lists that a search reads; see `tune_ann`.
-
-    For the other arguments, see `run_ann_build`. Return the measurements, the chosen number last. The list is empty if
-    a search reads all embeddings.
-
-    Raises:
-        JobStopped: `should_stop()` returned True. The index was not changed.
-        UsageError: there is no index at `location`, the index has no nearest-neighbour index, `recall` is out of range,
-            or the disk is too small.
-        CorruptIndexError: the index is damaged.
-        EdjeError: another process is changing the index.
-        OSError: a file cannot be written.
-    """
-    from edje_index.indexing.faiss_index import tune_ann
-    from storage_formats.writing.working_copy import working_copy
-
-    on_event = stop_at_events(on_event, should_stop, _STOPPED)
-    with working_copy(location) as copy, _embeddings_at_hand(copy, on_event):
-        return tune_ann(copy.root, recall, progress_callback(on_event))
-
-
-def ann_info(location: IndexLocation) -> AnnInfo:
-    """Describe the nearest-neighbour index of the index at `location`, a directory or a URL.
-
-    For the errors, see `open_index`.
-    """
-    from edje_index.indexing.ann_info import describe_ann
-    from storage_formats.format.mirror import open_index
-
-    return describe_ann(open_index(location).manifest)
-
-
-@contextlib.contextmanager
-def _embeddings_at_hand(copy: WorkingCopy, on_event: OnEvent) -> Iterator[None]:
-    """Context manager that locks the index. It first downloads the embeddings of an index on an object store.
-
-    Raises:
-        UsageError: there is no index, or the disk has no room for the embeddings.
-    """
     from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.working_copy import working_copy
 
-    CommittedIndex.open(copy.root)  # fails before the lock makes a directory
-    with locked_index(copy.root):
-        download_embeddings(copy, on_event)
-        yield
+    on_event = stop_at_events(on_event, should_stop, _STOPPED)
+    with working_copy(location) as copy:
+        CommittedIndex.open(copy.root)  # fails before the lock makes a directory
+        with locked_index(copy.root):
+            download_embeddings(copy, on_event)
+            request = AnnRequest(ann, recall, usable_memory(memory))
+            manifest = add_ann(copy.root, request, progress_callback(on_event))
+            copy.remove_unnamed_objects()
+    return manifest.ann
 
 
 def download_embeddings(copy: WorkingCopy, on_event: OnEvent) -> None:

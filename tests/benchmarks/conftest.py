@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.block_device import storage
 from benchmarks.fetch.records import StoredRecords
 from benchmarks.synthetic import make_synthetic
-from pipelines.doctor.block_device import storage
 from storage_formats.format.layout import IndexSpec
 
 SPEC = IndexSpec(rows=300, shard_size=128, block_shape=(32, 64), embed_dim=8, precisions=("bf16", "fp8"))

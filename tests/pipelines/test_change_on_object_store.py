@@ -167,7 +167,7 @@ def test_a_stopped_ann_build_changes_nothing(url, tmp_path, activity):
     assert objects_of(url) == before
     left = {path.name for path in (tmp_path / "cache/changes").rglob("*") if path.parent.name in ("ann", "build")}
     assert left == set()
-    assert run_ann_build(url, "IVF2,Flat", 0.95, lambda event: None).factory == "IVF2,Flat"
+    assert run_ann_build(url, "IVF2,Flat", 0.95, lambda event: None)["factory"] == "IVF2,Flat"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -187,7 +187,7 @@ def test_an_ann_build_that_a_signal_ends_changes_nothing(url, tmp_path, proxy, n
         assert error.endswith("error: stopped; the index was not changed\n")
         assert objects_of(url) == before
     proxy.fault = lambda method, path: None
-    assert run_ann_build(url, "IVF2,Flat", 0.95, lambda event: None).factory == "IVF2,Flat"
+    assert run_ann_build(url, "IVF2,Flat", 0.95, lambda event: None)["factory"] == "IVF2,Flat"
     assert CLAIM not in keys_of(url)
     assert verify_index(url) == []
     assert not list((tmp_path / "cache/changes").rglob("embeddings/.*"))

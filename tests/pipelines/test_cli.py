@@ -70,8 +70,6 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
             "failures",
             "retry-failed",
             "ann",
-            "report",
-            "doctor",
         ],
         "Search": ["search", "serve", "explain"],
         "Train and measure": ["train", "eval"],

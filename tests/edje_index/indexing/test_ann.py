@@ -10,10 +10,9 @@ import faiss
 import numpy as np
 import pytest
 
-from edje_index.indexing.ann_info import describe_ann
-from edje_index.indexing.ann_kind import AnnKind
+from edje_index.indexing.ann_kind import AnnKind, rebuild_reasons
 from edje_index.indexing.ann_recall import RecallQueries, held_out
-from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann, tune_ann
+from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann
 from edje_index.indexing.faiss_part import fill_part, train_part
 from pipelines import repair_index
 from storage_formats import CorruptIndexError, Manifest, UsageError, verify_index
@@ -122,24 +121,6 @@ def test_the_stored_recall_is_that_of_a_search(root):
         for row, (rows, _), exact_rows in zip(queries.row_ids, results, queries.neighbours, strict=True)
     ]
     assert recall["value"] == pytest.approx(np.mean(shares), abs=1e-4)
-
-
-def test_tuning_stores_the_first_number_of_lists_that_reaches_the_recall(root):
-    add_ann(root, CODES)
-    measured = tune_ann(root, recall=1)
-    assert [each.probes for each in measured] == [4, 8, 10]
-    assert [each.recall for each in measured] == sorted(each.recall for each in measured)
-    assert Manifest.load(root).ann["probes"] == 10
-    assert Manifest.load(root).ann["recall"]["value"] == round(measured[-1].recall, 4)
-    assert [each.probes for each in tune_ann(root, recall=0.01)] == [4]
-    with pytest.raises(UsageError, match="must be above 0 and at most 1, got 2"):
-        tune_ann(root, recall=2)
-
-
-def test_tuning_a_flat_index_changes_nothing(root):
-    before = add_ann(root)
-    assert tune_ann(root) == []
-    assert Manifest.load(root) == before
 
 
 @pytest.fixture
@@ -274,11 +255,8 @@ def test_an_append_adds_codes_and_reports_its_drift(root, first_dimension, drift
     manifest = appended(root, vectors)
     first_file, second_file = manifest.ann["files"]
     assert second_file["vectors"] == 100
-    info = describe_ann(manifest)
-    assert (info.vectors, info.appended, info.files) == (first_file["vectors"] + 100, 100, 2)
-    assert info.drift is not None
-    assert (info.drift > 1.1) == drifts
-    assert ["times as far from the centroids" in reason for reason in info.rebuild] == [True] * drifts
+    assert manifest.ann["vectors"] == first_file["vectors"] + 100
+    assert ["times as far from the centroids" in reason for reason in rebuild_reasons(manifest)] == [True] * drifts
     index = AnnIndex(CommittedIndex(root, manifest))
     first = manifest.spec.used_segments[1].first_row
     for position in range(0, 100, 13):
@@ -331,8 +309,8 @@ def test_the_existing_file_stays_until_the_new_one_is_committed(root, monkeypatc
 
 
 def test_a_repair_keeps_the_kind_and_the_recall(root):
-    add_ann(root, CODES)
-    tune_ann(root, recall=1)
+    add_ann(root, replace(CODES, recall=1))
+    assert Manifest.load(root).ann["probes"] == 10
     paths = [path for path in root.rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in paths}
     (root / "ann" / "index.faiss").write_bytes(b"damaged")
@@ -340,16 +318,18 @@ def test_a_repair_keeps_the_kind_and_the_recall(root):
     assert {path: path.read_bytes() for path in paths} == before
 
 
-def test_the_commands_build_describe_and_tune(root, run):
+def test_the_commands_build_and_describe(root, run):
     code, out, err = run("ann", "build", root, "--ann", "IVF10,PQ8x4fs", "--recall", "0.9", "--json", "--quiet")
     assert code == 0, err
     built = json.loads(out)
     assert (built["kind"], built["factory"], built["vectors"]) == ("ivf-pq", "IVF10,PQ8x4fs", 598)
-    assert json.loads(run("ann", "info", root, "--json")[1]) == built
-    code, out, _ = run("ann", "tune", root, "--recall", "1", "--json", "--quiet")
-    assert (code, json.loads(out)["probes"]) == (0, 10)
-    code, out, _ = run("ann", "info", root)
-    assert "with 10 lists per query" in out
+    described = json.loads(run("info", root, "--json")[1])
+    assert described["ann"]["recall"] == built["recall"]
+    assert described["ann_rebuild"] == []
+    assert (
+        f"ivf-pq IVF10,PQ8x4fs, 598 vectors in 1 file, recall@100 {built['recall']['value']:.3f}"
+        in run("info", root)[1]
+    )
     code, _, err = run("ann", "build", root, "--memory", "51kB")
     assert code == 2
     assert "needs 51,840 bytes of memory, but only 51,000 are available" in err
