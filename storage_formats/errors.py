@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-
 
 class EdjeError(Exception):
     """Base class of all errors with a cause outside the program, for example a missing file. Exit code 1.
@@ -129,12 +127,43 @@ class CorruptIndexError(EdjeError):
         self.row_ids = row_ids
 
 
-def remedy(error: Exception, otherwise: str) -> str:
-    """Return advice on what to do about `error`, for the end of an error message.
+class MachineError(EdjeError):
+    """The machine cannot read a file of the index. The file itself may be sound, so try again after the remedy.
 
-    If the process ran out of file descriptors or memory, the advice says so. For other errors, it is `otherwise`.
+    Example:
+        >>> import errno
+        >>> from storage_formats.errors import MachineError, cannot_read
+        >>> isinstance(cannot_read("index.json", OSError(errno.EMFILE, "Too many open files")), MachineError)
+        True
+    """
+
+
+_REMEDIES = {
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "all programs together have too many open files; raise the limit (sysctl fs.file-max)",
+    errno.ENOMEM: "free some memory",
+    errno.EIO: "check the device; if it is sound again, run 'edje-index verify'",
+    errno.EAGAIN: "try again",
+    errno.ESTALE: "the network file system has lost the file; check its server, then open the index again",
+}
+
+
+def cannot_read(
+    path: object, error: Exception, advice: str = "run 'edje-index verify'", *, row_ids: tuple[int, ...] = ()
+) -> EdjeError:
+    """Return the exception to raise if `error` prevents the reading of a file of the index.
+
+    The errno decides. If the machine is in trouble, for example out of file descriptors, the result is a `MachineError`
+    with a remedy. Otherwise the file is missing or damaged, and the result is a `CorruptIndexError`.
+
+    Args:
+        path: path or description of the file.
+        error: the error.
+        advice: what to do about a missing or damaged file.
+        row_ids: see `CorruptIndexError`.
     """
     number = error.errno if isinstance(error, OSError) else None
-    if number in _NO_DESCRIPTORS:
-        return "raise the limit on open files (ulimit -n)"
-    return "free some memory" if number == errno.ENOMEM else otherwise
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if number in _REMEDIES:
+        return MachineError(f"cannot read {path}: {reason}; {_REMEDIES[number]}")
+    return CorruptIndexError(f"cannot read {path}: {reason}; {advice}", row_ids=row_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs import Codec, Records, codec, fill_record
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, MachineError, cannot_read
 from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_checksums
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout, padded_shard_bytes
@@ -45,6 +46,18 @@ class Problem:
     path: str
     code: str
     message: str
+
+
+def unreadable(path: str, error: OSError) -> Problem:
+    """Return the problem of a file that cannot be read because of `error`. `path` is relative to the index.
+
+    Raises:
+        MachineError: the machine is in trouble, for example out of file descriptors, so the file may be sound.
+    """
+    failure = cannot_read(path, error)
+    if isinstance(failure, MachineError) and error.errno != errno.EIO:  # EIO: this part of the device is damaged
+        raise failure from error
+    return Problem(path, "missing-file", f"cannot be read: {error.strerror}")
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,7 @@ class ShardCheck:
                 length = os.fstat(file.fileno()).st_size
                 crc = crc32c_stream(file) if length == entry.bytes else None
         except OSError as error:
-            yield self._problem(path, "missing-file", f"cannot be read: {error.strerror}")
+            yield unreadable(self._layout.relative(path), error)
             return
         if crc is None:
             yield self._problem(path, "length", f"has {length} bytes instead of the {entry.bytes} that were committed")

@@ -28,7 +28,7 @@ from storage_formats.format.shard_table import FileEntry, check_shard_tables
 from storage_formats.format.tombstones import read_tombstones
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.ordered_results import ordered_results
-from storage_formats.shard_check import CheckedShard, Problem, ShardCheck
+from storage_formats.shard_check import CheckedShard, Problem, ShardCheck, unreadable
 from storage_formats.verified_files import VerifiedFiles, verified_files
 from storage_formats.writing.publish import add_counts
 
@@ -340,7 +340,7 @@ def _check_ann(files: VerifiedFiles, manifest: Manifest, *, to_read: Container[F
                 with files.at_hand({entry.path: entry}), open_index_file(files.root, files.root / entry.path) as file:
                     is_sound = crc32c_stream(file) == entry.crc32c
         except OSError as error:
-            yield Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
+            yield unreadable(entry.path, error)
             continue
         if not is_sound:
             yield Problem(entry.path, "checksum", "is not the committed file; build the nearest-neighbour index again")

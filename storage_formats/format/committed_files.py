@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout
@@ -118,7 +118,7 @@ class _Table:
                     lines += group.filter(pc.is_in(group["shard"], requested)).to_pylist()
                 return lines
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-            raise CorruptIndexError(f"cannot read the shard table {self.path} ({error}): {EXCHANGED}") from error
+            raise cannot_read(f"the shard table {self.path}", error, EXCHANGED) from error
 
     def _open(self, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 import weakref
@@ -67,6 +68,24 @@ def check_inside(root: str | Path, path: Path) -> Path:
     return path
 
 
+class _IndexFile(io.BufferedReader):
+    """A file whose errors name its path. A read that would wait (EAGAIN) raises an error instead of returning None."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(open_regular(path)))
+        self._path = str(path)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        try:
+            data: bytes | None = super().read(size)
+        except OSError as error:
+            error.filename = self._path
+            raise
+        if data is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), self._path)
+        return data
+
+
 def open_index_file(root: str | Path, path: Path) -> BinaryIO:
     """Open a regular file inside the index at `root` for buffered reading.
 
@@ -74,12 +93,12 @@ def open_index_file(root: str | Path, path: Path) -> BinaryIO:
         OSError: the file cannot be opened, is not a regular file, or lies outside the index.
     """
     try:
-        return os.fdopen(open_regular(check_inside(root, path)), "rb")
+        return _IndexFile(check_inside(root, path))
     except FileNotFoundError:
         if remote_files(root) is None:
             raise
     download_missing(root, [path])
-    return os.fdopen(open_regular(check_inside(root, path)), "rb")
+    return _IndexFile(check_inside(root, path))
 
 
 def add_remote_files(root: Path, remote: RemoteFiles, user: object = None) -> None:

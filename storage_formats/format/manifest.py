@@ -12,7 +12,7 @@ from typing import Any
 from storage_formats.arguments import as_count, as_path
 from storage_formats.atomic import json_bytes, write_bytes_atomic
 from storage_formats.codecs import codec
-from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError, remedy
+from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError, cannot_read
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file, remote_files
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout, Segment
@@ -201,9 +201,7 @@ class Manifest:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(str(path)) from error
         except OSError as error:
-            raise CorruptIndexError(
-                f"cannot read {path}: {error}; {remedy(error, 'restore the file from a backup')}"
-            ) from error
+            raise cannot_read(path, error, "restore the file from a backup") from error
         return cls.parse(data, path)
 
     @classmethod

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage_formats.atomic import write_bytes_atomic
-from storage_formats.errors import CorruptIndexError, remedy
+from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c, crc32c_file, crc32c_stream, to_hex
 from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import Layout
@@ -98,8 +98,7 @@ def check_shard_tables(root: str | Path, tables: Iterable[FileEntry]) -> None:
                 if not has_length or crc32c_stream(file) != table.crc32c:
                     raise CorruptIndexError(_differs(path))
         except OSError as error:
-            action = remedy(error, "restore the file from a backup")
-            raise CorruptIndexError(f"cannot read the shard table {path}: {error}; {action}") from error
+            raise cannot_read(f"the shard table {path}", error, "restore the file from a backup") from error
 
 
 def _differs(path: Path) -> str:
@@ -116,16 +115,13 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
     try:
         data = read_index_file(root, path, max_bytes=table.bytes)
     except OSError as error:
-        action = remedy(error, "restore the file from a backup")
-        raise CorruptIndexError(f"cannot read the shard table {path}: {error}; {action}") from error
+        raise cannot_read(f"the shard table {path}", error, "restore the file from a backup") from error
     if len(data) != table.bytes or crc32c(data) != table.crc32c:
         raise CorruptIndexError(_differs(path))
     try:
         lines = read_table(data, SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise CorruptIndexError(
-            f"cannot read the shard table {path}: {error}; restore the file from a backup"
-        ) from error
+        raise cannot_read(f"the shard table {path}", error, "restore the file from a backup") from error
     shards, *columns = (column.to_pylist() for column in lines.columns)
     return list(zip(shards, map(FileEntry, *columns), strict=True))
 

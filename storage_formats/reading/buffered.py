@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from storage_formats.codecs import Records
 from storage_formats.crew import Crew
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import cannot_read
 from storage_formats.reading.base import EVERY_RECORD, PIECE_RECORDS, Batch, Destination, Finish, Ints, Reader, Runs
 from storage_formats.reading.files import ShardFile, ShardFiles, ends_early
 
@@ -170,11 +170,6 @@ def _announce(requests: list[Request], record_bytes: int) -> None:
             os.posix_fadvise(request.file.fd, start, size, os.POSIX_FADV_WILLNEED)
 
 
-def cannot_read(file: ShardFile, error: OSError) -> CorruptIndexError:
-    """Return a CorruptIndexError for a shard file that the operating system cannot read."""
-    return CorruptIndexError(f"cannot read {file.path}: {error.strerror}; run 'edje-index verify'")
-
-
 def read_fully(request: Request, records: Records, record_bytes: int) -> None:
     """Read all records of a request into `records`.
 
@@ -189,7 +184,7 @@ def read_fully(request: Request, records: Records, record_bytes: int) -> None:
         try:
             count = os.preadv(request.file.fd, buffers, request.position * record_bytes + done)
         except OSError as error:
-            raise cannot_read(request.file, error) from error
+            raise cannot_read(request.file.path, error) from error
         if not count:
             raise ends_early(request.file, request.position + len(indices) - 1)
         done += count

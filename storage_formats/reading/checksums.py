@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import download_missing, open_index_file
 from storage_formats.format.manifest import CommittedIndex
@@ -146,10 +146,8 @@ class BlockChecksums:
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
                 contents = {shard: file.read(self._length(shard) + 1) for shard, file in files.items()}
             except OSError as error:
-                raise CorruptIndexError(
-                    f"cannot read the checksum file {error.filename}: {error.strerror}; run 'edje-index verify'. "
-                    "To read without checks, open the store with verify_reads=False"
-                ) from error
+                advice = "run 'edje-index verify'. To read without checks, open the store with verify_reads=False"
+                raise cannot_read(error.filename or "the checksum files", error, advice) from error
         return {shard: self._checked(shard, content, entries[shard]) for shard, content in contents.items()}
 
     def _checked(self, shard: int, content: bytes, entry: FileEntry) -> Checksums:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import download_missing, open_index_file
@@ -84,9 +84,7 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
                 )
             yield file
     except OSError as error:
-        raise CorruptIndexError(
-            f"cannot read the embeddings of shard {shard} in {path}: {error.strerror}; run 'edje-index verify'"
-        ) from error
+        raise cannot_read(path, error) from error
 
 
 @dataclass(frozen=True)

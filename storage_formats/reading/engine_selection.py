@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.errors import CorruptIndexError, UsageError, cannot_read
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.reading.admission import Admission
 from storage_formats.reading.aio import AioQueue, aio_works
@@ -68,9 +68,7 @@ class StoreFiles:
                 path = self.path(shard)
                 actual = path.stat().st_size
             except OSError as error:
-                raise CorruptIndexError(
-                    f"cannot open the token file {error.filename}: {error.strerror}; run 'edje-index verify'"
-                ) from error
+                raise cannot_read(error.filename, error) from error
             if actual != length:
                 raise CorruptIndexError(
                     f"the token file {path} has {actual} bytes instead of {length}; run 'edje-index verify'"

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import CorruptIndexError, remedy
+from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.index_files import open_regular
 from storage_formats.reading.base import Batch, Ints
 from storage_formats.reading.syscalls import sector_bytes
@@ -164,10 +164,7 @@ class ShardFiles:
             fd = self._open_direct(path) if self._direct else open_regular(path)
             return ShardFile(fd, os.fstat(fd).st_size, path)
         except OSError as error:
-            advice = remedy(error, "run 'edje-index verify'")
-            raise CorruptIndexError(
-                f"cannot open the token file {error.filename}: {error.strerror}; {advice}"
-            ) from error
+            raise cannot_read(error.filename or f"the token file of shard {shard}", error) from error
 
     def _open_direct(self, path: Path) -> int:
         try:

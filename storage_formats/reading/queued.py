@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.errors import cannot_read
 from storage_formats.reading.base import EVERY_RECORD, PIECE_RECORDS, Batch, Destination, Finish, Ints, Reader, Runs
-from storage_formats.reading.buffered import cannot_read
 from storage_formats.reading.files import ShardFile, ShardFiles, descriptors, ends_early
 from storage_formats.reading.memory import BufferPool, Bytes, touch
 from storage_formats.reading.queues import QueuePool
@@ -259,4 +259,4 @@ def _read_again(flight: _Flight, request: int, record_bytes: int) -> None:
                         raise ends_early(file, position)
                     offset += read_bytes
     except OSError as error:
-        raise cannot_read(file, error) from error
+        raise cannot_read(file.path, error) from error

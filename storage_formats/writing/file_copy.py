@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
@@ -27,7 +27,7 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
     try:
         opened = open_index_file(root, path)
     except OSError as error:
-        raise CorruptIndexError(f"cannot read {path}: {error.strerror}; run 'edje-index verify'") from error
+        raise cannot_read(path, error) from error
     with opened, naming(target), open(target, "xb", buffering=0) as copy:
         length = os.fstat(opened.fileno()).st_size
         if length == source.bytes and not _copy_in_kernel(opened.fileno(), copy.fileno(), length):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from storage_formats.atomic import json_bytes
-from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout
@@ -150,7 +150,7 @@ def contents(index: CommittedIndex, entry: FileEntry) -> Generator[Chunk, None, 
                 crc, length = crc32c(piece, crc), length + len(piece)
                 yield piece
     except OSError as error:
-        raise CorruptIndexError(f"cannot read {path}: {error.strerror}; run 'edje-index verify'") from error
+        raise cannot_read(path, error) from error
     if (length, crc) != (entry.bytes, entry.crc32c):
         raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}")
 
