@@ -41,7 +41,6 @@ class BuildOptions(TypedDict, total=False):
     column: str | None
     max_pixels: int | None
     truncated: Literal["fail", "load"]
-    jpeg: Literal["full", "scaled"]
     frames: int | None
     max_failed: float | None
     address: str | None

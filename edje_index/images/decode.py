@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from PIL import ExifTags, Image, ImageFile
@@ -67,7 +66,6 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SWAP_SIDES = frozenset({5, 6, 7, 8})
 # Pattern in a decoder's message -> reason; anything else is "corrupt".
 _REASONS_OF_MESSAGES = (
     ("truncat|unexpected end|EOF", TRUNCATED),
@@ -95,19 +93,6 @@ class ImageError(Exception):
         return f"{self.reason}: {self.detail}"
 
 
-@dataclass(frozen=True)
-class DecodedImage:
-    """An upright RGB image.
-
-    Attributes:
-        image: the image, possibly smaller than the file describes.
-        size: (width, height) of the image in the file.
-    """
-
-    image: Image.Image
-    size: tuple[int, int]
-
-
 def content_hash(data: bytes) -> str:
     """Return the SHA-256 of `data` as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
@@ -124,21 +109,6 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         ImageError: the image cannot be decoded, or has too many pixels.
         MemoryError: there is too little memory.
     """
-    return decode_image(data, max_pixels).image
-
-
-def decode_image(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS, *, least_side: int | None = None) -> DecodedImage:
-    """Do the same as `decode_rgb`, and return the size of the image in the file, too.
-
-    Args:
-        data: content of the file.
-        max_pixels: as for `decode_rgb`.
-        least_side: decode a JPEG at 1/2, 1/4 or 1/8 of its size if both sides keep at least this number of pixels. None
-            decodes all pixels.
-
-    Raises:
-        ImageError, MemoryError: as in `decode_rgb`.
-    """
     if not data:
         raise ImageError(reason="empty", detail="0 bytes")
     ignore_warnings()
@@ -146,7 +116,7 @@ def decode_image(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS, *, least_sid
     if name is None or name not in openers():
         raise _unsupported(data, name)
     try:
-        return _decode_with_any_text(data, name, max_pixels, least_side)
+        return _decode_with_any_text(data, name, max_pixels)
     except (ImageError, MemoryError):
         raise
     except TooExpensiveError as error:
@@ -155,10 +125,8 @@ def decode_image(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS, *, least_sid
         raise _damaged(error, name) from error
 
 
-def decode_partial(
-    data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS, *, least_side: int | None = None
-) -> tuple[DecodedImage, str | None]:
-    """Do the same as `decode_image`, but load a truncated file as far as it goes. The missing pixels are grey or black.
+def decode_partial(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[Image.Image, str | None]:
+    """Do the same as `decode_rgb`, but load a truncated file as far as it goes. The missing pixels are grey or black.
 
     Returns:
         The image, and a description of the truncation; None for a complete file.
@@ -167,44 +135,37 @@ def decode_partial(
         ImageError, MemoryError: as in `decode_rgb`. A file that ends before its first pixel has the reason "truncated".
     """
     try:
-        return decode_image(data, max_pixels, least_side=least_side), None
+        return decode_rgb(data, max_pixels), None
     except ImageError as error:
         if error.reason != TRUNCATED:
             raise
         problem = error
     with loading_truncated():
         try:
-            return decode_image(data, max_pixels, least_side=least_side), str(problem)
+            return decode_rgb(data, max_pixels), str(problem)
         except ImageError:
             raise problem from None
 
 
-def _decode_with_any_text(data: bytes, name: str, max_pixels: int, least_side: int | None) -> DecodedImage:
+def _decode_with_any_text(data: bytes, name: str, max_pixels: int) -> Image.Image:
     """Decode an image. If a PNG contains more text than Pillow accepts, decode the image without the text."""
     try:
-        return _decode(data, name, max_pixels, least_side)
+        return _decode(data, name, max_pixels)
     except ValueError as error:
         if name != "PNG" or "MAX_TEXT" not in str(error):
             raise
-        return _decode(_without_text(data), name, max_pixels, least_side)
+        return _decode(_without_text(data), name, max_pixels)
 
 
-def _decode(data: bytes, name: str, max_pixels: int, least_side: int | None) -> DecodedImage:
+def _decode(data: bytes, name: str, max_pixels: int) -> Image.Image:
     check_size(canvas_size(data, name) or (1, 1), max_pixels)
     image = openers()[name](CountedReads(data), "")
     check_size(image.size, max_pixels)
     if name == "TIFF":
         _check_tile(image, max_pixels)
     check_cost(image, data, max_pixels)
-    size = image.size
-    # `draft` returns None for other formats than JPEG.
-    may_be_scaled = least_side is not None and image.draft(None, (least_side, least_side)) is not None
     _load(image)
-    orientation = _orientation(image)
-    upright = _upright(image, orientation)
-    if not may_be_scaled:
-        return DecodedImage(upright, upright.size)
-    return DecodedImage(upright, size[::-1] if orientation in _SWAP_SIDES else size)
+    return _upright(image, _orientation(image))
 
 
 def _load(image: Image.Image) -> None:

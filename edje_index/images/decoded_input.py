@@ -12,16 +12,13 @@ from typing import Generic, TypeVar
 from PIL.Image import Image
 
 from edje_index.images import clips
-from edje_index.images.decode import DEFAULT_MAX_PIXELS, decode_image, decode_partial
+from edje_index.images.decode import DEFAULT_MAX_PIXELS, decode_partial, decode_rgb
 from edje_index.images.decode_limits import BYTES_PER_PIXEL
 from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, read_bytes
 from edje_index.images.transient import retry_memory
 
 FAIL, LOAD = "fail", "load"
 """What to do with a truncated image: report it as failed, or load the readable part."""
-
-FULL, SCALED = "full", "scaled"
-"""How to decode JPEG images: all pixels, or fewer pixels of images that are much larger than the model's input."""
 
 Pixels = TypeVar("Pixels")
 
@@ -36,14 +33,11 @@ class DecodeSettings:
             A truncated clip always fails.
         frames: number of frames per input, to decode images and clips. The frame of an image is repeated. None decodes
             only images, to one frame each, and rejects clips.
-        least_side: JPEG images are decoded at 1/2, 1/4 or 1/8 of their size if both sides keep at least this number of
-            pixels. None decodes all pixels.
     """
 
     max_pixels: int = DEFAULT_MAX_PIXELS
     truncated: str = FAIL
     frames: int | None = None
-    least_side: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,10 +88,10 @@ def decode_input(
 def _decode_image(data: bytes, settings: DecodeSettings, convert: Callable[[Image], Pixels]) -> DecodedInput[Pixels]:
     truncation = None
     if settings.truncated == LOAD:
-        decoded, truncation = decode_partial(data, settings.max_pixels, least_side=settings.least_side)
+        image, truncation = decode_partial(data, settings.max_pixels)
     else:
-        decoded = decode_image(data, settings.max_pixels, least_side=settings.least_side)
-    return DecodedInput(decoded.size, (convert(decoded.image),) * (settings.frames or 1), truncation)
+        image = decode_rgb(data, settings.max_pixels)
+    return DecodedInput(image.size, (convert(image),) * (settings.frames or 1), truncation)
 
 
 def _decode_clip(data: bytes, settings: DecodeSettings, convert: Callable[[Image], Pixels]) -> DecodedInput[Pixels]:

@@ -116,7 +116,7 @@ def describe_photo_error(error: Exception) -> str:
 
 
 def _shrink(data: bytes, side: int) -> bytes:
-    image = key_frame(data, DEFAULT_MAX_PIXELS) if is_clip(data) else decode_partial(data, DEFAULT_MAX_PIXELS)[0].image
+    image = key_frame(data, DEFAULT_MAX_PIXELS) if is_clip(data) else decode_partial(data, DEFAULT_MAX_PIXELS)[0]
     image.thumbnail((side, side))
     out = io.BytesIO()
     image.save(out, "JPEG", quality=_JPEG_QUALITY)

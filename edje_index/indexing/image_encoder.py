@@ -110,11 +110,6 @@ class ImageEncoder:
         """Width of an embedding."""
         return self.vision.embed_dim
 
-    @property
-    def image_side(self) -> int:
-        """Longer side of the images that the vision tower reads, in pixels."""
-        return max(self.vision.image_size)
-
     def encode(self, pixels: torch.Tensor) -> tuple[Array, Array]:
         """Encode a batch of images.
 

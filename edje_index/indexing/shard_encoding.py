@@ -87,7 +87,7 @@ def encode_shard(
         _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
     ):
         done = 0
-        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding(encoder))
+        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding)
         for batch in _batches_ahead(task, images, prepare, pool):
             if should_stop():
                 raise EncodingInterrupted(

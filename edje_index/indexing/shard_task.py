@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.images.decoded_input import FAIL, FULL, SCALED, DecodeSettings
+from edje_index.images.decoded_input import FAIL, DecodeSettings
 from edje_index.images.input_lists import read_shard_inputs
 from edje_index.images.inputs import InputRef
 from storage_formats.format.layout import IndexSpec, Layout
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 class Encoder(Protocol):
     """Interface of an image encoder, as far as `encode_shard` uses it."""
-
-    @property
-    def image_side(self) -> int:
-        """Longer side of the images that `preprocess` returns, in pixels. Only used if JPEG images are scaled."""
-        ...
 
     def preprocess(self, image: Image) -> torch.Tensor:
         """Convert an RGB image to float32 [3, h, w]. Several threads call this method at the same time."""
@@ -59,7 +54,6 @@ class ShardTask:
         columns: source columns of the rows table.
         truncated: what to do with truncated images, `decoded_input.FAIL` or `decoded_input.LOAD`.
         frames: number of frames per input, see `decoded_input.DecodeSettings`.
-        jpeg: how to decode JPEG images, `decoded_input.FULL` or `decoded_input.SCALED`.
     """
 
     root: str
@@ -72,7 +66,6 @@ class ShardTask:
     columns: tuple[SourceColumn, ...] = ()
     truncated: str = FAIL
     frames: int | None = None
-    jpeg: str = FULL
 
     @property
     def layout(self) -> Layout:
@@ -87,19 +80,15 @@ class ShardTask:
         """
         return read_shard_inputs(self.layout, self.spec, self.shard)
 
-    def decoding(self, encoder: Encoder) -> DecodeSettings:
-        """Return the settings of decoding for `encoder`."""
-        return DecodeSettings(self.max_pixels, self.truncated, self.frames, least_side(self.jpeg, encoder))
+    @property
+    def decoding(self) -> DecodeSettings:
+        """Settings of decoding."""
+        return DecodeSettings(self.max_pixels, self.truncated, self.frames)
 
     @property
     def inputs_per_batch(self) -> int:
         """Number of inputs per forward pass."""
         return inputs_per_batch(self.batch_size, self.frames)
-
-
-def least_side(jpeg: str, encoder: Encoder) -> int | None:
-    """Return `DecodeSettings.least_side` for the setting `jpeg`: twice the pixels that the model reads."""
-    return 2 * encoder.image_side if jpeg == SCALED else None
 
 
 def inputs_per_batch(batch_size: int, frames: int | None) -> int:

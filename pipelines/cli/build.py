@@ -21,7 +21,6 @@ from pipelines.cli.options import (
     dry_run_option,
     engine_option,
     frames_option,
-    jpeg_option,
     json_option,
     log_option,
     max_failed_option,
@@ -79,7 +78,6 @@ _NO_MODEL = (
 @max_failed_option
 @click.option("--max-pixels", type=POSITIVE, help="Fail images with more pixels than this.  [default: 89478485]")
 @truncated_option
-@jpeg_option
 @frames_option
 @memory_option
 @dry_run_option

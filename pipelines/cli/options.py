@@ -163,15 +163,6 @@ truncated_option = click.option(
     help="What to do with a truncated image: fail makes a failed row, load indexes the readable part of the image.",
 )
 
-jpeg_option = click.option(
-    "--jpeg",
-    type=click.Choice(["full", "scaled"]),
-    default="full",
-    show_default=True,
-    help="How to decode JPEG images: full decodes all pixels. scaled decodes large photos at 1/2, 1/4 or 1/8 of their "
-    "size, at least twice the size that the model reads. This is faster and changes the tokens slightly.",
-)
-
 frames_option = click.option(
     "--frames",
     type=click.IntRange(1, MAX_FRAMES),

@@ -132,7 +132,7 @@ class SourceEncoder:
                 raise JobStopped("stopped")
             batch = [position for position in range(start, start + size) if position in self._inputs]
             blocks, reasons = encode_inputs(
-                [self._inputs[position] for position in batch], self._encoder, task.decoding(self._encoder)
+                [self._inputs[position] for position in batch], self._encoder, task.decoding
             )
             self._blocks |= {batch[number]: block for number, block in blocks.items()}
             refused = {batch[number]: _WORDING.get(reason, reason) for number, reason in reasons.items()}

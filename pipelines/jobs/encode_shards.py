@@ -99,7 +99,6 @@ def encoding_task(plan: BuildPlan, shard: int, threads: int = 1) -> ShardTask:
         columns=plan.columns,
         truncated=plan.settings.truncated,
         frames=plan.settings.frames,
-        jpeg=plan.settings.jpeg,
     )
 
 

@@ -37,8 +37,6 @@ class BuildConfig:
         max_pixels: maximum number of pixels of an image; larger images become failed rows. None selects
             `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
         truncated: "fail" makes a truncated image a failed row. "load" indexes the readable part of the image.
-        jpeg: "full" decodes all pixels of JPEG images. "scaled" decodes JPEG images that are much larger than the
-            model's input at 1/2, 1/4 or 1/8 of their size.
         frames: number of frames per clip. Video files are then inputs, too. None indexes images only.
         max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the build ends with an error. None
             allows 1 % of the inputs, but at least 20 inputs.
@@ -67,7 +65,6 @@ class BuildConfig:
     column: str | None = None
     max_pixels: int | None = None
     truncated: str = "fail"
-    jpeg: str = "full"
     frames: int | None = None
     max_failed: float | None = None
     address: str | None = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PLAN_VERSION = 2  # of the files in `build/`; version 1 had one list of inputs per shard
 _FINGERPRINT_VERSION = 1  # of the rules by which a plan determines the stored bytes
 # With the values that earlier versions of this program used.
-_LATER_SETTINGS = {"truncated": "fail", "frames": None, "jpeg": "full"}
+_LATER_SETTINGS = {"truncated": "fail", "frames": None}
 _CPU_BATCH = 8  # the activations of larger batches do not fit into the caches
 _CUDA_BATCH = 32
 _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
@@ -57,7 +57,6 @@ class BuildSettings:
     dtype: str
     truncated: str = "fail"
     frames: int | None = None
-    jpeg: str = "full"
 
     @classmethod
     def choose(cls, config: BuildConfig, stored: BuildSettings | None = None) -> BuildSettings:
@@ -96,7 +95,6 @@ class BuildSettings:
             dtype=dtype,
             truncated=config.truncated,
             frames=config.frames,
-            jpeg=config.jpeg,
         )
 
     @classmethod

@@ -62,14 +62,14 @@ def test_plans_of_earlier_versions_keep_their_fingerprints(config):
     layout, made = Layout(config().out), plan(config())
     earlier = json.loads(layout.plan.read_text())
     del earlier["crc32c"]
-    for name in ("truncated", "frames", "jpeg"):
+    for name in ("truncated", "frames"):
         del earlier["settings"][name]
     layout.plan.write_text(json.dumps({**earlier, "crc32c": json_checksum(earlier)}))
     assert read_plan(made.root) == made
     parts = {"version": 1, "encoder": made.model["fingerprint"], "settings": earlier["settings"]}
     text = json.dumps({**parts, "inputs": made.inputs_digest}, sort_keys=True)
     assert made.fingerprint == hashlib.sha256(text.encode()).hexdigest()
-    for later in ({"truncated": "load"}, {"frames": 8}, {"jpeg": "scaled"}):
+    for later in ({"truncated": "load"}, {"frames": 8}):
         settings = dataclasses.replace(made.settings, **later)
         assert dataclasses.replace(made, settings=settings).fingerprint != made.fingerprint
 
@@ -83,7 +83,6 @@ def test_plans_of_earlier_versions_keep_their_fingerprints(config):
         ({"dedupe": True}, "dedupe False in the index, True requested"),
         ({"max_pixels": 100}, "max_pixels .* in the index, 100 requested"),
         ({"truncated": "load"}, "truncated fail in the index, load requested"),
-        ({"jpeg": "scaled"}, "jpeg full in the index, scaled requested"),
         ({"dtype": "bfloat16"}, "dtype float32 in the index, bfloat16 requested"),
     ],
 )

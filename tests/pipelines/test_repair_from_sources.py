@@ -9,18 +9,15 @@ import subprocess
 import sys
 import tarfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from pipelines import append_index, delete_rows, quantize_index, repair_index
 from pipelines.jobs.build import run_build
 from pipelines.jobs.repair import run_repair
 from pipelines.progress.stopping import JobStopped
-from storage_formats import TokenStore, verify_index
+from storage_formats import verify_index
 from tests.conftest import REPO
 from tests.pipelines.conftest import write_photo
 from tests.pipelines.test_build_transient import break_reads
@@ -57,30 +54,6 @@ def test_tokens_and_checksums_in_every_precision(index):
         path.unlink()
     assert repair_index(index).left == ()
     assert contents(index) == before
-
-
-def test_scaled_photos_are_scaled_again_also_if_appended(config, photos):
-    for number in (4, 20):
-        folder = photos / "new" if number == 20 else photos
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{number:02d}.jpg"
-        Image.fromarray(np.random.default_rng(number).integers(0, 255, (200, 300, 3), dtype=np.uint8)).save(path)
-    request = replace(config(jpeg="scaled"), sources=tuple(sorted(map(str, photos.glob("*.jpg")))))
-    run_build(request, lambda event: None)
-    append_index(request.out, photos / "new", engine="inline")
-    before = contents(request.out)
-    for path in (SECOND, "tokens/bf16/c.3.0.0"):
-        harm(request.out / path, "missing")
-    assert {file.source for file in repair_index(request.out).repaired} == {"the sources"}
-    assert contents(request.out) == before
-    run_build(replace(request, jpeg="full", out=request.out.parent / "full"), lambda event: None)
-    scaled, full = map(blocks, (request.out, request.out.parent / "full"))
-    changed = [one.tobytes() != other.tobytes() for one, other in zip(scaled, full, strict=True)]
-    assert changed == [number == 4 for number in range(10)]
-
-
-def blocks(root):
-    return TokenStore.open(root).fetch(range(10))
 
 
 def test_appended_and_deleted_rows(index, photos):

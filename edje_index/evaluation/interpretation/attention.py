@@ -83,7 +83,7 @@ def _of_row(encoder: ImageEncoder, row: dict[str, Any]) -> RowAttention:
         data = read_photo(row)
         if is_clip(data):
             return RowAttention(None, "the row is a clip, and attention is shown for images only")
-        image = decode_partial(data, DEFAULT_MAX_PIXELS)[0].image
+        image = decode_partial(data, DEFAULT_MAX_PIXELS)[0]
         pixels, resized = encoder.preprocess(image), encoder.preprocess.resize(image)
     except PHOTO_ERRORS as error:
         return RowAttention(None, describe_photo_error(error))

@@ -17,8 +17,7 @@ import torch
 from PIL import Image, ImageFile
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.images.decode import content_hash, decode_image, decode_rgb
-from edje_index.images.decoded_input import SCALED
+from edje_index.images.decode import content_hash, decode_rgb
 from edje_index.images.input_lists import write_input_lists
 from edje_index.images.inputs import InputRef
 from edje_index.images.transient import TransientInputError
@@ -135,27 +134,6 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
 
 def _floats(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def test_scaled_jpeg_images_give_nearly_the_same_tokens(case, encoder):
-    task, refs = case
-    large = Image.fromarray(np.random.default_rng(5).integers(0, 255, (9, 12, 3), dtype=np.uint8))
-    large.resize((1200, 900), Image.Resampling.BICUBIC).save(refs[7].path, "JPEG")
-    refs[7] = replace(refs[7], size=os.path.getsize(refs[7].path))
-    write_input_lists(_layout(task), refs, task.spec.shard_size)
-    encode_shard(task, encoder)
-    full, full_embeddings = stored(task)
-    encode_shard(replace(task, jpeg=SCALED), encoder)
-    scaled, scaled_embeddings = stored(task)
-    rows = read_shard_rows(_layout(task), 0)
-    assert (rows["width"][7].as_py(), rows["height"][7].as_py()) == (1200, 900)
-    assert (full[:7] == scaled[:7]).all()  # images of 40 x 30 pixels are decoded whole
-    with open(refs[7].path, "rb") as file:
-        decoded = decode_image(file.read(), least_side=2 * 32)
-    assert decoded.image.size == (150, 113)
-    tokens, _ = encoder.encode(encoder.preprocess(decoded.image)[None])
-    np.testing.assert_allclose(tokens[0].astype(np.float32), _floats(scaled[7]), atol=0.02)
-    assert 0 < np.linalg.norm(full_embeddings[7] - scaled_embeddings[7]) < 0.1
 
 
 def test_running_again_gives_the_same_bytes(case, encoder):
