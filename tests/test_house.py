@@ -152,12 +152,6 @@ def test_a_cycle_is_found():
     assert find_cycle(arrows) == ["b", "d", "b"]
 
 
-def test_nothing_needs_the_recipes_but_the_command_line():
-    homes = {REPO / "edje_index" / "recipes", REPO / "pipelines" / "cli"}
-    users = [path for path in modules() if any(name.startswith("edje_index.recipes") for name in imported_names(path))]
-    assert all(homes & set(path.parents) for path in users), users
-
-
 def test_the_first_level_of_edje_index_is_small():
     entries = [entry.name for entry in (REPO / "edje_index").iterdir() if entry.name != "__pycache__"]
     assert len(entries) <= 16, sorted(entries)

@@ -23,7 +23,6 @@ def import_checkpoint(
     vision: str | None,
     out: str | Path,
     *,
-    pretrained: str | None = None,
     tokenizer_dir: str | Path | None = None,
     text_tokenizer_dir: str | Path | None = None,
 ) -> BundleInfo:
@@ -36,7 +35,6 @@ def import_checkpoint(
         vision: open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
             ``local-dir:DIRECTORY``. None means the model named in the checkpoint.
         out: new directory for the bundle.
-        pretrained: tag or weights file of an open_clip model given as ``NAME``.
         tokenizer_dir: directory with the tokenizer and the ``config.json`` of the joint encoder. The default is the
             directory ``tokenizer/`` beside the checkpoint.
         text_tokenizer_dir: directory with the tokenizer of the text tower. This argument is needed only for a Hugging
@@ -59,7 +57,7 @@ def import_checkpoint(
     tokenizer = _tokenizer_dir(path, tokenizer_dir)
     content = PublishedCheckpoint.read(path)
     vision = vision or _recorded_tower(content)
-    clip, config = load_clip(vision, pretrained)
+    clip, config = load_clip(vision)
     tower = vision_tower(clip.visual)  # type: ignore[arg-type]
     published = content.model(tokenizer, vision_heads=tower.num_heads, layer_norm_eps=tower.layer_norm_eps)
     _check_towers(content, published.adapter, tower, clip, vision)

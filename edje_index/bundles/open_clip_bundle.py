@@ -28,7 +28,6 @@ def bundle_of_open_clip(
     vision: str,
     out: str | Path,
     *,
-    pretrained: str | None = None,
     text_tokenizer_dir: str | Path | None = None,
     untrained: bool = False,
 ) -> BundleInfo:
@@ -38,7 +37,6 @@ def bundle_of_open_clip(
         vision: open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
             ``local-dir:DIRECTORY``.
         out: new directory for the bundle.
-        pretrained: tag or weights file of a model given as ``NAME``.
         text_tokenizer_dir: directory with the tokenizer of the text tower. This argument is needed only for a Hugging
             Face tokenizer that is not in a ``local-dir:`` model and cannot be downloaded.
         untrained: draw random weights instead of loading weights; `vision` must then be a ``NAME``.
@@ -51,7 +49,7 @@ def bundle_of_open_clip(
         raise ModelError(f"{out} exists already: give another directory, or remove {out}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        clip, config = load_clip(vision, pretrained, untrained=untrained)
+        clip, config = load_clip(vision, untrained=untrained)
         tower = vision_tower(clip.visual)  # type: ignore[arg-type]
         joint = _unused_joint_encoder(tower.embed_dim)
     folder = Path(text_tokenizer_dir) if text_tokenizer_dir is not None else None

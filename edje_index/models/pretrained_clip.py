@@ -24,20 +24,19 @@ SCHEMAS = ("hf-hub:", LOCAL_DIR)
 _MAX_LISTED_TAGS = 8
 
 
-def load_clip(vision: str, pretrained: str | None, *, untrained: bool = False) -> tuple[torch.nn.Module, ClipConfig]:
+def load_clip(vision: str, *, untrained: bool = False) -> tuple[torch.nn.Module, ClipConfig]:
     """Load an open_clip model. Return the model and its configuration.
 
     Args:
         vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:WEIGHTS_FILE``, ``hf-hub:ORG/REPO`` or ``local-dir:FOLDER``.
-            ``NAME`` is a model name of open_clip, such as ``ViT-B-16-SigLIP2``.
-        pretrained: tag or weights file of a model given as ``NAME``. None uses the only tag of the model.
+            ``NAME`` is a model name of open_clip, such as ``ViT-B-16-SigLIP2``. Without a tag, it must have only one.
         untrained: draw random weights instead of loading weights; `vision` must then be a ``NAME``.
 
     Raises:
         HubUnreachableError: the weights are not in the local cache and cannot be downloaded.
         ModelError: the model or tag is unknown, or the weights do not fit the model.
     """
-    name, tag = _split_name(vision, pretrained)
+    name, tag = _split_name(vision)
     folder = Path(name.removeprefix(LOCAL_DIR))
     if name.startswith(LOCAL_DIR) and (folder / HF_TEXT_FOLDER).is_dir():
         return _load_folder(folder)
@@ -70,16 +69,12 @@ def _load_folder(folder: Path) -> tuple[torch.nn.Module, ClipConfig]:
     return model, config
 
 
-def _split_name(vision: str, pretrained: str | None) -> tuple[str, str | None]:
+def _split_name(vision: str) -> tuple[str, str | None]:
     """Return the model name, and the tag or weights file. Return None instead of a tag if no argument names one."""
     if vision.startswith(SCHEMAS):
-        if pretrained:
-            raise ModelError(f"{vision} already names its weights: leave out {pretrained!r}")
         return vision, None
     name, _, tag = vision.partition(":")
-    if tag and pretrained and tag != pretrained:
-        raise ModelError(f"{name} has two sources of weights: {tag!r} and {pretrained!r}; give only one")
-    return name.replace("/", "-"), tag or pretrained
+    return name.replace("/", "-"), tag or None
 
 
 def _check_untrained(name: str, tag: str | None) -> None:

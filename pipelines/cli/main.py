@@ -63,7 +63,7 @@ SECTIONS = {
         "eval": "pipelines.cli.eval_command:evaluate",
     },
     "Models": {
-        "model": "pipelines.cli.models.group:model",
+        "model": "pipelines.cli.models:model",
     },
     "Benchmarks": {
         "bench": "benchmarks.cli:bench",
@@ -77,12 +77,8 @@ SECTIONS = {
 _COMMANDS = {name for section in SECTIONS.values() for name in section}
 
 OLD_NAMES = {
-    "init-model": "pipelines.cli.models.init_model:init_model",
-    "import-checkpoint": "pipelines.cli.models.import_checkpoint:import_checkpoint",
-    "fetch-towers": "pipelines.cli.models.fetch_towers:fetch_towers",
-    "carry-model": "pipelines.cli.models.packing:pack",
-    "unpack-model": "pipelines.cli.models.packing:unpack",
-    "train-embedding": "pipelines.cli.train_embedding:train_embedding",
+    "init-model": "pipelines.cli.models:init_model",
+    "import-checkpoint": "pipelines.cli.models:import_checkpoint",
 }
 """Earlier names of `model` commands. They still work, but the help text does not list them."""
 

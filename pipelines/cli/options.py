@@ -173,11 +173,6 @@ frames_option = click.option(
 images_option = click.option(
     "--images", type=PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]"
 )
-wheels_option = click.option("--wheels", type=PATH, help="Directory with the two wheels; nothing is downloaded.")
-new_bundle_option = click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
-text_tokenizer_option = click.option(
-    "--text-tokenizer", type=PATH, help="Directory of the text tower's tokenizer.  [default: download the tokenizer]"
-)
 
 
 def log_option(command: _Command) -> _Command:

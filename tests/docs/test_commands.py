@@ -48,8 +48,6 @@ NOT_RUN = {
     "bench": "tests/benchmarks run the benchmarks; those of fetching run below, with fewer blocks",
     "model import checkpoint.pth": "tests/edje_index import checkpoints; the tower comes from a model hub",
     "model from-open-clip": "needs a model hub",
-    "model fetch-towers": "tests/edje_index run it; it downloads 174 MB",
-    "model train-embedding": "tests/edje_index run it, on towers that it downloads",
     "train captions.jsonl": "tests/pipelines train tiny models; the commands of the guides take hours",
     "train more.jsonl": "tests/pipelines train tiny models; the commands of the guides take hours",
     "build photos --out siglip2.edje": "its model comes from a model hub",

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
-from edje_index.recipes.packing.unpack import unpack_model
-from edje_index.recipes.shipped_model import SHIPPED_MODEL
+from edje_index.bundles.shipped_model import IMAGE_TOWER, SHIPPED_MODEL, TEXT_TOWER, unpack_model
 from edje_index.search.token_index import TokenIndex
 from pipelines import build_index
 from tests.conftest import REPO
@@ -49,7 +49,8 @@ def test_golden_queries():
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the photos and base towers of EDJE_SHARED")
 def test_200_real_queries(tmp_path):
-    unpack_model(SHIPPED_MODEL, DATA / "weights", tmp_path / "model")
+    towers = {name: load_file(DATA / "weights" / name / "model.safetensors") for name in (IMAGE_TOWER, TEXT_TOWER)}
+    unpack_model(SHIPPED_MODEL, towers, tmp_path / "model")
     items = captions_of(DATA / "flickr8k" / "captions_dev.jsonl")[:PHOTOS]
     paths = tmp_path / "photos.csv"
     paths.write_text("path\n" + "".join(f"{DATA / 'flickr8k' / item['image']}\n" for item in items))

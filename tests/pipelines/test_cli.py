@@ -14,7 +14,7 @@ import pytest
 from pipelines.cli.ann import group as ann
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.main import OLD_NAMES, SECTIONS, cli
-from pipelines.cli.models.group import model
+from pipelines.cli.models import model
 from storage_formats.errors import UsageError
 from tests.command_line import command, environment
 
@@ -81,22 +81,10 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
 
 
 def test_the_model_group_lists_its_commands(run):
-    sections = listed_commands(run("model", "--help")[1])
-    assert sections["Bundles"] == ["get", "show", "init", "from-open-clip", "import", "pack", "unpack"]
-    assert sections["Towers"] == ["fetch-towers", "train-embedding"]
+    assert listed_commands(run("model", "--help")[1])["Commands"] == ["from-open-clip", "get", "import", "init", "show"]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("init-model", "init"),
-        ("import-checkpoint", "import"),
-        ("fetch-towers", "fetch-towers"),
-        ("carry-model", "pack"),
-        ("unpack-model", "unpack"),
-        ("train-embedding", "train-embedding"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [("init-model", "init"), ("import-checkpoint", "import")])
 def test_old_names_are_the_same_commands(old, new):
     assert cli.get_command(None, old) is model.get_command(None, new)
 

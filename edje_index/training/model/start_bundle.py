@@ -174,7 +174,7 @@ def _towers(origin: Origin) -> ModelBundle:
         return ModelBundle.load(origin.model)
     if origin.vision is None or not (origin.language or origin.init):
         raise ModelError("no model provides the towers: set 'model', or set 'vision' and one of 'language' and 'init'")
-    clip, config = load_clip(origin.vision, None)
+    clip, config = load_clip(origin.vision)
     folder = Path(origin.vision.removeprefix(LOCAL_DIR)) if origin.vision.startswith(LOCAL_DIR) else None
     vision = vision_tower(clip.visual)  # type: ignore[arg-type]
     source = origin.init or origin.language

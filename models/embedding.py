@@ -1,0 +1,311 @@
+"""Trains an embedding model from an image tower and a text tower that were trained separately.
+
+Use this where no CLIP weights can be downloaded. Both towers are frozen, so their features are computed once. Training
+updates contrastive heads on both towers, and the result is an open_clip model.
+
+Shape letters: n images, c captions, b pairs, d width of a tower, e width of the embedding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from edje_index.bundles.shipped_model import IMAGE_TOWER, TEXT_TOWER
+from edje_index.captions.reading import CaptionedImage
+from edje_index.errors import ModelError
+from edje_index.filesystem import new_folder, write_json
+from edje_index.images.decode import decode_rgb
+from edje_index.images.preprocessing import Preprocessor
+from edje_index.models.clip_config import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig
+from edje_index.models.clip_model import build_clip
+from edje_index.models.text_tower import save_text_tokenizer, text_tokenizer
+from edje_index.models.weights import assign_weights, read_weights, save_weights
+
+import timm  # isort: skip  # after edje_index, which makes torchvision importable
+from timm.models.vision_transformer import checkpoint_filter_fn  # isort: skip
+
+IMAGE_NAME, IMAGE_SIZE = "vit_small_patch14_dinov2", 224
+TOWER_WEIGHTS = "model.safetensors"
+CONTEXT_LENGTH = 64  # tokens per text; longer texts are truncated
+CUTOFFS = (1, 5, 10, 50)
+MAX_SCALE = 100.0  # upper bound of 1 / temperature, as in CLIP
+IMAGE_BATCH, TEXT_BATCH, EVALUATION_BATCH = 32, 128, 512
+# Fields of config.json that determine a BERT's output; the others differ between versions of transformers.
+_BERT_FIELDS = (
+    "attention_probs_dropout_prob", "hidden_act", "hidden_dropout_prob", "hidden_size", "initializer_range",
+    "intermediate_size", "layer_norm_eps", "max_position_embeddings", "model_type", "num_attention_heads",
+    "num_hidden_layers", "pad_token_id", "type_vocab_size", "vocab_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """Settings of the training. docs/lab/models.md explains the defaults.
+
+    Attributes:
+        embed_dim: width of the shared embedding, e.
+        epochs: passes over all captions.
+        batch_size: number of caption-image pairs per step. Pairs of different images are negatives of each other.
+        lr: peak learning rate. After a linear warm-up over 3 % of the steps, a cosine decay to 0 follows.
+        weight_decay: weight decay of AdamW. Biases, norms and the temperature have no weight decay.
+        dropout: dropout probability of the features and of the hidden activations of both heads.
+        seed: seed of all random numbers.
+    """
+
+    embed_dim: int = 512
+    epochs: int = 14
+    batch_size: int = 512
+    lr: float = 1e-3
+    weight_decay: float = 0.5
+    dropout: float = 0.3
+    seed: int = 0
+
+
+@dataclass
+class EmbeddingModel:
+    """An open_clip model with a timm image tower and a Hugging Face text tower.
+
+    Attributes:
+        clip: the model, an ``open_clip.CustomTextCLIP``.
+        config: configuration of the open_clip model.
+        tokenizer: tokenizer of the text tower.
+        text_config: fields of the text tower's ``config.json``.
+    """
+
+    clip: Any
+    config: ClipConfig
+    tokenizer: Any
+    text_config: dict[str, Any]
+
+    def save(self, out: Path) -> None:
+        """Write the model to the new folder ``out``. ``load_clip("local-dir:OUT")`` loads the model."""
+        with new_folder(out) as folder:
+            self.config.write(folder)
+            save_weights(self.clip, folder / WEIGHTS_FILE)
+            save_text_tokenizer(self.tokenizer, folder)
+            (folder / HF_TEXT_FOLDER).mkdir()
+            write_json(folder / HF_TEXT_FOLDER / "config.json", self.text_config)
+
+
+@dataclass(frozen=True)
+class PairFeatures:
+    """Features of n images and their c captions.
+
+    Attributes:
+        images: features of the images, float32 [n, d].
+        captions: features of the captions, float32 [c, d].
+        image_of: index of the image of each caption, int64 [c].
+    """
+
+    images: torch.Tensor
+    captions: torch.Tensor
+    image_of: torch.Tensor
+
+
+def start_model(
+    towers: Path, embed_dim: int, seed: int, *, image_name: str = IMAGE_NAME, image_size: int = IMAGE_SIZE
+) -> EmbeddingModel:
+    """Build the initial model of a training run: towers with the weights in `towers`, and heads with random weights."""
+    text = towers / TEXT_TOWER
+    vision_config = {
+        "image_size": image_size,
+        "timm_model_name": image_name,
+        "timm_model_pretrained": False,
+        "timm_pool": "token",
+        "timm_proj": "mlp",
+        "timm_proj_bias": True,
+    }
+    text_config = {
+        "context_length": CONTEXT_LENGTH,
+        "hf_model_name": text.name,
+        "hf_model_pretrained": False,
+        "hf_tokenizer_name": text.name,
+        "hf_pooler_type": "mean_pooler",
+        "hf_proj_type": "mlp",
+    }
+    pretrained: Any = timm.get_pretrained_cfg(image_name)
+    preprocess = {
+        "size": [image_size, image_size],
+        "mode": "RGB",
+        "mean": list(pretrained.mean),
+        "std": list(pretrained.std),
+        "interpolation": "bicubic",
+        "resize_mode": "shortest",
+        "fill_color": 0,
+    }
+    model_config = {"embed_dim": embed_dim, "vision_cfg": vision_config, "text_cfg": text_config}
+    config = ClipConfig(f"{image_name}-{text.name}", model_config, preprocess)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        clip: Any = build_clip(config, text)
+    image_weights = {
+        name: tensor.float() for name, tensor in read_weights(towers / IMAGE_TOWER / TOWER_WEIGHTS).items()
+    }
+    assign_weights(clip.visual.trunk, checkpoint_filter_fn(image_weights, clip.visual.trunk), str(towers / IMAGE_TOWER))
+    unused = ("pooler.", "embeddings.position_ids")
+    weights = read_weights(text / TOWER_WEIGHTS).items()
+    text_weights = {name: tensor.float() for name, tensor in weights if not name.startswith(unused)}
+    assign_weights(clip.text.transformer, text_weights, str(text))
+    bert_config = json.loads((text / "config.json").read_text())
+    bert_config = {name: bert_config[name] for name in _BERT_FIELDS if name in bert_config}
+    return EmbeddingModel(clip, config, text_tokenizer(config, text), bert_config)
+
+
+def pair_features(model: EmbeddingModel, items: Sequence[CaptionedImage]) -> PairFeatures:
+    """Return the features of images and captions, computed with the frozen towers.
+
+    Raises:
+        ImageError, OSError: an image cannot be read.
+    """
+    captions = [caption for item in items for caption in item.captions]
+    counts = torch.tensor([len(item.captions) for item in items])
+    image_of = torch.arange(len(items)).repeat_interleave(counts)
+    images = _image_features(model, [Path(item.path) for item in items])
+    return PairFeatures(images, _caption_features(model, captions), image_of)
+
+
+@torch.inference_mode()
+def _image_features(model: EmbeddingModel, paths: Sequence[Path]) -> torch.Tensor:
+    prepare = Preprocessor(model.config)
+    features = []
+    with ThreadPoolExecutor(4) as pool:
+        for start in range(0, len(paths), IMAGE_BATCH):
+            pixels = pool.map(lambda path: prepare(decode_rgb(path.read_bytes())), paths[start : start + IMAGE_BATCH])
+            features.append(model.clip.visual.trunk(torch.stack(list(pixels))))
+            print(f"image features: {min(start + IMAGE_BATCH, len(paths))} of {len(paths)}", end="\r", flush=True)
+    print()
+    return torch.cat(features).clone()
+
+
+@torch.inference_mode()
+def _caption_features(model: EmbeddingModel, captions: list[str]) -> torch.Tensor:
+    """Return the mean of the last hidden states of each caption, float32 [c, d]."""
+    ids = model.tokenizer(captions)
+    lengths = (ids != model.text_config["pad_token_id"]).sum(dim=1)
+    features = torch.zeros(len(captions), model.text_config["hidden_size"])
+    for rows in torch.split(lengths.argsort(stable=True), TEXT_BATCH):  # similar lengths, so there is little padding
+        batch = ids[rows, : int(lengths[rows].max())]
+        mask = batch != model.text_config["pad_token_id"]
+        hidden = model.clip.text.transformer(input_ids=batch, attention_mask=mask.long()).last_hidden_state
+        features[rows] = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    return features.clone()
+
+
+def train_heads(clip: Any, data: PairFeatures, dev: PairFeatures, settings: Training) -> dict[str, dict[str, float]]:
+    """Train the heads of `clip` in place. Keep the epoch with the highest mean of R@1 and R@10 on `dev`.
+
+    Returns:
+        The recall of this epoch on `dev` in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...).
+
+    Raises:
+        ModelError: the captions do not fill a batch, or the loss is not finite.
+    """
+    if len(data.captions) < settings.batch_size:
+        raise ModelError(f"{len(data.captions)} captions do not fill a batch of {settings.batch_size}")
+    image_head, text_head, log_scale = clip.visual.head, clip.text.proj, clip.logit_scale
+    heads = nn.ModuleList([image_head, text_head])
+    parameters = sorted([*heads.parameters(), log_scale], key=lambda p: p.ndim <= 1)  # those with weight decay first
+    # Image features are standardised. In the end, this moves into the first layer of the image head.
+    mean, std = data.images.mean(0), data.images.std(0).clamp(min=1e-3)
+    data, dev = (PairFeatures((part.images - mean) / std, part.captions, part.image_of) for part in (data, dev))
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr)
+    steps = settings.epochs * (len(data.captions) // settings.batch_size)
+    warmup = max(1, int(0.03 * steps))
+
+    def rate(step: int) -> float:
+        return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+    def drop(values: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(values, settings.dropout) if heads.training and settings.dropout else values
+
+    hidden = [module for module in heads.modules() if isinstance(module, nn.GELU)]
+    hooks = [module.register_forward_hook(lambda _module, _inputs, output: drop(output)) for module in hidden]
+    best_quality, best_state, best_recalls = -1.0, list[torch.Tensor](), dict[str, dict[str, float]]()
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        for epoch in range(1, settings.epochs + 1):
+            heads.train()
+            losses = []
+            for pairs in torch.split(torch.randperm(len(data.captions)), settings.batch_size):
+                if len(pairs) < settings.batch_size:
+                    continue
+                rows = data.image_of[pairs]
+                images = image_head(drop(data.images[rows]))
+                loss = contrastive_loss(images, text_head(drop(data.captions[pairs])), log_scale, rows)
+                losses.append(float(loss.detach()))
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                schedule.step()
+            heads.eval()
+            recalls = recall(image_head, text_head, dev)
+            print(f"epoch {epoch}: loss {np.mean(losses):.3f}, recall {recalls}")
+            if not np.isfinite(losses).all():
+                raise ModelError("the loss is not finite; lower the learning rate")
+            quality = float(np.mean([by_cutoff[key] for by_cutoff in recalls.values() for key in ("R@1", "R@10")]))
+            if quality > best_quality:
+                best_quality, best_recalls = quality, recalls
+                best_state = [parameter.detach().clone() for parameter in parameters]
+    for hook in hooks:
+        hook.remove()
+    with torch.no_grad():
+        for parameter, value in zip(parameters, best_state, strict=True):
+            parameter.requires_grad_(False).copy_(value)
+        first = image_head.mlp.fc1
+        first.weight.div_(std)
+        first.bias.sub_(first.weight @ mean)
+    return best_recalls
+
+
+def contrastive_loss(
+    images: torch.Tensor, texts: torch.Tensor, log_scale: torch.Tensor, image_ids: torch.Tensor
+) -> torch.Tensor:
+    """Return the symmetric InfoNCE loss of a batch of pairs, a scalar.
+
+    Args:
+        images: embedding of the image of each pair [b, e]; the function normalises it.
+        texts: embedding of the caption of each pair [b, e]; the function normalises it.
+        log_scale: log(1 / temperature), a scalar.
+        image_ids: id of the image of each pair, int64 [b]. Other pairs of the same image are not negatives.
+    """
+    similarities = functional.normalize(images, dim=-1) @ functional.normalize(texts, dim=-1).T
+    logits = log_scale.exp().clamp(max=MAX_SCALE) * similarities
+    same = image_ids[:, None] == image_ids[None]
+    same.fill_diagonal_(False)
+    logits = logits.masked_fill(same, -torch.inf)
+    target = torch.arange(len(image_ids))
+    return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)) / 2
+
+
+@torch.inference_mode()
+def recall(image_head: nn.Module, text_head: nn.Module, data: PairFeatures) -> dict[str, dict[str, float]]:
+    """Return the recall in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...)."""
+    images = functional.normalize(image_head(data.images), dim=-1)
+    texts = torch.cat([text_head(batch) for batch in torch.split(data.captions, EVALUATION_BATCH)])
+    similarities = functional.normalize(texts, dim=-1) @ images.T
+    positives = similarities.gather(1, data.image_of[:, None])
+    image_ranks = (similarities > positives).sum(1)
+    best = torch.full((len(images),), -torch.inf).scatter_reduce(0, data.image_of, positives[:, 0], "amax")
+    caption_ranks = (similarities > best).sum(0)
+    ranks = {"t2i": image_ranks, "i2t": caption_ranks}
+    return {name: {f"R@{k}": 100 * float((rank < k).double().mean()) for k in CUTOFFS} for name, rank in ranks.items()}

@@ -1,3 +1,0 @@
-"""The commands of `edje-index model`."""
-
-from __future__ import annotations

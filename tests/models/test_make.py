@@ -1,0 +1,248 @@
+"""The steps that make the shipped model, on tiny towers with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from PIL import Image
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import save_file
+from torch import nn
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.info import ADAPTER_WEIGHTS, BANK_WEIGHTS, JOINT_WEIGHTS, VISION_WEIGHTS, read_bundle_info
+from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.bundles.shipped_model import (
+    BUNDLE_FOLDER,
+    IMAGE_TOWER,
+    TENSORS_FILE,
+    TEXT_TOWER,
+    unpack_model,
+    write_weights,
+)
+from edje_index.captions.reading import CaptionedImage
+from edje_index.errors import ModelError
+from edje_index.models.adapter import AdapterConfig, build_adapter
+from edje_index.models.clip_config import WEIGHTS_FILE
+from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.models.pretrained_clip import load_clip
+from edje_index.models.text_tower import TextTower, text_tokenizer
+from edje_index.models.vision_tower import vision_tower
+from edje_index.scoring.hubness import HubnessBank
+from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
+from edje_index.training.model.language_model import load_language_model
+from models.embedding import (
+    TOWER_WEIGHTS,
+    EmbeddingModel,
+    PairFeatures,
+    Training,
+    contrastive_loss,
+    pair_features,
+    recall,
+    start_model,
+    train_heads,
+)
+from models.make import _pack_tensor, pack_model
+
+import open_clip  # isort: skip  # after edje_index, which makes torchvision importable
+import timm  # isort: skip
+
+COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 220), "white": (240, 240, 240)}
+VALUES = st.floats(-8, 8, width=32)
+
+
+def tiny_model(towers: Path) -> EmbeddingModel:
+    return start_model(towers, 12, seed=0, image_name="test_vit", image_size=64)
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory):
+    """A folder like that of the base towers."""
+    folder = tmp_path_factory.mktemp("towers")
+    image, text = folder / IMAGE_TOWER, folder / TEXT_TOWER
+    image.mkdir()
+    text.mkdir()
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit", num_classes=0).state_dict(), image / TOWER_WEIGHTS)
+    tokenizer = untrained_tokenizer(500)
+    config = {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": 0,
+    }
+    tokenizer.save(text)
+    (text / "config.json").write_text(json.dumps(config))
+    bert = JointEncoder(bert_config(config), tokenizer, 8).language_model.bert
+    save_file({name: tensor.clone() for name, tensor in bert.state_dict().items()}, text / TOWER_WEIGHTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def items(tmp_path_factory):
+    """Images in one colour each, with two captions."""
+    folder = tmp_path_factory.mktemp("coloured")
+    rng = np.random.default_rng(0)
+    found = []
+    for number in range(16):
+        colour = list(COLOURS)[number % len(COLOURS)]
+        path = folder / f"{number}.png"
+        pixels = np.array(COLOURS[colour]) + rng.integers(-20, 20, (64, 64, 3))
+        Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(path)
+        captions = (f"{colour} picture", f"a {colour} thing number {number}")
+        found.append(CaptionedImage(path.name, str(path), captions, None, path.name))
+    return found
+
+
+def test_loss_is_the_formula():
+    """Pair by pair, in float64."""
+    vectors = np.random.default_rng(0).normal(size=(2, 7, 5))
+    ids = np.array([0, 1, 1, 2, 0, 3, 4])
+    ours = contrastive_loss(*torch.from_numpy(vectors), torch.tensor(np.log(9.0)), torch.from_numpy(ids))
+    unit = vectors / np.linalg.norm(vectors, axis=2, keepdims=True)
+    losses = []
+    for left, right in (unit, unit[::-1]):
+        for i in range(len(ids)):
+            logits = np.array([9 * left[i] @ right[j] for j in range(len(ids)) if j == i or ids[j] != ids[i]])
+            losses.append(np.log(np.exp(logits).sum()) - 9 * left[i] @ right[i])
+    assert float(ours) == pytest.approx(np.mean(losses), abs=1e-9)
+
+
+def test_recall_counts_both_directions():
+    captions = torch.tensor([[1.0, 0, 0], [0, 0, 1], [0, 1, 0], [0.4, 0.5, 1]])
+    found = recall(nn.Identity(), nn.Identity(), PairFeatures(torch.eye(3), captions, torch.tensor([0, 0, 1, 2])))
+    # The second caption of image 0 is nearest to image 2, and nearer to it than image 2's own caption.
+    assert found["t2i"]["R@1"] == 75
+    assert found["i2t"]["R@1"] == pytest.approx(200 / 3)
+
+
+def test_the_trained_model_is_the_one_that_open_clip_and_the_bundle_use(towers, items, tmp_path):
+    model, start = tiny_model(towers), tiny_model(towers).clip.state_dict()
+    data = pair_features(model, items)
+    settings = Training(embed_dim=12, epochs=30, batch_size=16, lr=3e-2, dropout=0)
+    recalls = train_heads(model.clip, data, data, settings)
+    model.save(tmp_path / "model")
+    trained = model.clip.state_dict()
+    heads = ("visual.head.", "text.proj.")
+    changed = {name for name in start if not torch.equal(start[name], trained[name])}
+    assert {name for name in start if name.startswith(heads)} <= changed
+    assert all(name.startswith((*heads, "logit_scale")) for name in changed)
+
+    clip, config = load_clip(f"local-dir:{tmp_path / 'model'}")
+    tower = vision_tower(clip.visual)
+    assert tower.image_size == (64, 64)
+    texts = TextTower(clip, text_tokenizer(config, tmp_path / "model")).encode([c for i in items for c in i.captions])
+    with torch.inference_mode():
+        images = nn.functional.normalize(clip.visual.head(data.images), dim=-1).numpy()
+    similarities = texts @ images.T
+    ranks = (similarities > similarities[np.arange(32), np.arange(32) // 2][:, None]).sum(1)
+    assert recalls["t2i"]["R@5"] == pytest.approx(100 * (ranks < 5).mean(), abs=100 / 32)
+    assert recalls["t2i"]["R@5"] > 60  # 31 by chance
+
+    config = json.loads((tmp_path / "model" / "open_clip_config.json").read_text())["model_cfg"]
+    config["text_cfg"]["hf_model_name"] = str(tmp_path / "model" / "hf_text")
+    plain = open_clip.CustomTextCLIP(**config)
+    plain.visual.set_input_size(config["vision_cfg"]["image_size"])
+    open_clip.load_checkpoint(plain, str(tmp_path / "model" / WEIGHTS_FILE))
+    pixels = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        assert torch.equal(plain.eval().encode_image(pixels), model.clip.encode_image(pixels))
+
+
+def test_equal_seeds_give_equal_weights(towers, items):
+    states = []
+    for _ in range(2):
+        model = tiny_model(towers)
+        data = pair_features(model, items)
+        train_heads(model.clip, data, data, Training(embed_dim=12, epochs=2, batch_size=8))
+        states.append(model.clip.state_dict())
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_too_few_captions_are_refused(towers, items):
+    model = tiny_model(towers)
+    data = pair_features(model, items[:2])
+    with pytest.raises(ModelError, match="4 captions do not fill a batch of 512"):
+        train_heads(model.clip, data, data, Training())
+
+
+@given(arrays(np.float32, array_shapes(min_dims=2, max_dims=3, max_side=6), elements=VALUES), st.data())
+def test_differences_are_within_half_a_step_and_equal_rows_exact(tmp_path_factory, base, data):
+    tensor = base.copy()
+    rows = data.draw(st.sets(st.integers(0, len(base) - 1)))
+    for row in rows:
+        tensor[row] += np.float32(data.draw(st.floats(-1, 1, width=32)))
+    result = restored(tensor, base, tmp_path_factory.mktemp("weights"))
+    assert result.dtype == np.float32
+    for row in range(len(base)):
+        step = np.abs(tensor[row] - base[row]).max() / 127
+        assert np.abs(result[row] - tensor[row]).max() <= step / 2 + 2e-6
+        if row not in rows:
+            np.testing.assert_array_equal(result[row], base[row])
+
+
+def restored(tensor: np.ndarray, base: np.ndarray | None, folder: Path) -> np.ndarray:
+    """The tensor after packing and unpacking."""
+    name = "language_model.bert.w"
+    packing, parts = _pack_tensor(tensor, base)
+    bases = {TEXT_TOWER: {} if base is None else {"w": base}, IMAGE_TOWER: {}}
+    records = {JOINT_WEIGHTS: {name: {"packing": packing, "shape": list(tensor.shape)}}}
+    arrays = {f"{JOINT_WEIGHTS}:{name}:{part}": value for part, value in parts.items()}
+    write_weights(records, arrays, bases, folder)
+    return load_arrays(folder / JOINT_WEIGHTS)[name]
+
+
+@pytest.mark.parametrize(("shape", "tolerance"), [((400, 400), 5e-4), ((5, 7), 0), ((9,), 0)])
+def test_only_large_new_tensors_are_rounded(shape, tolerance, tmp_path):
+    tensor = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
+    difference = np.abs(restored(tensor, None, tmp_path) - tensor).max()
+    assert difference <= tolerance
+    assert (difference > 0) == (tolerance > 0)
+
+
+def test_a_packed_bundle_is_restored(towers, tmp_path):
+    """Up to the rounding of new weights; the bank and the score weights are unchanged."""
+    model = tiny_model(towers)
+    joint = load_language_model(towers / TEXT_TOWER, 12)  # its vocabulary has one more row, <image>
+    with torch.no_grad():
+        joint.language_model.bert.encoder.layer[1].output.dense.weight.add_(0.01 * torch.randn(16, 32))
+    bundle = ModelBundle(
+        clip=model.clip,
+        clip_config=model.config,
+        text_tokenizer=model.tokenizer,
+        adapter=build_adapter(AdapterConfig("compressed", 4, 64, 16, hidden_dim=32, num_heads=2)),
+        joint=joint,
+        trained=True,
+        score=DirectionWeights(t2i=ScoreWeights(hubness=0.75, hubness_similarity=HubnessSimilarity(1.0, 0.0, 4.0))),
+        hubness_bank=HubnessBank.of((torch.randn(5, 12), torch.zeros(5, 0)), (torch.randn(3, 12), torch.zeros(3, 0))),
+    )
+    before = bundle.save(tmp_path / "trained")
+    packed = pack_model(tmp_path / "trained", towers, tmp_path / "packed")
+    bases = {name: load_arrays(towers / name / TOWER_WEIGHTS) for name in (IMAGE_TOWER, TEXT_TOWER)}
+    unpack_model(tmp_path / "packed", bases, tmp_path / "made")
+    made = read_bundle_info(tmp_path / "made")
+    assert made.fingerprint == packed.fingerprint
+    assert made.files[BANK_WEIGHTS] == before.files[BANK_WEIGHTS]
+    assert (made.hubness_bank, made.score, made.trained) == (before.hubness_bank, before.score, True)
+    weights = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
+    assert not any((tmp_path / "packed" / BUNDLE_FOLDER / name).exists() for name in weights)
+    blocks = torch.randn(2, 4, 16)
+    scores = [ModelBundle.load(tmp_path / name).joint.score("a dog", blocks) for name in ("trained", "made")]
+    torch.testing.assert_close(*scores, atol=1e-3, rtol=0)
+
+    tensors = bytearray((tmp_path / "packed" / TENSORS_FILE).read_bytes())
+    tensors[-1] ^= 1
+    (tmp_path / "packed" / TENSORS_FILE).write_bytes(tensors)
+    with pytest.raises(ModelError, match="has changed since the bundle was made"):
+        unpack_model(tmp_path / "packed", bases, tmp_path / "damaged")
