@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.jobs.update import UpdateResult
-    from pipelines.progress.stopping import JobStopped
+    from pipelines.progress.events import JobStopped
 
 _MODULES = {
     "AppendResult": "pipelines.jobs.append",
@@ -41,7 +41,7 @@ _MODULES = {
     "CompactResult": "pipelines.jobs.compact",
     "CopyResult": "pipelines.jobs.copy",
     "DeleteResult": "pipelines.jobs.snapshots",
-    "JobStopped": "pipelines.progress.stopping",
+    "JobStopped": "pipelines.progress.events",
     "MergeResult": "pipelines.jobs.merge",
     "QuantizeResult": "pipelines.jobs.quantize",
     "RepairResult": "pipelines.jobs.repair",

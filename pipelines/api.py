@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.jobs.update import UpdateResult
-    from pipelines.progress.events import Event, OnEvent
-    from pipelines.progress.stopping import ShouldStop
+    from pipelines.progress.events import Event, OnEvent, ShouldStop
 
 
 class BuildOptions(TypedDict, total=False):

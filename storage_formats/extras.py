@@ -21,7 +21,7 @@ EXTRAS_OF_MODULE = {
     "obstore": ("remote",),
     "onnx": ("towers", "demo"),
     "open_clip": ("search", "build", "train"),
-    "prometheus_client": ("build", "serve"),
+    "prometheus_client": ("serve",),
     "pydantic": ("train", "serve"),
     "PIL": ("search", "build", "train"),
     "qdrant_edge": ("bench",),

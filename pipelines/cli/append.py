@@ -13,8 +13,7 @@ from pipelines.cli.new_rows import new_rows_options, note_failures, run_job
 from pipelines.cli.options import column_option, dry_run_option, location, max_failed_option
 from pipelines.cli.output import print_json, print_line
 from pipelines.planning.config import AppendConfig
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.format.object_store import IndexLocation
 
@@ -30,8 +29,6 @@ def append(
     root: IndexLocation,
     as_json: bool,
     quiet: bool,
-    log: Path | None,
-    metrics: Path | None,
     dry_run: bool,
     **options: Any,
 ) -> None:
@@ -63,9 +60,9 @@ def append(
             with working_copy(root, read_only=True) as copy:
                 return try_append(make_config(copy.root), on_event, should_stop)
 
-        show_dry_run(trial, root, quiet=quiet, log=log, metrics=metrics, as_json=as_json)
+        show_dry_run(trial, root, quiet=quiet, as_json=as_json)
         return
-    result = run_job(run_append, make_config, root, quiet=quiet, log=log, metrics=metrics)
+    result = run_job(run_append, make_config, root, quiet=quiet)
     if as_json:
         print_json(asdict(result))
     else:

@@ -25,7 +25,6 @@ from pipelines.cli.options import (
     log_option,
     max_failed_option,
     memory_option,
-    metrics_option,
     quiet_option,
     shard_size_option,
     stored_precisions_option,
@@ -82,10 +81,9 @@ _NO_MODEL = (
 @memory_option
 @dry_run_option
 @log_option
-@metrics_option
 @quiet_option
 @json_option
-def build(as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, dry_run: bool, **options: Any) -> None:
+def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     """Build a new index of the images in every SOURCE.
 
     A SOURCE is a directory, a tar or zip archive, a Parquet file of images, an image file, or a list of paths (Parquet,
@@ -119,14 +117,10 @@ def build(as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, dr
     if dry_run:
         from pipelines.jobs.dry_run import try_build
 
-        show_dry_run(
-            functools.partial(try_build, config), config.out, quiet=quiet, log=log, metrics=metrics, as_json=as_json
-        )
+        show_dry_run(functools.partial(try_build, config), config.out, quiet=quiet, as_json=as_json)
         return
     can_resume = functools.partial(has_stored_work, config.out)
-    job = running_job(
-        quiet=quiet, can_resume=can_resume, log=log, root=lambda: config.out, metrics=metrics, index=config.out
-    )
+    job = running_job(quiet=quiet, can_resume=can_resume)
     with job as (on_event, should_stop), naming_max_failed():
         result = run_build(config, on_event, should_stop)
     if as_json:

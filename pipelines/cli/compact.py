@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
-from pipelines.cli.options import json_option, location, log_option, metrics_option, quiet_option
+from pipelines.cli.options import json_option, location, log_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 from storage_formats.format.object_store import IndexLocation
@@ -16,10 +15,9 @@ from storage_formats.format.object_store import IndexLocation
 @click.command()
 @click.argument("index", type=location)
 @log_option
-@metrics_option
 @quiet_option
 @json_option
-def compact(index: IndexLocation, log: Path | None, metrics: Path | None, quiet: bool, as_json: bool) -> None:
+def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
     """Rewrite INDEX without its deleted rows.
 
     The remaining rows get new ids. A Parquet file maps old row ids to new row ids; TokenStore.translate reads this
@@ -37,7 +35,7 @@ def compact(index: IndexLocation, log: Path | None, metrics: Path | None, quiet:
     """
     from pipelines.jobs.compact import run_compact
 
-    with running_job(quiet=quiet, log=log, metrics=metrics, index=index) as (on_event, should_stop):
+    with running_job(quiet=quiet) as (on_event, should_stop):
         result = run_compact(index, on_event, should_stop)
     if as_json:
         print_json(asdict(result))

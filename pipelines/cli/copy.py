@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import json_option, location, log_option, metrics_option, quiet_option
+from pipelines.cli.options import json_option, location, log_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted, human_bytes
 
@@ -18,7 +18,6 @@ from pipelines.progress.wording import counted, human_bytes
 @click.option("--snapshot", type=click.IntRange(min=0), help="Snapshot to copy.  [default: the current snapshot]")
 @click.option("--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT.")
 @log_option
-@metrics_option
 @quiet_option
 @json_option
 def copy(
@@ -26,8 +25,6 @@ def copy(
     out: Path | str,
     snapshot: int | None,
     replace: bool,
-    log: Path | None,
-    metrics: Path | None,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -52,7 +49,7 @@ def copy(
     """
     from pipelines.jobs.copy import run_copy
 
-    with running_job(quiet=quiet, log=log, metrics=metrics, index=out) as (on_event, should_stop):
+    with running_job(quiet=quiet) as (on_event, should_stop):
         result = run_copy(index, out, on_event, should_stop, snapshot=snapshot, replace=replace)
     if as_json:
         print_json(asdict(result))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.cli.output import print_json, print_line, running_job
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.object_store import IndexLocation
 
@@ -22,12 +20,10 @@ def show_dry_run(
     root: IndexLocation,
     *,
     quiet: bool,
-    log: Path | None,
-    metrics: Path | None,
     as_json: bool,
 ) -> None:
     """Run `job`, and print its result."""
-    with running_job(quiet=quiet, can_resume=lambda: False, log=log, metrics=metrics, index=root) as (
+    with running_job(quiet=quiet, can_resume=lambda: False) as (
         on_event,
         should_stop,
     ):

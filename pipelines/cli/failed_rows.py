@@ -1,4 +1,4 @@
-"""Lists the failed rows of an index, or of one shard of an unfinished index."""
+"""Lists the failed rows of an index."""
 
 from __future__ import annotations
 
@@ -13,27 +13,12 @@ _COLUMNS = ["row_id", "reason", "uri", "detail", "status"]
 
 def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
     """Yield the row id, reason, URI and detail of each failed row. Raises EdjeError if `root` contains no index."""
-    for table in _tables(root):
-        yield from _failed(table)
-
-
-def failed_rows_of_shard(root: Path, shard: int) -> Iterator[dict[str, Any]]:
-    """Yield the row id, reason, URI and detail of each failed row of a finished shard.
-
-    Raises:
-        CorruptIndexError: the rows of the shard cannot be read.
-    """
-    from storage_formats.format.rows import read_shard_rows
-
-    yield from _failed(read_shard_rows(Layout(root), shard, _COLUMNS))
-
-
-def _failed(table: Any) -> Iterator[dict[str, Any]]:
     from storage_formats.format.rows import FAILED
 
-    for row in table.to_pylist():
-        if row.pop("status") == FAILED:
-            yield row
+    for table in _tables(root):
+        for row in table.to_pylist():
+            if row.pop("status") == FAILED:
+                yield row
 
 
 def _tables(root: Path) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import LOCAL_INDEX, json_option, log_option, metrics_option, quiet_option
+from pipelines.cli.options import LOCAL_INDEX, json_option, log_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
@@ -16,12 +16,9 @@ from pipelines.progress.wording import counted
 @click.argument("indexes", nargs=-1, required=True, type=LOCAL_INDEX, metavar="INDEX...")
 @click.option("--out", required=True, type=LOCAL_INDEX, help="New directory for the merged index.")
 @log_option
-@metrics_option
 @quiet_option
 @json_option
-def merge(
-    indexes: tuple[Path, ...], out: Path, log: Path | None, metrics: Path | None, quiet: bool, as_json: bool
-) -> None:
+def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> None:
     """Copy several indexes of the same model into one new index.
 
     All indexes must have the same shard size and precisions. Tokens and embeddings are copied, so the model is not
@@ -39,7 +36,7 @@ def merge(
     from pipelines.jobs.merge import run_merge
     from pipelines.jobs.new_index import partial_directory
 
-    job = running_job(quiet=quiet, can_resume=partial_directory(out).exists, log=log, metrics=metrics, index=out)
+    job = running_job(quiet=quiet, can_resume=partial_directory(out).exists)
     with job as (on_event, should_stop):
         result = run_merge(indexes, out, on_event, should_stop)
     if as_json:

@@ -15,14 +15,12 @@ from pipelines.cli.options import (
     json_option,
     log_option,
     memory_option,
-    metrics_option,
     model_option,
     quiet_option,
 )
 from pipelines.cli.output import naming_max_failed, note, running_job
 from pipelines.planning.config import AppendConfig
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.format.layout import Layout
 from storage_formats.format.object_store import IndexLocation
@@ -38,7 +36,6 @@ _OPTIONS = (
     address_option,
     memory_option,
     log_option,
-    metrics_option,
     quiet_option,
     json_option,
 )
@@ -69,8 +66,6 @@ def run_job(
     index: IndexLocation,
     *,
     quiet: bool,
-    log: Path | None,
-    metrics: Path | None,
     read_only: bool = False,
 ) -> _Result:
     """Run `job` with a progress display and a log. If a resumable job stops, its error message says how to resume.
@@ -81,8 +76,6 @@ def run_job(
             directory is a working copy.
         index: path or URL of the index.
         quiet: True to show no progress.
-        log: see `running_job`.
-        metrics: see `running_job`.
         read_only: True if `job` does not change the index.
     """
     from storage_formats.writing.working_copy import working_copy
@@ -93,9 +86,7 @@ def run_job(
         return bool(opened) and Layout(opened[0]).append_plan.exists()
 
     with (
-        running_job(
-            quiet=quiet, can_resume=can_resume, log=log, root=lambda: opened[0], metrics=metrics, index=index
-        ) as (on_event, should_stop),
+        running_job(quiet=quiet, can_resume=can_resume) as (on_event, should_stop),
         working_copy(index, read_only=read_only) as copy,
         naming_max_failed(),
     ):

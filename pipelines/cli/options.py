@@ -10,9 +10,8 @@ import click
 
 from edje_index.models.frames import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
-from pipelines.cli.output import LOG_LEVEL_KEY
+from pipelines.cli.output import LOG_KEY
 from pipelines.planning.config import SHARD_SIZE
-from pipelines.progress.events import LEVELS
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import IndexLocation, index_location, local_path
@@ -70,12 +69,13 @@ DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
-metrics_option = click.option(
-    "--metrics",
+log_option = click.option(
+    "--log",
     type=FILE,
     metavar="FILE",
-    help="Write metrics of the job for Prometheus to FILE. FILE must end in .prom and lie in the directory that the "
-    "textfile collector of node_exporter reads.",
+    expose_value=False,
+    callback=lambda context, _, path: context.meta.update({LOG_KEY: path}),
+    help="Append the events of the job to FILE, one JSON object per line. The file is not part of the index.",
 )
 dry_run_option = click.option(
     "--dry-run",
@@ -173,28 +173,6 @@ frames_option = click.option(
 images_option = click.option(
     "--images", type=PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]"
 )
-
-
-def log_option(command: _Command) -> _Command:
-    """Add the options `--log` and `--log-level`. `running_job` reads `--log-level` from the context."""
-    level = click.option(
-        "--log-level",
-        type=click.Choice(LEVELS),
-        expose_value=False,
-        callback=_store_log_level,
-        help="Lowest level of the events in --log.  [default: info]",
-    )
-    log = click.option(
-        "--log",
-        type=FILE,
-        metavar="FILE",
-        help="Append the events of the job to FILE, one JSON object per line. The file is not part of the index.",
-    )
-    return log(level(command))
-
-
-def _store_log_level(context: click.Context, _: click.Parameter, level: str | None) -> None:
-    context.meta[LOG_LEVEL_KEY] = level
 
 
 def engine_option(default: str) -> Callable[[_Command], _Command]:

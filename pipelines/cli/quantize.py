@@ -15,7 +15,6 @@ from pipelines.cli.options import (
     json_option,
     location,
     log_option,
-    metrics_option,
     quiet_option,
 )
 from pipelines.cli.output import print_json, print_line, running_job
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --engine ray.")
 @report_options
 @log_option
-@metrics_option
 @quiet_option
 @json_option
 def quantize(
@@ -54,8 +52,6 @@ def quantize(
     workers: int | None,
     address: str | None,
     request: ReportRequest | None,
-    log: Path | None,
-    metrics: Path | None,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -78,8 +74,6 @@ def quantize(
     """
     if not (to or drop or request):
         raise UsageError("nothing to do: give --to, --drop or --report")
-    if (log or metrics) and not (to or drop):
-        raise UsageError("--log and --metrics need --to or --drop; a report has neither")
     output: dict[str, Any] = {}
     if request is not None:
         if not isinstance(index, Path):
@@ -92,7 +86,7 @@ def quantize(
         from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 
         chosen_engine = _engine(engine, workers, address)
-        with running_job(quiet=quiet, log=log, metrics=metrics, index=index) as (on_event, should_stop):
+        with running_job(quiet=quiet) as (on_event, should_stop):
             make_config = functools.partial(QuantizeConfig, to=to, drop=drop, source=source)
             result = quantize_at(index, make_config, chosen_engine, on_event, should_stop)
         if not as_json:

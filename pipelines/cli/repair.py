@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import json_option, location, log_option, metrics_option, model_option, quiet_option
+from pipelines.cli.options import json_option, location, log_option, model_option, quiet_option
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.wording import counted
 from storage_formats.format.object_store import IndexLocation
@@ -18,15 +18,12 @@ from storage_formats.format.object_store import IndexLocation
 @click.option("--dry-run", is_flag=True, help="Show what would be repaired and change nothing.")
 @model_option
 @log_option
-@metrics_option
 @quiet_option
 @json_option
 def repair(
     index: IndexLocation,
     dry_run: bool,
     model: Path | None,
-    log: Path | None,
-    metrics: Path | None,
     quiet: bool,
     as_json: bool,
 ) -> int:
@@ -48,7 +45,7 @@ def repair(
     """
     from pipelines.jobs.repair import run_repair
 
-    job = running_job(quiet=quiet, can_resume=lambda: False, log=log, metrics=metrics, index=index)
+    job = running_job(quiet=quiet, can_resume=lambda: False)
     with job as (on_event, should_stop):
         result = run_repair(index, on_event, should_stop, dry_run=dry_run, model=model)
     if as_json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -20,9 +19,7 @@ from storage_formats.format.object_store import IndexLocation
 @click.command("retry-failed")
 @click.argument("root", type=location, metavar="INDEX")
 @new_rows_options
-def retry_failed(
-    root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, **options: Any
-) -> None:
+def retry_failed(root: IndexLocation, as_json: bool, quiet: bool, **options: Any) -> None:
     """Try to index the failed inputs of INDEX again.
 
     'edje-index failures' lists these inputs. The old failed rows are deleted, and each input gets a new row. Inputs
@@ -40,7 +37,7 @@ def retry_failed(
     from pipelines.jobs.retry_failed import run_retry_failed
 
     make_config = functools.partial(AppendConfig, sources=(), **options)
-    result = run_job(run_retry_failed, make_config, root, quiet=quiet, log=log, metrics=metrics)
+    result = run_job(run_retry_failed, make_config, root, quiet=quiet)
     if as_json:
         print_json(asdict(result))
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,9 +35,7 @@ if TYPE_CHECKING:
 @column_option
 @max_failed_option
 @new_rows_options
-def update(
-    root: IndexLocation, as_json: bool, quiet: bool, log: Path | None, metrics: Path | None, **options: Any
-) -> None:
+def update(root: IndexLocation, as_json: bool, quiet: bool, **options: Any) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
 
     Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE, name all sources of INDEX,
@@ -62,7 +59,7 @@ def update(
     make_config = functools.partial(UpdateConfig, **{**options, "sources": tuple(options["sources"])})
     read_only = options["dry_run"]
     try:
-        result = run_job(run_update, make_config, root, quiet=quiet, log=log, metrics=metrics, read_only=read_only)
+        result = run_job(run_update, make_config, root, quiet=quiet, read_only=read_only)
     except VanishedInputsError as error:
         advice = "check the sources, or raise --max-vanished to delete these rows. The index is unchanged"
         raise EdjeError(f"{error.problem}; {advice}") from error

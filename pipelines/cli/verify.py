@@ -42,7 +42,7 @@ def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: boo
       edje-index verify photos.edje --sample 100 --json
       edje-index verify s3://my-bucket/photos.edje --sample 20
     """
-    from pipelines.progress.stopping import stop_at_events
+    from pipelines.progress.events import stop_at_events
     from storage_formats.verify import verify_index
 
     checked = 0

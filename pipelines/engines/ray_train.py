@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.engines.ray_cluster import RayDied, connected_ray
 from pipelines.engines.ray_nodes import NODE_WAIT_SECONDS, RayNodes
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped
 from storage_formats.errors import EdjeError, UsageError
 
 if TYPE_CHECKING:

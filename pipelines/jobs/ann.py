@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.machine import free_disk
 from pipelines.planning.resources import usable_memory
-from pipelines.progress.events import OnEvent, Progress, progress_callback
-from pipelines.progress.stopping import ShouldStop, stop_at_events
+from pipelines.progress.events import OnEvent, Progress, ShouldStop, progress_callback, stop_at_events
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:

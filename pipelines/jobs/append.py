@@ -13,8 +13,7 @@ from pipelines.planning.append import prepare_append
 from pipelines.planning.config import AppendConfig
 from pipelines.planning.new_rows import PreparedRows, settings_of_rows
 from pipelines.planning.recorded_sources import SourceGroup, with_further_source
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import Manifest

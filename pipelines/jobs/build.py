@@ -14,8 +14,7 @@ from pipelines.jobs.publish_build import publish_build
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.output import check_output
 from pipelines.planning.prepare import prepare_build
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, ShouldStop
 from storage_formats.format.layout import Layout
 
 

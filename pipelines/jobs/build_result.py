@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.shard_run import ShardRun
-from pipelines.progress.events import Bottleneck
-from pipelines.progress.meter import bottleneck
+from pipelines.progress.events import Bottleneck, bottleneck
 
 if TYPE_CHECKING:
     from pipelines.planning.plan import BuildPlan

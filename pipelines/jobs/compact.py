@@ -15,8 +15,7 @@ from pipelines.jobs.copy_shards import build_copied_ann
 from pipelines.jobs.leftovers import discard_stopped_copy, refuse_unfinished_append, remove_leftovers
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.recorded_sources import recorded_sources, with_sources
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, ShouldStop
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.new_index import new_index
-from pipelines.progress.events import OnEvent, Progress, StatusMessage
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex

@@ -10,8 +10,7 @@ from pipelines.engines.base import TaskInterrupted
 from pipelines.jobs.copy_shards import CopyJob, copy_shards
 from pipelines.planning.machine import free_disk
 from pipelines.planning.resources import disk_need
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipelines.engines import open_engine
 from pipelines.jobs.shard_run import ShardJob, run_shards
-from pipelines.progress.events import OnEvent, PlanReady, StatusMessage
-from pipelines.progress.meter import ShardState
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop, StatusMessage
 
 if TYPE_CHECKING:
     from edje_index.indexing.faiss_index import AnnRequest

@@ -24,8 +24,7 @@ from pipelines.planning.resources import (
     usable_memory,
 )
 from pipelines.planning.stored import read_stored_build
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 

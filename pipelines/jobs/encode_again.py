@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from pipelines.collector import paused_collector
 from pipelines.jobs.encode_shards import encoding_task
 from pipelines.planning.plan import plan_of_manifest
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
 from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
 

@@ -15,9 +15,7 @@ from pipelines.jobs.shared_directory import on_shared_directory
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.plan import BuildPlan, BuildSettings
 from pipelines.planning.prepare import PreparedBuild
-from pipelines.progress.events import OnEvent, PlanReady
-from pipelines.progress.meter import ShardState
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop
 from storage_formats.cpus import usable_cpus
 from storage_formats.format.layout import Layout
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.planning.resources import check_index_size
-from pipelines.progress.events import OnEvent, Progress, StatusMessage
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
 

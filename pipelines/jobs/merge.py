@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.jobs.copy_shards import CopyJob, build_copied_ann, copy_shards
 from pipelines.jobs.new_index import new_index
 from pipelines.planning.recorded_sources import SOURCES_MEMBER, holds_clips, recorded_sources
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:

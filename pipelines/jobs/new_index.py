@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipelines.engines.base import describe_error
 from pipelines.jobs.lock import locked_index
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped
 from storage_formats.atomic import fsync_parent
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout

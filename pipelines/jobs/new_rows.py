@@ -18,8 +18,7 @@ from pipelines.jobs.leftovers import discard_stopped_copy, remove_leftovers
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.new_rows import PreparedRows, discard_rows, is_committed
 from pipelines.planning.plan import BuildPlan, read_plan
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:

@@ -16,9 +16,7 @@ from pipelines.jobs.lock import locked_index
 from pipelines.jobs.shard_run import ShardJob, run_shards
 from pipelines.jobs.shared_directory import on_shared_directory
 from pipelines.planning.machine import free_disk
-from pipelines.progress.events import OnEvent, PlanReady
-from pipelines.progress.meter import ShardState
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, PlanReady, ShardState, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from pipelines.jobs.encode_again import SourceEncoder
 from pipelines.jobs.leftovers import refuse_unfinished_append
 from pipelines.jobs.lock import locked_index
-from pipelines.progress.events import OnEvent, Progress, StatusMessage, progress_callback
-from pipelines.progress.stopping import ShouldStop, stop_at_events
+from pipelines.progress.events import OnEvent, Progress, ShouldStop, StatusMessage, progress_callback, stop_at_events
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:

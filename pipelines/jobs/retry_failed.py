@@ -10,8 +10,7 @@ from pipelines.jobs.new_rows import RowChange, changing, commit_rows, encode_row
 from pipelines.planning.config import AppendConfig
 from pipelines.planning.new_rows import discard_rows, resume_or_plan
 from pipelines.planning.retry_failed import FailedInputs, find_failed
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:

@@ -21,9 +21,7 @@ from pipelines.engines.base import (
     describe_error,
 )
 from pipelines.jobs.failed_inputs import FailedInputsError
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.meter import ShardMeter, ShardState
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, ShardMeter, ShardState, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError, UsageError
 

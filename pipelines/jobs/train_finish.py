@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from pipelines.jobs.training.progress import stoppable_progress
 from pipelines.jobs.training.result import TrainResult, training_result
 from pipelines.jobs.training.task import RunTask
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.atomic import write_json_atomic
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pipelines.planning.config import UpdateConfig
 from pipelines.planning.new_rows import PreparedRows, resume_or_plan, settings_of_rows
 from pipelines.planning.recorded_sources import SourceGroup, recorded_sources, with_sources
 from pipelines.planning.update import SourceChanges, compare_sources
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex, Manifest

@@ -15,8 +15,7 @@ from pipelines.planning.new_rows import (
 )
 from pipelines.planning.plan import BuildPlan, discard_change, read_plan
 from pipelines.planning.recorded_sources import holds_clips
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import EdjeError
 
 if TYPE_CHECKING:

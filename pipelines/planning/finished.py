@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from pipelines.planning.config import BuildConfig
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from pipelines.planning.columns import CollectedColumns
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.plan import BuildPlan
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.layout import Layout
 

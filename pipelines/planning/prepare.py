@@ -14,8 +14,7 @@ from pipelines.planning.inputs import check_frozen_inputs, freeze_inputs, remove
 from pipelines.planning.plan import BuildPlan, model_record, settings_of_request
 from pipelines.planning.resources import check_ann_memory, check_index_size, check_workers
 from pipelines.planning.stored import read_stored_build
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.format.layout import IndexSpec
 
 if TYPE_CHECKING:

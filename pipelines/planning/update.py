@@ -17,8 +17,7 @@ from pipelines.planning.config import UpdateConfig
 from pipelines.planning.new_rows import NewInputs
 from pipelines.planning.recorded_sources import holds_clips, open_recorded, recorded_sources
 from pipelines.planning.stored_rows import StoredRow, StoredRows
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError
 

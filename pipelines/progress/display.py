@@ -1,39 +1,125 @@
-"""Shows the events of a job on standard error: a live line on a terminal, plain log lines elsewhere."""
+"""Shows the events of a job on standard error, and logs them with `logging`.
+
+The logger is `edje_index.job`. Its records have the name of the event as their message, and the attribute `fields`.
+docs/build.md describes the fields.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from pipelines.progress.events import Event, OnEvent, PlanReady, Progress, StatusMessage
+from edje_index.images.remote.urls import without_credentials
+from pipelines.progress.events import Event, OnEvent, PlanReady, Progress, StatusMessage, is_stop_request
 from pipelines.progress.wording import counted, duration, printable
+from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.progress import Task
+    from rich.progress import Progress as Bar
 
 _RATE_SECONDS = 120.0  # rates are averages over this time; it has to span several batches of a slow model
-_LOG_SECONDS = 10.0
-_SHARD_LOG_SECONDS = 1.0
+_LINE_SECONDS = 10.0
+
+_LOGGER = logging.getLogger("edje_index.job")
+_LOGGER.addHandler(logging.NullHandler())
 
 
 @contextlib.contextmanager
 def progress_display(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[OnEvent]:
-    """Yield a callback that shows events on `stream`, by default standard error.
+    """Yield a callback that shows events on `stream`, by default standard error, and logs them.
 
-    If `quiet` is True, the callback does nothing.
+    If `quiet` is True, the callback only logs.
     """
-    stream = stream or sys.stderr
-    if quiet:
-        yield lambda _: None
-    elif stream.isatty():
-        with LiveDisplay(stream) as live:
-            yield live
-    else:
-        yield LogDisplay(stream)
+    display = Display(stream or sys.stderr, quiet=quiet)
+    with display.bar if display.bar is not None and display.is_live else contextlib.nullcontext():
+        yield display
+
+
+class Display:
+    """Callback that redraws the line of the current activity on a terminal, and prints plain lines elsewhere.
+
+    Attributes:
+        bar: progress bar that shows the line, and measures speeds; None if nothing is shown.
+        is_live: True if the stream is a terminal.
+    """
+
+    def __init__(self, stream: TextIO, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bar = None if quiet else _bar(stream, clock)
+        self.is_live = stream.isatty()
+        self._stream, self._clock = stream, clock
+        self._activity, self._shown_at = "", 0.0
+
+    def __call__(self, event: Event) -> None:
+        """Show and log `event`. Progress is logged every ten seconds, and at the beginning and end of an activity."""
+        match event:
+            case StatusMessage(text, is_warning):
+                self._print(text)
+                _log("message", logging.WARNING if is_warning else logging.INFO, text=text)
+            case PlanReady():
+                for line in describe_plan(event):
+                    self._print(line)
+                _log("plan", **asdict(event))
+            case Progress():
+                self._show_progress(event)
+
+    def _show_progress(self, event: Progress) -> None:
+        if event.finished_shard is not None:
+            shard, state = event.finished_shard
+            seconds = {stage: round(value, 3) for stage, value in state.stage_seconds.items()}
+            counts = {"shard": shard, "rows": state.done, "failed": state.failed}
+            _log("shard", activity=event.activity, **counts, stage_seconds=seconds)
+        line = ""
+        if self.bar is not None:
+            task = next((task for task in self.bar.tasks if task.description == event.activity), None)
+            if task is None:  # the speed is measured from the first event of an activity
+                for old in self.bar.task_ids:
+                    self.bar.remove_task(old)
+                self.bar.add_task(event.activity, total=event.total, completed=event.done, line="")
+                task = self.bar.tasks[0]
+            self.bar.update(task.id, total=event.total, completed=event.done)
+            line = describe_progress(event, speed=task.speed, seconds_left=task.time_remaining)
+            self.bar.update(task.id, line=line)
+        is_new = event.activity != self._activity
+        if is_new or event.done == event.total or self._clock() - self._shown_at >= _LINE_SECONDS:
+            self._activity, self._shown_at = event.activity, self._clock()
+            if not self.is_live:
+                self._print(f"{event.activity}: {line}")
+            fields = asdict(event)
+            del fields["finished_shard"]
+            _log("progress", **fields)
+
+    def _print(self, line: str) -> None:
+        if self.bar is None:
+            return
+        if self.is_live:
+            self.bar.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(printable(line), file=self._stream, flush=True)
+
+
+def _bar(stream: TextIO, clock: Callable[[], float]) -> Bar:
+    from rich import progress
+    from rich.console import Console
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(bar_width=24),
+        progress.TextColumn("{task.fields[line]}", markup=False),
+        console=Console(file=stream),
+        refresh_per_second=4,
+        speed_estimate_period=_RATE_SECONDS,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        get_time=clock,
+    )
 
 
 def describe_plan(plan: PlanReady) -> list[str]:
@@ -61,113 +147,67 @@ def describe_progress(progress: Progress, *, speed: float | None = None, seconds
     if seconds_left:
         parts.append(f"{duration(seconds_left)} left")
     if progress.shards is not None:
-        parts.append(f"shards {progress.shards.finished:,}/{progress.shards.total:,}")
-        if progress.shards.failed_rows:
-            parts.append(f"{progress.shards.failed_rows:,} failed")
-        if progress.shards.bottleneck is not None:
-            parts.append(f"bottleneck {progress.shards.bottleneck}")
+        parts.append(f"shards {progress.finished_shards:,}/{progress.shards:,}")
+        if progress.failed:
+            parts.append(f"{progress.failed:,} failed")
+        if progress.bottleneck is not None:
+            parts.append(f"bottleneck {progress.bottleneck}")
     return ", ".join(parts)
 
 
-class _Tracker:
-    """Measures the speed of the current activity with `rich`, and estimates the remaining time."""
+@contextlib.contextmanager
+def log_file(path: Path, command: str) -> Iterator[None]:
+    """Context manager that appends what is logged to the file at `path`, one JSON object per line.
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        from rich import progress
-        from rich.console import Console
+    The first line names the command line `command`, without passwords in its URLs. The last line says how the job
+    ended.
 
-        self.bar = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=24),
-            progress.TextColumn("{task.fields[line]}", markup=False),
-            console=Console(file=stream),
-            refresh_per_second=4,
-            speed_estimate_period=_RATE_SECONDS,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            get_time=clock,
-        )
-
-    def update(self, event: Progress) -> str:
-        """Record `event`, and return the line of text that describes it."""
-        task = self._task_of(event)
-        self.bar.update(task.id, total=event.total, completed=event.done)
-        line = describe_progress(event, speed=task.speed, seconds_left=task.time_remaining)
-        self.bar.update(task.id, line=line)
-        return line
-
-    def _task_of(self, event: Progress) -> Task:
-        """Return the `rich` task of the activity. The speed is measured from the first event of the activity."""
-        for task in self.bar.tasks:
-            if task.description == event.activity:
-                return task
-            self.bar.remove_task(task.id)
-        self.bar.add_task(event.activity, total=event.total, completed=event.done, line="")
-        return self.bar.tasks[0]
+    Raises:
+        UsageError: the file cannot be opened.
+    """
+    try:
+        file = path.open("ab", buffering=0)  # a buffer that cannot be flushed would fail the job at the end
+    except OSError as error:
+        problem = f"cannot write the log {path}: {error.strerror}; choose another file"
+        raise UsageError(problem, parameter="log") from error
+    started, level = time.monotonic(), _LOGGER.level
+    end: dict[str, Any] = {"status": "finished"}
+    with file:
+        handler = _JsonLines(file)
+        _LOGGER.addHandler(handler)
+        _LOGGER.setLevel(logging.INFO)
+        _log("start", command=without_credentials(command))
+        try:
+            yield
+        except BaseException as error:
+            status = "stopped" if is_stop_request(error) else "failed"
+            end = {"status": status, "error": str(error) or type(error).__name__}
+            raise
+        finally:
+            level_of_end = {"finished": logging.INFO, "stopped": logging.WARNING}.get(end["status"], logging.ERROR)
+            _log("end", level_of_end, **end, seconds=round(time.monotonic() - started, 3))
+            _LOGGER.removeHandler(handler)
+            _LOGGER.setLevel(level)
 
 
-class _Display(ABC):
-    def __call__(self, event: Event) -> None:
-        match event:
-            case StatusMessage(text):
-                self._print(text)
-            case PlanReady():
-                for line in describe_plan(event):
-                    self._print(line)
-            case Progress():
-                self._show_progress(event)
+class _JsonLines(logging.Handler):
+    """Writes records as JSON objects. If the file cannot be written, the job goes on without the log."""
 
-    @abstractmethod
-    def _print(self, line: str) -> None: ...
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._file: IO[bytes] | None = file
 
-    @abstractmethod
-    def _show_progress(self, event: Progress) -> None: ...
-
-
-class LogDisplay(_Display):
-    """Prints events as plain lines, and progress every ten seconds."""
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._tracker = _Tracker(stream, clock)
-        self._printed = (-_LOG_SECONDS, "")  # when the last progress was printed, and its line
-        self._finished_shards = 0
-
-    def _show_progress(self, event: Progress) -> None:
-        line = f"{event.activity}: {self._tracker.update(event)}"
-        printed_at, printed_line = self._printed
-        if self._clock() - printed_at >= self._interval(event) and line != printed_line:
-            self._finished_shards = event.shards.finished if event.shards else 0
-            self._printed = (self._clock(), line)
-            self._print(line)
-
-    def _interval(self, event: Progress) -> float:
-        """Return the minimum number of seconds between two printed lines of progress."""
-        shards = event.shards
-        if event.done == event.total and (shards is None or shards.finished == shards.total):
-            return 0.0
-        return _SHARD_LOG_SECONDS if shards and shards.finished > self._finished_shards else _LOG_SECONDS
-
-    def _print(self, line: str) -> None:
-        print(printable(line), file=self._stream, flush=True)
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._file is None:
+            return
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": when, "level": record.levelname.lower(), "event": record.msg, **vars(record)["fields"]}
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            print(f"cannot write the log {self._file.name}: {error.strerror}; the job goes on", file=sys.stderr)
+            self._file = None
 
 
-class LiveDisplay(_Display):
-    """Context manager that redraws the line of the current activity, and prints other lines above this line."""
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tracker = _Tracker(stream, clock)
-
-    def __enter__(self) -> LiveDisplay:
-        self._tracker.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tracker.bar.stop()
-
-    def _show_progress(self, event: Progress) -> None:
-        self._tracker.update(event)
-
-    def _print(self, line: str) -> None:
-        self._tracker.bar.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+def _log(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    _LOGGER.log(level, event, extra={"fields": fields})

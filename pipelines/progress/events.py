@@ -1,17 +1,22 @@
-"""Events that a job reports while it runs."""
+"""Events that a job reports while it runs, and stopping a job early."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Literal
 
 from edje_index.progress import OnProgress
+from storage_formats.errors import EdjeError
 
 Bottleneck = Literal["decode", "model", "write"]
-Level = Literal["debug", "info", "warning", "error"]
-LEVELS: tuple[Level, ...] = get_args(Level)
-"""Levels of the events in a log, from the least to the most important."""
+_STAGES: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}  # a worker is in one of them
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -49,37 +54,18 @@ class PlanReady:
 
 
 @dataclass(frozen=True)
-class ShardCounts:
-    """Counts of the shards of a job, including shards that earlier runs finished.
+class ShardState:
+    """Progress of one shard.
 
     Attributes:
-        finished: number of finished shards.
-        total: number of shards of the index.
-        failed_rows: number of rows that could not be encoded.
-        bottleneck: stage in which the workers of this run spent the most time; None if no times are known yet.
-    """
-
-    finished: int
-    total: int
-    failed_rows: int = 0
-    bottleneck: Bottleneck | None = None
-
-
-@dataclass(frozen=True)
-class FinishedShard:
-    """A shard that a job has finished.
-
-    Attributes:
-        shard: shard number.
-        rows: number of rows, including failed rows.
+        done: number of finished rows, including failed rows.
         failed: number of failed rows.
-        stage_seconds: seconds spent in each stage; empty if an earlier run finished the shard.
+        stage_seconds: seconds spent in each stage.
     """
 
-    shard: int
-    rows: int
-    failed: int
-    stage_seconds: Mapping[str, float]
+    done: int
+    failed: int = 0
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,22 +76,141 @@ class Progress:
         activity: name of the activity, for example "indexing".
         done: number of finished units of work.
         total: number of all units of work; None if unknown.
-        shards: counts of the shards; None if the job does not process shards.
-        finished_shard: the shard that was just finished; None if the event reports something else.
+        shards: number of shards of the job; None if the job does not process shards.
+        finished_shards: number of finished shards, including those that earlier runs finished.
+        failed: number of rows that could not be encoded.
+        bottleneck: stage in which the workers of this run spent the most time; None if no times are known yet.
+        finished_shard: number and state of the shard that was just finished; None if the event reports something else.
     """
 
     activity: str
     done: int
     total: int | None = None
-    shards: ShardCounts | None = None
-    finished_shard: FinishedShard | None = None
+    shards: int | None = None
+    finished_shards: int = 0
+    failed: int = 0
+    bottleneck: Bottleneck | None = None
+    finished_shard: tuple[int, ShardState] | None = None
 
 
 Event = StatusMessage | PlanReady | Progress
 OnEvent = Callable[[Event], None]
-"""Function that a job calls with each event. A build may call it from two threads, but only from one at a time."""
+"""Function that a job calls with each event."""
+ShouldStop = Callable[[], bool]
+"""Function that a job calls often. Once the function returns True, the job stops at the next safe point."""
 
 
 def progress_callback(on_event: OnEvent) -> OnProgress:
     """Return a callback (activity, done, total) that passes `Progress` events to `on_event`."""
     return lambda activity, done, total: on_event(Progress(activity, done, total))
+
+
+def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
+    """Return the slowest stage, or None if no stage took any time."""
+    slowest = max(_STAGES, key=lambda stage: stage_seconds.get(stage, 0.0))
+    return _STAGES[slowest] if stage_seconds.get(slowest, 0.0) > 0 else None
+
+
+class ShardMeter:
+    """Computes the `Progress` of a job from the latest state of each shard.
+
+    Args:
+        activity: name of the activity.
+        rows: number of rows of the whole job.
+        shards: number of shards of the whole job.
+    """
+
+    def __init__(self, activity: str, rows: int, shards: int) -> None:
+        self._activity, self._rows, self._shards = activity, rows, shards
+        self._finished_shards = 0
+        self._finished = ShardState(0)
+        self._running: dict[int, ShardState] = {}
+
+    def update(self, shard: int, state: ShardState) -> Progress:
+        """Record the state of a running shard and return the progress of the job."""
+        self._running[shard] = state
+        total = _sum([self._finished, *self._running.values()])
+        slowest = bottleneck(total.stage_seconds)
+        return Progress(
+            self._activity, total.done, self._rows, self._shards, self._finished_shards, total.failed, slowest
+        )
+
+    def finish(self, shard: int, state: ShardState) -> Progress:
+        """Record the final state of a shard and return the progress of the job.
+
+        For a shard that an earlier run finished, leave `state.stage_seconds` empty.
+        """
+        progress = self.update(shard, state)
+        self._finished = _sum([self._finished, self._running.pop(shard)])
+        self._finished_shards += 1
+        return replace(progress, finished_shards=self._finished_shards, finished_shard=(shard, state))
+
+
+def _sum(states: list[ShardState]) -> ShardState:
+    seconds = {stage: sum(state.stage_seconds.get(stage, 0.0) for state in states) for stage in _STAGES}
+    return ShardState(sum(state.done for state in states), sum(state.failed for state in states), seconds)
+
+
+class JobStopped(EdjeError):
+    """The job stopped early, on request or because of an error. Finished work is kept.
+
+    Example:
+        >>> from pipelines import JobStopped, build_index
+        >>> try:
+        ...     build_index("photos", "new.edje", "model", engine="inline", should_stop=lambda: True)
+        ... except JobStopped:
+        ...     print("stopped")
+        stopped
+    """
+
+
+def is_stop_request(error: BaseException) -> bool:
+    """Return True if a job ended with `error` because its stop was requested, and not because of another error."""
+    if isinstance(error, JobStopped):
+        return error.__cause__ is None or is_stop_request(error.__cause__)
+    return isinstance(error, KeyboardInterrupt)
+
+
+def stop_at_events(on_event: OnEvent, should_stop: ShouldStop, message: str) -> OnEvent:
+    """Return a callback that passes each event to `on_event`, for a job that can stop at each of its events.
+
+    Once `should_stop()` returns True, the callback raises JobStopped with `message`.
+    """
+
+    def report(event: Event) -> None:
+        on_event(event)
+        if should_stop():
+            raise JobStopped(message)
+
+    return report
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[ShouldStop]:
+    """Yield a function that returns True after one of the signals SIGINT, SIGTERM and SIGHUP.
+
+    The second signal raises KeyboardInterrupt. The third signal ends the process at once.
+    """
+    requests = 0
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal requests
+        requests += 1
+        if requests == 1:
+            # os.write instead of print: the signal may have interrupted a print.
+            os.write(2, f"{signal.Signals(number).name}: stopping after the current batches\n".encode())
+        elif requests == 2:
+            raise KeyboardInterrupt
+        else:
+            os._exit(1)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():  # only that thread can set handlers
+        # Signals that were ignored before (by nohup, for example) stay ignored.
+        handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, handle) for number in handled}
+    try:
+        yield lambda: requests > 0
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from edje_index.images.inputs import InputRef, metadata_text
-from pipelines.progress.events import OnEvent, Progress
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
 
 _REPORT_SECONDS = 0.5  # at least between two progress events
 

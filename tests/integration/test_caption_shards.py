@@ -58,7 +58,7 @@ def test_engines_and_workers_give_the_same_bytes(job, small_shards, monkeypatch,
     prepare(job("ray"), events.append, workers=workers)
     assert contents(job("ray").folder) == contents(job("inline").folder)
     last = [event for event in events if isinstance(event, Progress) and event.shards][-1]
-    assert (last.done, last.total, last.shards.finished, last.shards.total) == (1200, 1200, 12, 12)
+    assert (last.done, last.total, last.finished_shards, last.shards) == (1200, 1200, 12, 12)
 
 
 def test_a_killed_worker_is_replaced(job, small_shards, monkeypatch):

@@ -11,8 +11,7 @@ from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.api import append_index
 from pipelines.engines.inline import InlineEngine
 from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, run_quantize
-from pipelines.progress.events import Progress
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped, Progress
 from storage_formats import EdjeError, UsageError, codec, verify_index
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
@@ -69,7 +68,7 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
     config, engine, finished = QuantizeConfig(tmp_path / "a", ("fp8",)), InlineEngine(), []
 
     def note_shards(event):
-        if isinstance(event, Progress) and event.shards.finished > len(finished):
+        if isinstance(event, Progress) and event.finished_shards > len(finished):
             finished.append(event)
 
     with pytest.raises(JobStopped):
@@ -117,8 +116,8 @@ def stop_after_one_shard(root, name):
     shards = []
 
     def note_shards(event):
-        if isinstance(event, Progress) and event.shards.finished:
-            shards.append(event.shards.finished)
+        if isinstance(event, Progress) and event.finished_shards:
+            shards.append(event.finished_shards)
 
     with pytest.raises(JobStopped):
         run_quantize(QuantizeConfig(root, (name,)), InlineEngine(), note_shards, lambda: bool(shards))

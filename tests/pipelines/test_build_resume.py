@@ -19,8 +19,7 @@ from pipelines.jobs.build import run_build
 from pipelines.jobs.snapshots import history
 from pipelines.planning.config import AppendConfig
 from pipelines.planning.prepare import prepare_build
-from pipelines.progress.events import PlanReady, Progress
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped, PlanReady, Progress
 from storage_formats import verify_index
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
@@ -33,7 +32,7 @@ def stop_after_one_shard(job, config):
     events = []
 
     def finished():
-        return [event for event in events if isinstance(event, Progress) and event.shards and event.shards.finished]
+        return [event for event in events if isinstance(event, Progress) and event.finished_shards]
 
     with pytest.raises(JobStopped):
         job(config, events.append, lambda: bool(finished()))

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from pipelines.jobs.build import run_build
 from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 from pipelines.jobs.snapshots import history, run_delete, run_gc, run_rollback
 from pipelines.progress.events import Event, Progress
-from pipelines.progress.stopping import StopFlag
 from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format import object_store
 from storage_formats.format.index_files import read_index_file
@@ -156,14 +156,14 @@ def test_a_deletion_reads_neither_tokens_nor_rows(url, proxy, tmp_path):
 def test_a_stopped_ann_build_changes_nothing(url, tmp_path, activity):
     run_ann_build(url, "IVF4,Flat", 0.95, lambda event: None)
     shutil.rmtree(tmp_path / "cache")
-    before, should_stop = objects_of(url), StopFlag()
+    before, should_stop = objects_of(url), threading.Event()
 
     def stop(event: Event) -> None:
         if isinstance(event, Progress) and event.activity == activity:
             should_stop.set()
 
     with pytest.raises(JobStopped, match="the index was not changed"):
-        run_ann_build(url, "IVF2,Flat", 0.95, stop, should_stop)
+        run_ann_build(url, "IVF2,Flat", 0.95, stop, should_stop.is_set)
     assert objects_of(url) == before
     left = {path.name for path in (tmp_path / "cache/changes").rglob("*") if path.parent.name in ("ann", "build")}
     assert left == set()

@@ -13,7 +13,7 @@ from pipelines.jobs.build import run_build
 from pipelines.jobs.dry_run import try_append, try_build
 from pipelines.planning.config import AppendConfig
 from pipelines.planning.resources import disk_need
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex

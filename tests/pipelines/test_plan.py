@@ -20,7 +20,7 @@ from pipelines.planning.output import check_output
 from pipelines.planning.plan import BuildSettings, read_plan
 from pipelines.planning.prepare import prepare_build
 from pipelines.planning.resources import check_index_size, check_workers, choose_workers, disk_need, model_memory_need
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec, Layout

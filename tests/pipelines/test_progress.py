@@ -1,15 +1,31 @@
-"""Displays of events."""
+"""Displays and logs of events, and the sum of all shards' progress."""
 
 from __future__ import annotations
 
 import io
+import json
+import logging
 import re
+from datetime import datetime
+from pathlib import Path
+
+import pytest
 
 from pipelines.cli.output import running_job
-from pipelines.progress.display import LiveDisplay, LogDisplay, describe_plan, describe_progress, progress_display
-from pipelines.progress.events import PlanReady, Progress, ShardCounts, StatusMessage, progress_callback
+from pipelines.progress.display import Display, describe_plan, describe_progress, log_file, progress_display
+from pipelines.progress.events import (
+    JobStopped,
+    PlanReady,
+    Progress,
+    ShardMeter,
+    ShardState,
+    StatusMessage,
+    bottleneck,
+    progress_callback,
+)
+from storage_formats.errors import UsageError
 
-PROGRESS = Progress("indexing", 2048, 10_000, ShardCounts(2, 10, 3, "decode"))
+PROGRESS = Progress("indexing", 2048, 10_000, 10, 2, 3, "decode")
 PLAN = PlanReady(10_000, 10, 2, 1, 12, {".txt": 5, ".xml": 1})
 
 
@@ -46,12 +62,12 @@ def test_plan_in_words():
     assert describe_plan(PlanReady(1, 1)) == ["1 input in 1 shard"]
 
 
-def test_a_log_is_plain_and_does_not_flood():
+def test_plain_lines_do_not_flood():
     clock, stream = Clock(), io.StringIO()
-    log = LogDisplay(stream, clock)
+    show = Display(stream, clock=clock)
     for step in range(1000):
         clock.now += 0.1
-        log(Progress("indexing", step, 10_000))
+        show(Progress("indexing", step, 10_000))
     lines = stream.getvalue().splitlines()
     assert 9 <= len(lines) <= 11
     assert lines[-1].startswith("indexing: ")
@@ -59,55 +75,33 @@ def test_a_log_is_plain_and_does_not_flood():
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_log_shows_finished_shards_soon_but_not_all_of_many():
-    clock, stream = Clock(), io.StringIO()
-    log = LogDisplay(stream, clock)
-    log(Progress("indexing", 0, 10, ShardCounts(0, 10)))
-    clock.now += 2
-    for finished in range(1, 11):
-        log(Progress("indexing", finished, 10, ShardCounts(finished, 10)))
-    log(StatusMessage("publishing"))
-    assert stream.getvalue().splitlines() == [
-        "indexing: 0/10, shards 0/10",
-        "indexing: 1/10, shards 1/10",
-        "indexing: 10/10, shards 10/10",
-        "publishing",
-    ]
-
-
-def test_a_log_shows_the_end_of_every_activity():
+def test_plain_lines_show_the_beginning_and_the_end_of_every_activity():
     stream = io.StringIO()
-    on_progress = progress_callback(LogDisplay(stream, Clock()))
+    on_progress = progress_callback(Display(stream, clock=Clock()))
     for activity in ("reading", "scoring"):
         for done in range(5):
             on_progress(activity, done, 4)
-    lines = stream.getvalue().splitlines()
-    assert [line.partition(",")[0] for line in lines] == ["reading: 0/4", "reading: 4/4", "scoring: 4/4"]
+    lines = [line.partition(",")[0] for line in stream.getvalue().splitlines()]
+    assert lines == ["reading: 0/4", "reading: 4/4", "scoring: 0/4", "scoring: 4/4"]
 
 
 def test_work_of_an_earlier_run_does_not_enter_the_rate():
     clock, stream = Clock(), io.StringIO()
-    log = LogDisplay(stream, clock)
+    show = Display(stream, clock=clock)
     for done in (5000, 5010, 5020):
-        log(Progress("indexing", done, 10_000))
+        show(Progress("indexing", done, 10_000))
         clock.now += 10
     assert "1.0/s" in stream.getvalue().splitlines()[-1]
 
 
 def test_a_terminal_shows_the_same_words_in_place():
     stream = Terminal()
-    with LiveDisplay(stream) as live:
+    with progress_display(stream=stream) as live:
         for event in (Progress("listing", 10), PLAN, PROGRESS, StatusMessage("publishing \x1b[31m")):
             live(event)
     assert "10,000 inputs in 10 shards" in stream.shown()
     assert "publishing \\x1b[31m" in stream.shown(), "control characters of names are escaped"
     assert "2,048/10,000" in stream.shown()
-
-
-def test_the_display_fits_the_stream():
-    for stream, expected in ((Terminal(), LiveDisplay), (io.StringIO(), LogDisplay)):
-        with progress_display(stream=stream) as on_event:
-            assert isinstance(on_event, expected)
 
 
 def test_quiet_shows_nothing():
@@ -122,3 +116,113 @@ def test_what_libraries_print_during_a_job_does_not_damage_its_result(capsys):
         print("a worker died")
     print('{"rows": 3}')
     assert capsys.readouterr() == ('{"rows": 3}\n', "a worker died\n")
+
+
+def lines(path: Path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tmp_path):
+    log, index = tmp_path / "build.jsonl", tmp_path / "index"
+    fixed = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu", "--quiet"]
+    build = ["build", photos, "--out", index, "--model", tiny_bundle, *fixed, "--log", log]
+    assert run(*build)[0] == 0
+    events = lines(log)
+    assert events[0]["event"] == "start"
+    (plan,) = (event for event in events if event["event"] == "plan")
+    assert (plan["inputs"], plan["shards"], plan["ignored"]) == (10, 3, {".txt": 1})
+    shards = [event for event in events if event["event"] == "shard"]
+    assert [(each["shard"], each["rows"], each["failed"]) for each in shards] == [(0, 4, 0), (1, 4, 1), (2, 2, 0)]
+    assert all({"read", "decode", "wait", "encode", "write"} == set(each["stage_seconds"]) for each in shards)
+    progress = [event for event in events if event["event"] == "progress"][-1]
+    assert (progress["done"], progress["shards"], progress["finished_shards"], progress["failed"]) == (10, 3, 3, 1)
+    assert (events[-1]["event"], events[-1]["status"]) == ("end", "finished")
+    times = [datetime.fromisoformat(event["time"]) for event in events]
+    assert times == sorted(times)
+    assert times[0].utcoffset().total_seconds() == 0
+    assert {event["level"] for event in events} == {"info"}
+    assert run(*build)[0] == 0
+    assert lines(log)[: len(events)] == events
+    assert [event["event"] for event in lines(log)[len(events) :]] == ["start", "end"]
+
+
+def test_the_end_says_how_a_run_ended(tmp_path):
+    log = tmp_path / "log"
+    for error, status, level in (
+        (JobStopped("stopped"), "stopped", "warning"),
+        (KeyboardInterrupt(), "stopped", "warning"),
+        (OSError(5, "x"), "failed", "error"),
+    ):
+        with pytest.raises(type(error)), log_file(log, "edje-index build"):
+            raise error
+        assert (lines(log)[-1]["status"], lines(log)[-1]["level"]) == (status, level)
+        assert lines(log)[-1]["error"]
+
+
+def test_progress_does_not_flood_the_log(tmp_path):
+    clock = Clock()
+    with log_file(tmp_path / "log", "build"):
+        show = Display(io.StringIO(), quiet=True, clock=clock)
+        for step in range(1001):
+            clock.now += 0.1
+            show(Progress("indexing", step, 1000))
+        show(Progress("merging", 1, 5))
+        show(StatusMessage("a node was lost", is_warning=True))
+    *progress, message = lines(tmp_path / "log")[1:-1]
+    assert 10 <= len(progress) <= 13
+    assert [(each["activity"], each["done"]) for each in progress[-2:]] == [("indexing", 1000), ("merging", 1)]
+    assert (message["level"], message["text"]) == ("warning", "a node was lost")
+
+
+def test_a_log_that_cannot_be_opened_is_wrong_usage(run, tmp_path):
+    with pytest.raises(UsageError, match="cannot write the log"), log_file(tmp_path / "absent" / "log", "build"):
+        pass
+    code, _, err = run("append", tmp_path, "photos", "--log", tmp_path / "absent" / "log")
+    assert code == 2
+    assert "--log: cannot write the log" in err
+
+
+def test_a_full_disk_ends_the_log_and_not_the_job(capsys):
+    with log_file(Path("/dev/full"), "edje-index build"), progress_display(quiet=True) as on_event:
+        on_event(StatusMessage("publishing"))
+        on_event(PLAN)
+    assert capsys.readouterr().err.count("cannot write the log /dev/full: No space left on device") == 1
+
+
+def test_passwords_in_urls_are_left_out(tmp_path):
+    with log_file(tmp_path / "log", "edje-index build https://user:secret@host/a.tar hf://owner/set@v1 --out a@b"):
+        pass
+    start = lines(tmp_path / "log")[0]
+    assert start["command"] == "edje-index build https://...@host/a.tar hf://owner/set@v1 --out a@b"
+
+
+def test_a_program_can_log_events_with_its_own_handler(caplog):
+    with caplog.at_level(logging.INFO, "edje_index.job"), progress_display(quiet=True) as on_event:
+        on_event(PLAN)
+    assert (caplog.records[0].msg, caplog.records[0].fields["inputs"]) == ("plan", 10_000)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({"wait": 3.0, "encode": 1.0, "write": 1.0, "decode": 99.0}, "decode"),
+        ({"wait": 1.0, "encode": 3.0, "write": 1.0}, "model"),
+        ({"wait": 1.0, "encode": 1.0, "write": 3.0}, "write"),
+        ({}, None),
+        ({"wait": 0.0, "encode": 0.0, "write": 0.0}, None),
+    ],
+)
+def test_the_bottleneck_is_the_stage_that_takes_longest(seconds, expected):
+    assert bottleneck(seconds) == expected
+
+
+def test_progress_adds_up_running_finished_and_earlier_shards():
+    meter = ShardMeter("indexing", rows=40, shards=4)
+    meter.finish(0, ShardState(10, failed=1))
+    meter.update(1, ShardState(9, 2, {"encode": 1.0}))
+    meter.update(1, ShardState(6, 2, {"encode": 1.0}))  # it began again on another worker
+    assert meter.update(2, ShardState(4, 0, {"encode": 0.5, "wait": 1.2})) == Progress(
+        "indexing", 20, 40, 4, 1, 3, "model"
+    )
+    finished = ShardState(10, 2, {"wait": 2.0})
+    assert meter.finish(1, finished) == Progress("indexing", 24, 40, 4, 2, 3, "decode", (1, finished))

@@ -12,8 +12,7 @@ import pytest
 from edje_index import add_ann
 from pipelines import delete_rows, quantize_index, repair_index
 from pipelines.jobs.repair import run_repair
-from pipelines.progress.events import Progress
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped, Progress
 from storage_formats import IndexSpec, Manifest, verify_index
 from storage_formats.format.layout import Layout
 from storage_formats.shard_check import ShardCheck

@@ -16,7 +16,7 @@ import pytest
 from pipelines import append_index, delete_rows, quantize_index, repair_index
 from pipelines.jobs.build import run_build
 from pipelines.jobs.repair import run_repair
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped
 from storage_formats import verify_index
 from tests.conftest import REPO
 from tests.pipelines.conftest import write_photo

@@ -15,7 +15,7 @@ from pipelines.cli.failed_rows import failed_rows
 from pipelines.jobs.build import run_build
 from pipelines.jobs.retry_failed import RetryResult, run_retry_failed
 from pipelines.planning.config import AppendConfig
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped
 from storage_formats import read_rows, verify_index
 from tests.pipelines.conftest import write_photo
 

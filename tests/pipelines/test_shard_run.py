@@ -8,9 +8,7 @@ import pytest
 
 from pipelines.engines.base import EngineUnavailableError, Notice, TaskDone, TaskFailure
 from pipelines.jobs.shard_run import ShardJob, run_shards
-from pipelines.progress.events import StatusMessage
-from pipelines.progress.meter import ShardState
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped, ShardState, StatusMessage
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.receipts import ShardReceipt
@@ -62,7 +60,7 @@ def test_only_shards_without_a_receipt_run():
     assert [done.shard for done in result.receipts] == [0, 1, 2]
     assert result.rows == 6
     assert (events[-1].activity, events[-1].done, events[-1].total) == ("testing", 10, 10)
-    assert events[-1].shards.finished == 3
+    assert events[-1].finished_shards == 3
 
 
 def test_nothing_runs_if_all_shards_are_finished():
@@ -73,7 +71,7 @@ def test_nothing_runs_if_all_shards_are_finished():
 
 def test_times_of_earlier_runs_do_not_make_the_bottleneck():
     _, events = run(Engine(), earlier=[0, 1])
-    assert {event.shards.bottleneck for event in events} == {"model"}
+    assert {event.bottleneck for event in events} == {"model"}
 
 
 def test_a_notice_about_a_lost_machine_names_the_shard_that_runs_again():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from edje_index.images.inputs import InputRef
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped
 from pipelines.sources import digested, open_source, open_sources
 from storage_formats.errors import UsageError
 

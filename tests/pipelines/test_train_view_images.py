@@ -14,7 +14,7 @@ from edje_index.images.decoded_input import DecodeSettings
 from edje_index.images.inputs import InputRef
 from edje_index.training.data.crops import Crops, random_view
 from pipelines.jobs.training.view_images import view_path, write_views
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped
 
 
 def gradient(width: int, height: int) -> Image.Image:

@@ -20,7 +20,7 @@ from pipelines.jobs.build import run_build
 from pipelines.jobs.snapshots import history, run_delete
 from pipelines.jobs.update import UpdateResult, run_update
 from pipelines.planning.config import AppendConfig, UpdateConfig
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped
 from storage_formats import EdjeError, Manifest, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format.layout import Layout
 from tests.pipelines.conftest import write_photo

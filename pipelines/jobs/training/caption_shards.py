@@ -16,9 +16,7 @@ from pipelines.engines.base import Engine, TaskInterrupted, Worker, describe_err
 from pipelines.jobs.shard_run import ShardJob, run_shards
 from pipelines.jobs.training.progress import stoppable_progress
 from pipelines.planning.plan import default_device, default_threads
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.meter import ShardState
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, ShardState, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from storage_formats.atomic import make_directories
 from storage_formats.cpus import usable_cpus

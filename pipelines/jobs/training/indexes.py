@@ -15,8 +15,7 @@ from edje_index.training.data.crops import Crops
 from pipelines.jobs.training.request import ONLINE
 from pipelines.jobs.training.view_images import write_views
 from pipelines.planning.config import BuildConfig
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError, UsageError
 

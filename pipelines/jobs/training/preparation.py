@@ -17,8 +17,7 @@ from pipelines.jobs.training.read_inputs import ReadInputs
 from pipelines.jobs.training.request import ONLINE, TrainRequest
 from pipelines.jobs.training.start import start_model
 from pipelines.jobs.training.task import FinishTask, RunTask, worker_runtime
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 
 if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edje_index.progress import OnProgress
-from pipelines.progress.events import OnEvent, Progress, StatusMessage
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage
 
 _REPORT_SECONDS = 5.0
 _LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")

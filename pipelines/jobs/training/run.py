@@ -15,8 +15,7 @@ from pipelines.jobs.training.request import TrainRequest, check_request
 from pipelines.jobs.training.result import TrainResult
 from pipelines.jobs.training.run_folder import begin_run
 from pipelines.jobs.training.steps import run_steps
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:

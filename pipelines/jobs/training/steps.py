@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.training.progress import step_progress
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
 
 if TYPE_CHECKING:
     from edje_index.training.loop.task import TrainTask

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from edje_index.images.decode import ImageError
 from edje_index.images.decoded_input import DecodeSettings, decode_input, read_input
 from edje_index.training.data.crops import Crops
-from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.events import JobStopped, ShouldStop
 from storage_formats.atomic import write_bytes_atomic
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from edje_index.training.model.start_bundle import Origin, make_start
 from pipelines.jobs.training.caption_shards import CaptionJob, prepare_captions
 from pipelines.jobs.training.matching import MiningModel
 from pipelines.jobs.training.request import RunSettings
-from pipelines.progress.events import OnEvent
-from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index

@@ -15,8 +15,7 @@ from edje_index.training.data import caption_table
 from edje_index.training.data.dataset import CaptionSet, TrainingData
 from pipelines.jobs.training.caption_shards import CaptionJob
 from pipelines.jobs.training.matching import MiningModel
-from pipelines.progress.events import Progress, StatusMessage
-from pipelines.progress.stopping import JobStopped
+from pipelines.progress.events import JobStopped, Progress, StatusMessage
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
@@ -47,7 +46,7 @@ def stop_after(shards: int):
         if isinstance(event, Progress) and event.shards:
             events.append(event)
 
-    return events, on_event, lambda: bool(events) and events[-1].shards.finished >= shards
+    return events, on_event, lambda: bool(events) and events[-1].finished_shards >= shards
 
 
 def receipts(job: CaptionJob) -> list[Path]:
@@ -101,11 +100,11 @@ def test_a_stopped_preparation_resumes_after_its_finished_shards(case, job, monk
     with pytest.raises(JobStopped, match="4 of 5 shards are finished"):
         prepare(job, on_event, should_stop)
     assert [path.stat().st_mtime_ns for path in receipts(job)][:2] == written
-    assert [event.finished_shard.shard for event in events if event.finished_shard] == [2, 3]
+    assert [event.finished_shard[0] for event in events if event.finished_shard] == [2, 3]
     events, on_event, _ = stop_after(6)
     prepare(job, on_event)
     assert (events[-1].activity, events[-1].done, events[-1].total) == ("preparing captions", 48, 48)
-    assert {event.shards.bottleneck for event in events} <= {"model", "write", None}
+    assert {event.bottleneck for event in events} <= {"model", "write", None}
     check_equal(TrainingData.open(case.data), TrainingData.open(job.folder))
 
 
@@ -135,7 +134,7 @@ def test_a_shard_with_a_damaged_receipt_is_prepared_again(case, job, monkeypatch
     receipts(job)[0].write_bytes(damaged)
     events, on_event, _ = stop_after(6)
     prepare(job, on_event)
-    assert [event.finished_shard.shard for event in events if event.finished_shard] == [0, 2, 3, 4]
+    assert [event.finished_shard[0] for event in events if event.finished_shard] == [0, 2, 3, 4]
     check_equal(TrainingData.open(case.data), TrainingData.open(job.folder))
 
 
