@@ -7,17 +7,13 @@ part is decoded with PyAV. The wheels of PyAV contain FFmpeg, so no library of t
 from __future__ import annotations
 
 import bisect
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from edje_index.images.clip_headers import ISO_MEDIA, MAX_STREAMS, check_samples, clip_format, truncation
-from edje_index.images.decode import TRUNCATED, ImageError, check_size
-from edje_index.images.decode_limits import CountedReads, TooExpensiveError
-from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.decode import ImageError, check_size
+from edje_index.images.decode_limits import MAX_STREAMS, CountedReads, TooExpensiveError, check_samples
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
@@ -43,14 +39,34 @@ BYTES_PER_PIXEL = 110
 CODECS = frozenset({"av1", "ffv1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"})
 """Names of the video codecs that are decoded. FFmpeg has hundreds of decoders that few people test."""
 
+_MOV, _MATROSKA, _AVI = "mov", "matroska", "avi"  # FFmpeg's names of demuxers
+_QUICKTIME_BOXES = (b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
+_STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1", b"mif2")
 _DECODERS = (*sorted(CODECS), "libdav1d", "libvpx", "libvpx-vp9")  # FFmpeg's names of decoders of these codecs
 _PADDING_PIXELS = 1 << 20  # decoders round the sides of frames up before they check them
 _TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
 
+def clip_format(head: bytes) -> str | None:
+    """Return FFmpeg's name of the demuxer for a video file; None if the container is not supported.
+
+    FFmpeg does not guess the format, because it would then also open playlists, which name other files.
+
+    Args:
+        head: the first 12 bytes of the file, or more.
+    """
+    if head.startswith(b"\x1a\x45\xdf\xa3"):
+        return _MATROSKA
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        return _AVI
+    if head[4:8] == b"ftyp":
+        return None if head[8:12] in _STILL_BRANDS else _MOV
+    return _MOV if head[4:8] in _QUICKTIME_BOXES else None
+
+
 def is_clip(data: bytes) -> bool:
     """Return True if the first bytes of the file are those of a supported video container."""
-    return clip_format(data[:HEAD_BYTES]) is not None
+    return clip_format(data[:12]) is not None
 
 
 def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Image]:
@@ -62,12 +78,11 @@ def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Im
         max_pixels: largest number of pixels of a frame, checked before memory for the pixels is allocated.
 
     Raises:
-        ImageError: the clip cannot be decoded, is truncated, or is too large.
+        ImageError: the clip cannot be decoded or is too large.
         MemoryError: there is too little memory.
         MissingExtraError: PyAV is not installed.
     """
-    most = min(max_pixels, MAX_FRAME_PIXELS)
-    yield from _decode(data, most, MAX_CLIP_PIXELS, lambda timeline: timeline.samples(count))
+    yield from _decode(data, count, max_pixels, MAX_CLIP_PIXELS)
 
 
 def key_frame(data: bytes, max_pixels: int) -> Image.Image:
@@ -80,53 +95,44 @@ def key_frame(data: bytes, max_pixels: int) -> Image.Image:
     Raises:
         ImageError, MemoryError, MissingExtraError: as for `decode_frames`.
     """
-    (image,) = _decode(data, min(max_pixels, MAX_FRAME_PIXELS), MAX_KEY_FRAME_PIXELS, _Timeline.key_sample)
+    (image,) = _decode(data, None, max_pixels, MAX_KEY_FRAME_PIXELS)
     return image
 
 
-def _decode(
-    data: bytes, max_pixels: int, max_clip_pixels: int, choose: Callable[[_Timeline], list[int]]
-) -> Iterator[Image.Image]:
-    """Yield the frames at the ascending times that `choose` returns."""
+def _decode(data: bytes, count: int | None, max_pixels: int, max_clip_pixels: int) -> Iterator[Image.Image]:
+    """Yield `count` frames of a clip, or the frame that `key_frame` returns if `count` is None."""
     with name_missing_extra("video"):
-        import av  # noqa: F401
-    name = clip_format(data[:HEAD_BYTES])
+        import av
+    name = clip_format(data[:12])
     if name is None:
         raise ImageError(reason="unsupported-video", detail=f"the first bytes, {data[:12]!r}, match no video format")
-    try:
-        if (missing := truncation(data, name)) is not None:
-            raise ImageError(reason=TRUNCATED, detail=missing)
-        if name == ISO_MEDIA:
-            check_samples(data)
-        with _opened(data, name, max_pixels) as (container, stream):
-            timeline = _timeline(container, stream)
-            for frame in _Reader(container, stream, timeline, max_clip_pixels).frames_at(choose(timeline)):
-                yield _upright(frame, max_pixels)
-    except (ImageError, MemoryError, GeneratorExit):
-        raise
-    except TooExpensiveError as error:
-        raise ImageError(reason="too-expensive", detail=str(error)) from error
-    except Exception as error:  # PyAV raises many kinds of exceptions on damaged input
-        raise ImageError(reason="corrupt", detail=f"{name}: {error}") from error
-
-
-@contextlib.contextmanager
-def _opened(data: bytes, name: str, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
-    import av
-
+    max_pixels = min(max_pixels, MAX_FRAME_PIXELS)
     # The probe of `open` decodes frames too, with these options. One thread per clip: clips are decoded in parallel.
     codec_options = {
         "threads": "1",
         "max_pixels": str(max_pixels + _PADDING_PIXELS),
         "codec_whitelist": ",".join(_DECODERS),
     }
-    options = {**codec_options, "max_streams": str(MAX_STREAMS)}
-    with av.open(CountedReads(data), "r", format=name, options=options) as container:
-        stream = _video_stream(container)
-        context = stream.codec_context
-        check_size((context.width, context.height), max_pixels)
-        context.options = codec_options
-        yield container, stream
+    try:
+        if name == _MOV:
+            check_samples(data)
+        options = {**codec_options, "max_streams": str(MAX_STREAMS)}
+        with av.open(CountedReads(data), "r", format=name, options=options) as container:
+            stream = _video_stream(container)
+            context = stream.codec_context
+            check_size((context.width, context.height), max_pixels)
+            context.options = codec_options
+            for frame in _Frames(container, stream, max_clip_pixels).choose(count):
+                check_size((frame.width, frame.height), max_pixels)  # a stream can change its size
+                image = Image.fromarray(frame.to_ndarray(format="rgb24", threads=1))
+                turn = _TURNS.get(frame.rotation % 360)
+                yield image if turn is None else image.transpose(turn)
+    except (ImageError, MemoryError, GeneratorExit):
+        raise
+    except TooExpensiveError as error:
+        raise ImageError(reason="too-expensive", detail=str(error)) from error
+    except Exception as error:  # PyAV raises many kinds of exceptions on damaged input
+        raise ImageError(reason="corrupt", detail=f"{name}: {error}") from error
 
 
 def _video_stream(container: InputContainer) -> VideoStream:
@@ -144,64 +150,39 @@ def _video_stream(container: InputContainer) -> VideoStream:
     return stream
 
 
-@dataclass(frozen=True)
-class _Timeline:
-    """The times of the frames of a clip, in units of the stream.
+class _Frames:
+    """The frames of a stream. Frames are skipped by seeking to key frames. All times are in units of the stream."""
 
-    Attributes:
-        shown: times of all frames, ascending.
-        keys: times of the key frames, ascending. Decoding can begin at any key frame.
-        seek_to: for each key frame in `keys`, the time to pass to a seek of PyAV.
-    """
-
-    shown: list[int]
-    keys: list[int]
-    seek_to: list[int]
-
-    def samples(self, count: int) -> list[int]:
-        """Return the middle times of `count` equal parts of the clip, ascending."""
-        first, length, frames = self.shown[0], self.shown[-1] - self.shown[0], len(self.shown)
-        # The last frame is shown as long as the others are on average.
-        steps = 2 * count * max(1, frames - 1)
-        return [first + (2 * position + 1) * length * frames // steps for position in range(count)]
-
-    def key_sample(self) -> list[int]:
-        """Return the time of the last key frame in the first half of the clip, or the first time without key frames."""
-        (middle,) = self.samples(1)
-        return [time for time in self.keys if time <= middle][-1:] or self.shown[:1]
-
-
-def _timeline(container: InputContainer, stream: VideoStream) -> _Timeline:
-    """Read the times of all frames from the packets, without decoding frames."""
-    shown: list[int] = []
-    keys: dict[int, int] = {}
-    for number, packet in enumerate(container.demux(stream)):
-        if number > MAX_CLIP_FRAMES:
-            raise TooExpensiveError(f"the clip has more than {MAX_CLIP_FRAMES} frames")
-        time = packet.dts if packet.pts is None else packet.pts
-        if time is None or not packet.size or packet.is_discard:
-            continue
-        shown.append(time)
-        if packet.is_keyframe:
-            keys.setdefault(time, time if packet.dts is None else packet.dts)
-    if not shown:
-        raise ImageError(reason="corrupt", detail="the video stream has no frames")
-    shown.sort()
-    ordered = sorted(keys)
-    return _Timeline(shown, ordered, [keys[time] for time in ordered])
-
-
-class _Reader:
-    """Decodes the frames of a stream at given times. It skips frames by seeking to key frames."""
-
-    def __init__(self, container: InputContainer, stream: VideoStream, timeline: _Timeline, max_pixels: int) -> None:
+    def __init__(self, container: InputContainer, stream: VideoStream, max_pixels: int) -> None:
         self._container = container
         self._stream = stream
-        self._timeline = timeline
         self._max_pixels = self._pixels_left = max_pixels
+        self._shown: list[int] = []  # times of all frames
+        seek_to: dict[int, int] = {}  # by the time of a key frame: the time to pass to a seek of PyAV
+        for number, packet in enumerate(container.demux(stream)):  # the packets have the times; no frame is decoded
+            if number > MAX_CLIP_FRAMES:
+                raise TooExpensiveError(f"the clip has more than {MAX_CLIP_FRAMES} frames")
+            time = packet.dts if packet.pts is None else packet.pts
+            if time is None or not packet.size or packet.is_discard:
+                continue
+            self._shown.append(time)
+            if packet.is_keyframe:
+                seek_to.setdefault(time, time if packet.dts is None else packet.dts)
+        if not self._shown:
+            raise ImageError(reason="corrupt", detail="the video stream has no frames")
+        self._shown.sort()
+        self._keys = sorted(seek_to)
+        self._seek_to = [seek_to[time] for time in self._keys]
 
-    def frames_at(self, times: list[int]) -> Iterator[VideoFrame]:
-        """Yield the frame that is shown at each of the ascending `times`."""
+    def choose(self, count: int | None) -> Iterator[VideoFrame]:
+        """Yield the middle frames of `count` equal parts. If `count` is None, yield the last key frame before them."""
+        first, length, shown = self._shown[0], self._shown[-1] - self._shown[0], len(self._shown)
+        # The last frame is shown as long as the others are on average.
+        parts = count or 1
+        steps = 2 * parts * max(1, shown - 1)
+        times = [first + (2 * position + 1) * length * shown // steps for position in range(parts)]
+        if count is None:
+            times = [time for time in self._keys if time <= times[0]][-1:] or [first]
         frames = self._from(times[0])
         current = self._next(frames)
         following = None if current is None else self._next(frames)
@@ -218,13 +199,13 @@ class _Reader:
     def _from(self, time: int) -> Iterator[VideoFrame]:
         """Seek to the last key frame that is not after `time`, and return an iterator that decodes from there."""
         key = self._key_before(time)
-        target = self._timeline.seek_to[key] if key >= 0 else self._timeline.shown[0]
+        target = self._seek_to[key] if key >= 0 else self._shown[0]
         self._container.seek(target, stream=self._stream, backward=True)
         return self._container.decode(self._stream)
 
     def _key_before(self, time: int) -> int:
-        """Return the index in `keys` of the last key frame that is not after `time`; -1 if there is none."""
-        return bisect.bisect_right(self._timeline.keys, time) - 1
+        """Return the index in `_keys` of the last key frame that is not after `time`; -1 if there is none."""
+        return bisect.bisect_right(self._keys, time) - 1
 
     def _next(self, frames: Iterator[VideoFrame]) -> VideoFrame | None:
         """Return the next frame that has a time."""
@@ -239,10 +220,3 @@ class _Reader:
 
 def _time_of(frame: VideoFrame) -> Any:
     return frame.dts if frame.pts is None else frame.pts
-
-
-def _upright(frame: VideoFrame, max_pixels: int) -> Image.Image:
-    check_size((frame.width, frame.height), max_pixels)  # a stream can change its size
-    image = Image.fromarray(frame.to_ndarray(format="rgb24", threads=1))
-    turn = _TURNS.get(frame.rotation % 360)
-    return image if turn is None else image.transpose(turn)

@@ -6,11 +6,19 @@ decoded.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import hashlib
+import logging
 import re
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from PIL import ExifTags, Image, ImageFile
+from PIL import ExifTags, Image, ImageFile, PngImagePlugin
 
 from edje_index.images.decode_limits import (
     BYTES_PER_PIXEL,
@@ -19,8 +27,6 @@ from edje_index.images.decode_limits import (
     can_allocate,
     check_cost,
 )
-from edje_index.images.headers import HEAD_BYTES, canvas_size, image_format, undecoded_format
-from edje_index.images.pillow_setup import ignore_warnings, loading_truncated, openers
 from edje_index.images.to_rgb import to_rgb
 
 REASONS = (
@@ -57,6 +63,14 @@ MAX_ASPECT_RATIO = 256
 TRUNCATED = "truncated"
 """The reason of a file that ends before its last pixel."""
 
+HEAD_BYTES = 32
+"""Number of bytes from the start of a file that `image_format` needs."""
+
+_FORMATS = ("JPEG", "PNG", "GIF", "TIFF", "WEBP", "AVIF", "BMP", "PPM", "JPEG2000", "QOI")
+# Pillow recognises these formats by fewer bytes, with which texts begin, too.
+_LONGER_MAGIC = {"BMP": re.compile(rb"BM.{13}\0{3}", re.DOTALL), "PPM": re.compile(rb"P[1-6f]\s")}
+_NOT_DECODED = ((b"\xff\x0a", "JPEG XL"), (b"\x00\x00\x00\x0cJXL ", "JPEG XL"), (b"8BPS", "Photoshop"))
+_MAX_PNG_TEXT = 1 << 26  # bytes; Pillow refuses images with more than 1 MiB of text or colour profile
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -68,12 +82,12 @@ _TRANSPOSE = {
 }
 # Pattern in a decoder's message -> reason; anything else is "corrupt".
 _REASONS_OF_MESSAGES = (
+    ("decompression bomb", "too-many-pixels"),
     ("truncat|unexpected end|EOF", TRUNCATED),
     ("unknown pixel mode|unsupported", "unsupported-image"),
 )
-_TIFF_TILE_SIZE = (322, 323)
-_PNG_TEXT = frozenset({b"tEXt", b"zTXt", b"iTXt", b"iCCP"})
-_MAX_PNG_CHUNKS = 1_000_000
+_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
+_this_thread = threading.local()
 
 
 class ImageError(Exception):
@@ -98,6 +112,26 @@ def content_hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def image_format(head: bytes) -> str | None:
+    """Return Pillow's name of an image format; None if this package does not decode the format.
+
+    Args:
+        head: the first `HEAD_BYTES` bytes of the file.
+    """
+    prefix = head.ljust(16, b"\0")[:16]
+    for name, (_, accepts) in _pillow_formats().items():
+        if accepts(prefix) is True and (name not in _LONGER_MAGIC or _LONGER_MAGIC[name].match(head)):
+            return name
+    return None
+
+
+def undecoded_format(head: bytes) -> str | None:
+    """Return the name of a known image format that this package does not decode; None if the format is unknown."""
+    if head[4:8] == b"ftyp":
+        return f"ISO media of brand {head[8:12].decode('latin-1')!r} (HEIC?)"
+    return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
+
+
 def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
     """Decode the first frame of an image file to an upright RGB image. Thread-safe.
 
@@ -111,18 +145,29 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
     """
     if not data:
         raise ImageError(reason="empty", detail="0 bytes")
-    ignore_warnings()
+    # `warnings.catch_warnings` around each call would not be thread-safe.
+    if not warnings.filters or warnings.filters[0] != _WARNINGS:
+        warnings.filterwarnings("ignore", module=r"PIL\.")
     name = image_format(data[:HEAD_BYTES])
-    if name is None or name not in openers():
-        raise _unsupported(data, name)
+    if name is None:
+        if (unsupported := undecoded_format(data[:HEAD_BYTES])) is not None:
+            raise ImageError(reason="unsupported-image", detail=f"the image format {unsupported} is not supported")
+        raise ImageError(reason="not-an-image", detail=f"the first bytes, {data[:8]!r}, match no image format")
     try:
-        return _decode_with_any_text(data, name, max_pixels)
+        image = _pillow_formats()[name][0](CountedReads(data), "")
+        check_size(image.size, max_pixels)
+        check_cost(image, data, max_pixels)
+        _load(image)
+        rgb, orientation = to_rgb(image), _orientation(image)
+        return rgb if orientation == 1 else rgb.transpose(_TRANSPOSE[orientation])
     except (ImageError, MemoryError):
         raise
     except TooExpensiveError as error:
         raise ImageError(reason="too-expensive", detail=str(error)) from error
     except Exception as error:  # decoders raise any exception on damaged input
-        raise _damaged(error, name) from error
+        message = f"{error}" or type(error).__name__
+        matching = (reason for pattern, reason in _REASONS_OF_MESSAGES if re.search(pattern, message, re.IGNORECASE))
+        raise ImageError(reason=next(matching, "corrupt"), detail=f"{name}: {message}") from error
 
 
 def decode_partial(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[Image.Image, str | None]:
@@ -147,38 +192,6 @@ def decode_partial(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[I
             raise problem from None
 
 
-def _decode_with_any_text(data: bytes, name: str, max_pixels: int) -> Image.Image:
-    """Decode an image. If a PNG contains more text than Pillow accepts, decode the image without the text."""
-    try:
-        return _decode(data, name, max_pixels)
-    except ValueError as error:
-        if name != "PNG" or "MAX_TEXT" not in str(error):
-            raise
-        return _decode(_without_text(data), name, max_pixels)
-
-
-def _decode(data: bytes, name: str, max_pixels: int) -> Image.Image:
-    check_size(canvas_size(data, name) or (1, 1), max_pixels)
-    image = openers()[name](CountedReads(data), "")
-    check_size(image.size, max_pixels)
-    if name == "TIFF":
-        _check_tile(image, max_pixels)
-    check_cost(image, data, max_pixels)
-    _load(image)
-    return _upright(image, _orientation(image))
-
-
-def _load(image: Image.Image) -> None:
-    """Decode the pixels. Raise MemoryError if memory is short."""
-    # Without memory, some decoders report a damaged file.
-    try:
-        image.load()
-    except Exception as error:
-        if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
-            raise
-        raise MemoryError(f"not enough memory to decode an image of {image.width} x {image.height} pixels") from error
-
-
 def check_size(size: tuple[int, int], max_pixels: int) -> None:
     """Raise ImageError if (width, height) is over the limit of pixels, or extremely wide or high."""
     width, height = size
@@ -192,52 +205,65 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
         )
 
 
-def _check_tile(image: Any, max_pixels: int) -> None:
-    """Check the tile size of a TIFF: Pillow decodes whole tiles, and a tile may be larger than the image."""
-    width, height = (image.tag_v2.get(tag, 1) for tag in _TIFF_TILE_SIZE)
-    if width * height > max_pixels:
-        raise ImageError(
-            reason="too-many-pixels", detail=f"tile size {width} x {height} is over the limit of {max_pixels} pixels"
-        )
+@contextlib.contextmanager
+def loading_truncated() -> Iterator[None]:
+    """Context manager in which Pillow loads truncated files in this thread. Other threads are not affected."""
+    setting: Any = ImageFile.LOAD_TRUNCATED_IMAGES
+    if not isinstance(setting, _PerThread):
+        setting = _PerThread(setting)
+        ImageFile.LOAD_TRUNCATED_IMAGES = setting
+    _this_thread.loads_truncated = True
+    try:
+        yield
+    finally:
+        _this_thread.loads_truncated = False
 
 
-def _orientation(image: ImageFile.ImageFile) -> int:
+class _PerThread:
+    """A value for Pillow's global setting LOAD_TRUNCATED_IMAGES. It is true in threads inside `loading_truncated`.
+
+    In all other threads, its truth value is `otherwise`, the earlier value of the setting.
+    """
+
+    def __init__(self, otherwise: bool) -> None:
+        self._otherwise = otherwise
+
+    def __bool__(self) -> bool:
+        return getattr(_this_thread, "loads_truncated", False) or self._otherwise
+
+
+@functools.cache
+def _pillow_formats() -> dict[str, Any]:
+    """Set up Pillow once per process. Return (function that opens a file, test of its first bytes) by format name."""
+    Image.init()
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # otherwise its errors go to stderr
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT
+    # libtiff prints errors and warnings. Pillow has no function to turn this off, so the library is looked up in
+    # /proc. Without /proc nothing changes.
+    with contextlib.suppress(OSError, AttributeError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        for path in {line.split()[-1] for line in lines if "libtiff" in line}:
+            library = ctypes.CDLL(path)
+            library.TIFFSetErrorHandler(None)
+            library.TIFFSetWarningHandler(None)
+    return {name: Image.OPEN[name] for name in _FORMATS if name in Image.OPEN}
+
+
+def _load(image: Image.Image) -> None:
+    """Decode the pixels. Raise MemoryError if memory is short."""
+    # Without memory, some decoders report a damaged file.
+    try:
+        image.load()
+    except Exception as error:
+        if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
+            raise
+        raise MemoryError(f"not enough memory to decode an image of {image.width} x {image.height} pixels") from error
+
+
+def _orientation(image: Image.Image) -> int:
     """Return the EXIF or XMP orientation, 1 to 8. Return 1 if the orientation is missing or invalid."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
         return value if value in _TRANSPOSE else 1
     except Exception:  # damaged metadata must not fail the image
         return 1
-
-
-def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    rgb = to_rgb(image)
-    return rgb if orientation == 1 else rgb.transpose(_TRANSPOSE[orientation])
-
-
-def _without_text(png: bytes) -> bytes:
-    """Return a copy of a PNG without text chunks and colour profiles."""
-    # Pillow rejects a PNG with more than a few megabytes of these.
-    kept = [png[:8]]
-    offset = 8
-    while offset < len(png):
-        if len(kept) > _MAX_PNG_CHUNKS:
-            raise TooExpensiveError(f"the PNG has more than {_MAX_PNG_CHUNKS} chunks")
-        end = offset + 12 + int.from_bytes(png[offset : offset + 4], "big")
-        if png[offset + 4 : offset + 8] not in _PNG_TEXT:
-            kept.append(png[offset:end])
-        offset = end
-    return b"".join(kept)
-
-
-def _unsupported(data: bytes, name: str | None) -> ImageError:
-    format_name = name or undecoded_format(data[:HEAD_BYTES])
-    if format_name:
-        return ImageError(reason="unsupported-image", detail=f"the image format {format_name} is not supported")
-    return ImageError(reason="not-an-image", detail=f"the first bytes, {data[:8]!r}, match no image format")
-
-
-def _damaged(error: Exception, name: str) -> ImageError:
-    message = f"{error}" or type(error).__name__
-    matching = (reason for pattern, reason in _REASONS_OF_MESSAGES if re.search(pattern, message, re.IGNORECASE))
-    return ImageError(reason=next(matching, "corrupt"), detail=f"{name}: {message}")

@@ -1,20 +1,21 @@
-"""Limits on the cost of decoding one image. Without them, a small file could keep a decoder busy for minutes.
+"""Limits on the cost of decoding. Without them, a small file could take gigabytes, or keep a decoder busy for minutes.
 
-The limits count scans, reads and pixels, not seconds. A file therefore fails on every machine or on none.
+Pillow and PyAV check most sizes themselves. Each limit here stands for a crafted file that takes more than 5 seconds or
+1 GB without it. The limits count scans, reads and pixels, not seconds, so a file fails on every machine or on none.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from _typeshed import ReadableBuffer
 
 MAX_SCANS = 100
@@ -24,27 +25,35 @@ MAX_FULL_SCANS = 20
 """Largest number of scans of a JPEG of the largest allowed size. Each scan visits every pixel, so a smaller JPEG may
 have more scans."""
 
-MAX_READS = 5_000_000
+MAX_READS = 2_500_000
 """Largest number of reads by a decoder. Pillow reads headers, and whole images of a few formats, in small steps."""
 
 MAX_PYTHON_PIXELS = 1 << 21
 """Largest number of pixels of an image that Pillow decodes in Python (QOI, plain-text PPM and others). Decoding takes
 about a microsecond per pixel."""
 
-MAX_PYTHON_BYTES = 1 << 25
-"""Largest number of bytes of a file that Pillow decodes in Python."""
-
 BYTES_PER_PIXEL = 12
 """Bytes of memory per pixel that are enough to decode any image. A progressive CMYK JPEG takes 8 for coefficients."""
+
+MAX_SAMPLES = 10_000_000
+"""Largest number of samples (frames and packets) of all streams of an MP4: days of video, or 60 hours of AAC."""
+
+MAX_STREAMS = 64
+"""Largest number of streams of a video."""
 
 _MAX_COMMENTS = 1000  # of a plain-text PPM; Pillow copies a megabyte for each
 _MAX_SEGMENTS = 100_000  # of a JPEG
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # the markers of segments: TEM and RST0 to RST7 have no length
 _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
+_TIFF_TILE_SIZE = (322, 323)
+_MAX_BOXES = 1_000_000
+_MAX_SAMPLES_PER_BYTE = 8  # the old audio codecs of QuickTime pack up to 6 samples into a byte
+# FFmpeg reads these tables at any depth. So they are found by their names, wherever they are.
+_TABLE = re.compile(rb"stsz|stz2|stsc|trun|cmov.{4}dcomzlib", re.DOTALL)
 
 
 class TooExpensiveError(Exception):
-    """Decoding an image would take too long. The message names the limit."""
+    """Decoding an input would take too long or too much memory. The message names the limit."""
 
 
 class CountedReads(io.BytesIO):
@@ -57,26 +66,8 @@ class CountedReads(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads_left -= 1
         if self._reads_left < 0:
-            raise TooExpensiveError(f"decoding the image takes more than {MAX_READS} reads")
+            raise TooExpensiveError(f"decoding takes more than {MAX_READS} reads")
         return super().read(size)
-
-
-def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
-    """Check the cost of decoding an opened image whose pixels are not decoded yet.
-
-    Args:
-        image: image that Pillow opened, a `PIL.ImageFile.ImageFile`.
-        data: content of the image file.
-        max_pixels: largest number of pixels that any image may have. It determines the limit on JPEG scans.
-
-    Raises:
-        TooExpensiveError: decoding the image would take too long.
-    """
-    pixels = image.width * image.height
-    if image.format in ("JPEG", "MPO"):
-        _check_scans(data, pixels, max_pixels)
-    if any(tile[0] in Image.DECODERS for tile in image.tile):  # the registry of decoders written in Python
-        _check_python_decoder(data, pixels)
 
 
 def can_allocate(size: int) -> bool:
@@ -88,11 +79,33 @@ def can_allocate(size: int) -> bool:
     return True
 
 
-def _check_scans(jpeg: bytes, pixels: int, max_pixels: int) -> None:
-    limit = min(MAX_SCANS, MAX_FULL_SCANS * max_pixels // max(1, pixels))
-    for number, _ in enumerate(_scan_offsets(jpeg), start=1):
-        if number > limit:
+def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
+    """Check the cost of decoding an opened image whose pixels are not decoded yet.
+
+    Args:
+        image: image that Pillow opened, a `PIL.ImageFile.ImageFile`.
+        data: content of the image file.
+        max_pixels: largest number of pixels that any image may have. It determines the limit on JPEG scans.
+
+    Raises:
+        TooExpensiveError: decoding the image would take too long or too much memory.
+    """
+    pixels = image.width * image.height
+    if image.format in ("JPEG", "MPO"):
+        limit = min(MAX_SCANS, MAX_FULL_SCANS * max_pixels // max(1, pixels))
+        if len(list(itertools.islice(_scan_offsets(data), limit + 1))) > limit:
             raise TooExpensiveError(f"the JPEG of {pixels} pixels has more than {limit} scans")
+    if image.format == "TIFF":  # Pillow decodes whole tiles, and a tile may be larger than the image
+        width, height = (image.tag_v2.get(tag, 1) for tag in _TIFF_TILE_SIZE)
+        if width * height > max_pixels:
+            raise TooExpensiveError(f"tile size {width} x {height} is over the limit of {max_pixels} pixels")
+    if any(tile[0] in Image.DECODERS for tile in image.tile):  # the registry of decoders written in Python
+        if pixels > MAX_PYTHON_PIXELS:
+            raise TooExpensiveError(
+                f"the image has {pixels} pixels, more than the limit of {MAX_PYTHON_PIXELS} for this format"
+            )
+        if data[:2] in (b"P1", b"P2", b"P3") and data.count(b"#") > _MAX_COMMENTS:
+            raise TooExpensiveError(f"the plain-text PPM has more than {_MAX_COMMENTS} comments")
 
 
 def _scan_offsets(jpeg: bytes) -> Iterator[int]:
@@ -108,14 +121,46 @@ def _scan_offsets(jpeg: bytes) -> Iterator[int]:
     raise TooExpensiveError(f"the JPEG has more than {_MAX_SEGMENTS} segments")
 
 
-def _check_python_decoder(data: bytes, pixels: int) -> None:
-    if pixels > MAX_PYTHON_PIXELS:
-        raise TooExpensiveError(
-            f"the image has {pixels} pixels, more than the limit of {MAX_PYTHON_PIXELS} for this format"
-        )
-    if len(data) > MAX_PYTHON_BYTES:
-        raise TooExpensiveError(
-            f"the image has {len(data)} bytes, more than the limit of {MAX_PYTHON_BYTES} for this format"
-        )
-    if data[:2] in (b"P1", b"P2", b"P3") and data.count(b"#") > _MAX_COMMENTS:
-        raise TooExpensiveError(f"the plain-text PPM has more than {_MAX_COMMENTS} comments")
+def check_samples(data: bytes) -> None:
+    """Check the numbers of samples that an ISO media file declares. FFmpeg allocates memory for each sample.
+
+    Raises:
+        TooExpensiveError: the file declares too many samples.
+    """
+    samples = sample_bytes = chunk_tables = 0
+    for table in itertools.chain.from_iterable(_TABLE.finditer(data, *box) for box in _index_boxes(data)):
+        kind, at = table[0][:4], table.end()
+        first, second = (int.from_bytes(data[at + skip : at + skip + 4], "big") for skip in (4, 8))
+        if kind == b"cmov":
+            raise TooExpensiveError("the index of the video is compressed, so its size is unknown")
+        if kind == b"stsc":  # the number of samples in each chunk is the second of three numbers
+            chunk_tables += 1
+            entries = max(0, min(first, (len(data) - at - 8) // 12))
+            most = np.frombuffer(data, ">u4", 3 * entries, at + 8)[1::3].max(initial=0) if entries else 0
+            if chunk_tables > MAX_STREAMS or first > MAX_SAMPLES or most > _MAX_SAMPLES_PER_BYTE * len(data):
+                raise TooExpensiveError(f"the video declares {first} groups of chunks of {most} samples")
+        elif kind == b"stsz" and first:  # all samples have the same size, often in uncompressed audio
+            sample_bytes += first * second
+        else:
+            samples += first if kind == b"trun" else second
+    if samples > MAX_SAMPLES:
+        raise TooExpensiveError(f"the video declares {samples} samples, more than the limit of {MAX_SAMPLES}")
+    if sample_bytes > len(data):
+        raise TooExpensiveError(f"the video declares samples of {sample_bytes} bytes, but has {len(data)} bytes")
+
+
+def _index_boxes(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of the boxes on the top level of an ISO media file, except those that hold the samples."""
+    offset = 0
+    for _ in range(_MAX_BOXES):  # ISO/IEC 14496-12, 4.2
+        size, kind = int.from_bytes(data[offset : offset + 4], "big"), data[offset + 4 : offset + 8]
+        if size == 1:
+            size = int.from_bytes(data[offset + 8 : offset + 16], "big")
+        if size < 8:  # 0: the last box, up to the end of the file; other sizes: FFmpeg may read the bytes as boxes
+            size = len(data) - offset
+        if kind != b"mdat":
+            yield offset, min(offset + size, len(data))
+        offset += size
+        if offset >= len(data):
+            return
+    raise TooExpensiveError(f"the video has more than {_MAX_BOXES} boxes")

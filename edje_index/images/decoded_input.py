@@ -1,4 +1,4 @@
-"""Reads and decodes one input. A build and online training share this code, so that they treat bad images alike.
+"""Decodes one input. A build and online training share this code, so that they treat bad images alike.
 
 An input is decoded to frames: an image to one frame, a clip to the number of frames in the settings.
 """
@@ -14,8 +14,7 @@ from PIL.Image import Image
 from edje_index.images import clips
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, decode_partial, decode_rgb
 from edje_index.images.decode_limits import BYTES_PER_PIXEL
-from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, read_bytes
-from edje_index.images.transient import retry_memory
+from edje_index.images.transient import retry
 
 FAIL, LOAD = "fail", "load"
 """What to do with a truncated image: report it as failed, or load the readable part."""
@@ -30,7 +29,6 @@ class DecodeSettings:
     Attributes:
         max_pixels: limit on the pixels of an image. Larger images fail with the reason "too-many-pixels".
         truncated: what to do with a truncated image. `FAIL`: the image fails. `LOAD`: the readable part is loaded.
-            A truncated clip always fails.
         frames: number of frames per input, to decode images and clips. The frame of an image is repeated. None decodes
             only images, to one frame each, and rejects clips.
     """
@@ -60,16 +58,6 @@ class DecodedInput(Generic[Pixels]):
         return self.frames[0]
 
 
-def read_input(ref: InputRef) -> bytes:
-    """Read all bytes of an input. If memory is short, reading is tried again for some seconds.
-
-    Raises:
-        ImageError: the input cannot be read.
-        TransientInputError: reading still fails, for a reason that lies outside the input.
-    """
-    return retry_memory(lambda: read_bytes(ref), ref.uri, MAX_INPUT_BYTES)
-
-
 def decode_input(
     data: bytes, uri: str, settings: DecodeSettings, convert: Callable[[Image], Pixels]
 ) -> DecodedInput[Pixels]:
@@ -79,25 +67,21 @@ def decode_input(
         ImageError: the input cannot be decoded or converted.
         TransientInputError: there is too little memory at this moment.
     """
+
+    def decode_image() -> DecodedInput[Pixels]:
+        truncation = None
+        if settings.truncated == LOAD:
+            image, truncation = decode_partial(data, settings.max_pixels)
+        else:
+            image = decode_rgb(data, settings.max_pixels)
+        return DecodedInput(image.size, (convert(image),) * (settings.frames or 1), truncation)
+
+    def decode_clip() -> DecodedInput[Pixels]:
+        images = clips.decode_frames(data, settings.frames or 1, settings.max_pixels)
+        sizes, frames = zip(*((image.size, convert(image)) for image in images), strict=True)
+        return DecodedInput(sizes[0], frames, None)
+
     if settings.frames is not None and clips.is_clip(data):
         most_bytes = clips.BYTES_PER_PIXEL * min(settings.max_pixels, clips.MAX_FRAME_PIXELS)
-        return retry_memory(lambda: _decode_clip(data, settings, convert), uri, most_bytes)
-    return retry_memory(lambda: _decode_image(data, settings, convert), uri, BYTES_PER_PIXEL * settings.max_pixels)
-
-
-def _decode_image(data: bytes, settings: DecodeSettings, convert: Callable[[Image], Pixels]) -> DecodedInput[Pixels]:
-    truncation = None
-    if settings.truncated == LOAD:
-        image, truncation = decode_partial(data, settings.max_pixels)
-    else:
-        image = decode_rgb(data, settings.max_pixels)
-    return DecodedInput(image.size, (convert(image),) * (settings.frames or 1), truncation)
-
-
-def _decode_clip(data: bytes, settings: DecodeSettings, convert: Callable[[Image], Pixels]) -> DecodedInput[Pixels]:
-    sizes: list[tuple[int, int]] = []
-    frames: list[Pixels] = []
-    for image in clips.decode_frames(data, settings.frames or 1, settings.max_pixels):
-        sizes.append(image.size)
-        frames.append(convert(image))
-    return DecodedInput(sizes[0], tuple(frames), None)
+        return retry(decode_clip, uri, most_bytes)
+    return retry(decode_image, uri, BYTES_PER_PIXEL * settings.max_pixels)

@@ -15,7 +15,7 @@ from edje_index.images.containers.reading import read_packed
 from edje_index.images.decode import ImageError
 from edje_index.images.ranges import read_range
 from edje_index.images.remote.urls import is_remote, scheme_of
-from edje_index.images.transient import retry_transient
+from edje_index.images.transient import retry
 from storage_formats.format.object_store import WEB_SCHEMES
 from storage_formats.format.source_columns import Value, text_of
 
@@ -99,7 +99,7 @@ def read_bytes(ref: InputRef) -> bytes:
     if ref.problem is not None:
         raise ImageError(reason=ref.problem, detail="found while planning")
     try:
-        data = retry_transient(lambda: _open_and_read(ref), ref.uri)
+        data = retry(lambda: _open_and_read(ref), ref.uri, MAX_INPUT_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ImageError(reason="missing", detail=f"{error.strerror}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

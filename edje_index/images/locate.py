@@ -18,8 +18,7 @@ from edje_index.images.containers.container import (
     split_uri,
 )
 from edje_index.images.containers.zips import ZipArchive
-from edje_index.images.decode import ImageError
-from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.decode import HEAD_BYTES, ImageError
 from edje_index.images.inputs import InputRef
 from edje_index.images.ranges import RangedFile, open_ranged
 from edje_index.images.remote.urls import is_remote

@@ -20,19 +20,14 @@ _T = TypeVar("_T")
 PAUSES = (0.5, 1.5, 4.0)
 """Seconds to wait before each further attempt."""
 
-_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
-_NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
-_NOT_MOUNTED = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN})
-_NETWORK = frozenset(
-    {
-        *(errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLINK, errno.ECONNABORTED, errno.ECONNREFUSED),
-        *(errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
-    }
-)
+_NETWORK = {
+    *(errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLINK, errno.ECONNABORTED, errno.ECONNREFUSED),
+    *(errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
+}
 _ADVICE = (
-    (_NO_DESCRIPTORS, "raise the limit of open files, or use fewer workers"),
-    (_NO_MEMORY, "free some memory, or use fewer workers or threads"),
-    (_NOT_MOUNTED, "check that the file system of the input is mounted"),
+    ({errno.EMFILE, errno.ENFILE}, "raise the limit of open files, or use fewer workers"),
+    ({errno.ENOMEM, errno.ENOBUFS}, "free some memory, or use fewer workers or threads"),
+    ({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN}, "check that the file system of the input is mounted"),
     (_NETWORK, "check the disk or network that holds the input"),
     ({errno.EIO}, "check the disk or network that holds the input; if only this file is unreadable, move it away"),
 )
@@ -56,13 +51,19 @@ def transient_error(uri: str, error: OSError) -> TransientInputError:
     return TransientInputError(f"cannot read {uri}: {error.strerror}; {advice}")
 
 
-def retry_transient(read: Callable[[], _T], uri: str) -> _T:
-    """Return the result of `read()`. After a transient OSError, wait and call `read` again.
+def retry(read: Callable[[], _T], uri: str, enough_bytes: int = 1 << 30) -> _T:
+    """Return the result of `read()`. After a transient OSError or a MemoryError, wait and call `read` again.
 
     The pauses between the calls are `PAUSES`.
 
+    Args:
+        read: function that reads or decodes an input.
+        uri: name of the input.
+        enough_bytes: bytes of memory that suffice for any valid input.
+
     Raises:
-        TransientInputError: every call raised a transient OSError.
+        TransientInputError: the error persists, and is not the input's.
+        ImageError: the MemoryError persists, although `enough_bytes` can be allocated. The reason is "too-expensive".
         Exception: any other exception of `read`.
     """
     for pause in (*PAUSES, None):
@@ -73,38 +74,11 @@ def retry_transient(read: Callable[[], _T], uri: str) -> _T:
                 raise
             if pause is None:
                 raise transient_error(uri, error) from error
-        time.sleep(pause)
-    raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
-    """Return the result of `decode()`. After a MemoryError, wait and call `decode` again.
-
-    The pauses between the calls are `PAUSES`.
-
-    Args:
-        decode: function that reads or decodes an input.
-        uri: name of the input.
-        enough_bytes: bytes of memory that suffice for any valid input.
-
-    Raises:
-        TransientInputError: every call raised MemoryError, and `enough_bytes` cannot be allocated.
-        ImageError: every call raised MemoryError, although `enough_bytes` can be allocated. The reason is
-            "too-expensive".
-        Exception: any other exception of `decode`.
-    """
-    for pause in (*PAUSES, None):
-        try:
-            return decode()
         except MemoryError as error:
+            if pause is None and can_allocate(enough_bytes):
+                raise ImageError("too-expensive", f"it needs more than {enough_bytes} bytes of memory") from error
             if pause is None:
-                raise _memory_error(uri, enough_bytes) from error
+                advice = "free some memory, or use fewer workers, fewer threads or a lower limit on the pixels"
+                raise TransientInputError(f"cannot decode {uri}: too little memory; {advice}") from error
         time.sleep(pause)
     raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-def _memory_error(uri: str, enough_bytes: int) -> Exception:
-    if can_allocate(enough_bytes):
-        return ImageError(reason="too-expensive", detail=f"decoding needs more than {enough_bytes} bytes of memory")
-    advice = "free some memory, or use fewer workers, fewer threads or a lower limit on the pixels"
-    return TransientInputError(f"cannot decode {uri}: too little memory; {advice}")

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.decoded_input import DecodeSettings, decode_input, read_input
-from edje_index.images.inputs import InputRef
+from edje_index.images.decoded_input import DecodeSettings, decode_input
+from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.remote.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from edje_index.indexing.shard_task import Encoder, ShardTask
@@ -184,7 +184,7 @@ def _prepare(encoder: Encoder, settings: DecodeSettings, image: _Image) -> _Imag
         return image
     started = time.perf_counter()
     try:
-        data = read_input(image.ref)
+        data = read_bytes(image.ref)
         entry.size, entry.content_hash = len(data), content_hash(data)
         if image.ref.content_hash not in (None, entry.content_hash):
             raise ImageError(reason="changed-since-plan", detail="the file has changed since the build was planned")

@@ -87,7 +87,7 @@ def _typed() -> str:
 
 def hint_at_image(text: str) -> None:
     """Suggest --image on standard error if `text` is the path of an image file."""
-    from edje_index.images.headers import HEAD_BYTES, image_format
+    from edje_index.images.decode import HEAD_BYTES, image_format
 
     try:
         path = Path(text)

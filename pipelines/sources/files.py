@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.decode import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.remote.access import read_remote_range, remote_version, require_libraries
 from edje_index.images.remote.errors import ChangedFileError

@@ -11,7 +11,7 @@ from typing import Any
 
 from edje_index.images.containers.container import PARQUET, Container
 from edje_index.images.containers.parquet_images import image_leaf
-from edje_index.images.headers import HEAD_BYTES, image_format, undecoded_format
+from edje_index.images.decode import HEAD_BYTES, image_format, undecoded_format
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import RangedFile, open_ranged
 from pipelines.sources.file_source import FileSource

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.decode import HEAD_BYTES
 from edje_index.images.inputs import InputRef
 from edje_index.images.remote.access import list_remote_folder, read_remote, read_remote_range
 from edje_index.images.remote.listing import RemoteFile

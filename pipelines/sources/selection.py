@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from edje_index.images.clip_headers import clip_format
-from edje_index.images.headers import image_format
+from edje_index.images.clips import clip_format
+from edje_index.images.decode import image_format
 from edje_index.images.inputs import display_path
 
 IMAGE_SUFFIXES = frozenset(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from edje_index.images.archive_damage import ArchiveDamage
 from edje_index.images.containers.compressed import DecompressedFile
 from edje_index.images.containers.container import Container
-from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.decode import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import ReadAt, open_ranged
 from edje_index.images.remote.urls import is_remote

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from edje_index.images.archive_damage import ArchiveDamage
 from edje_index.images.containers.container import ZIP, Container
 from edje_index.images.containers.zips import ZipArchive, ZipMember
-from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.decode import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import open_ranged
 from pipelines.sources.file_source import FileSource

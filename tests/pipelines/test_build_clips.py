@@ -57,7 +57,7 @@ def by_name(root: Path) -> dict[str, dict[str, Any]]:
 def test_one_row_per_clip(request_clips: BuildConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_build(request_clips, ignore)
     assert (result.inputs, result.indexed, result.duplicates, result.failed) == (7, 5, 0, 2)
-    assert result.failed_by_reason == {"not-an-image": 1, "truncated": 1}
+    assert result.failed_by_reason == {"not-an-image": 1, "corrupt": 1}
     assert verify_index(request_clips.out) == []
     rows = by_name(request_clips.out)
     assert list(rows) == ["a.avi", "a.mkv", "a.mp4", "a.webm", "b.mp4", "c.mov", "still.png"]

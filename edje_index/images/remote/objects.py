@@ -11,7 +11,7 @@ from typing import Any
 from edje_index.images.remote.errors import ChangedFileError, OversizedFileError, UnreachableError
 from edje_index.images.remote.listing import Folder, RemoteFile
 from edje_index.images.remote.versions import FileVersion
-from edje_index.images.transient import retry_transient
+from edje_index.images.transient import retry
 from storage_formats.format.object_store import ObjectChangedError, ObjectFolder, ObjectStoreError
 
 _BUCKETS = 32  # whose connections stay open
@@ -84,7 +84,7 @@ def list_object_folder(url: str) -> Folder:
         except BaseError as error:
             raise UnreachableError(str(error).partition("\n")[0].partition(": <?xml")[0], url) from error
 
-    result = retry_transient(listed, url)  # obstore does not repeat a list that is cut off
+    result = retry(listed, url)  # obstore does not repeat a list that is cut off
     files = [RemoteFile(each["path"].rpartition("/")[2], each["size"]) for each in result["objects"]]
     return Folder(files, [prefix.rstrip("/").rpartition("/")[2] for prefix in result["common_prefixes"]])
 

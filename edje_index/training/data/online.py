@@ -12,9 +12,9 @@ from PIL import Image
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.images.decode import ImageError
-from edje_index.images.decoded_input import DecodeSettings, decode_input, read_input
+from edje_index.images.decoded_input import DecodeSettings, decode_input
 from edje_index.images.input_table import InputTable
-from edje_index.images.inputs import InputRef
+from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import build_adapter
@@ -76,7 +76,7 @@ class ImageLoader:
     def _load_one(self, ref: InputRef, crops: Crops | None, view: int, target: torch.Tensor) -> bool:
         """Write the pixels of one image to `target`. Return False if the image cannot be read."""
         try:
-            data = read_input(ref)
+            data = read_bytes(ref)
 
             def convert(image: Image.Image) -> torch.Tensor:
                 return self.encoder.preprocess(image if crops is None else crops.view(image, data, view))

@@ -9,16 +9,13 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from edje_index.images.decode import ImageError
-from edje_index.images.decoded_input import DecodeSettings, decode_input, read_input
+from edje_index.images.decoded_input import DecodeSettings, decode_input
+from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.training.data.crops import Crops
 from pipelines.progress.events import JobStopped, ShouldStop
 from storage_formats.atomic import write_bytes_atomic
-
-if TYPE_CHECKING:
-    from edje_index.images.inputs import InputRef
 
 _QUALITY = 95
 _THREADS = 4
@@ -67,7 +64,7 @@ def view_path(folder: Path, uri: str, view: int) -> Path:
 
 def _write(ref: InputRef, folder: Path, crops: Crops, decoding: DecodeSettings) -> list[Path]:
     try:
-        data = read_input(ref)
+        data = read_bytes(ref)
         photo = decode_input(data, ref.uri, decoding, lambda image: image).pixels
     except ImageError:  # the photo has no features either; the build of the feature index reports the failure
         return []

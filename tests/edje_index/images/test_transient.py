@@ -17,7 +17,7 @@ from PIL import Image, ImageFile
 from edje_index.images import transient
 from edje_index.images.decode import ImageError, decode_rgb
 from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.transient import TransientInputError, is_transient, retry_memory, retry_transient
+from edje_index.images.transient import TransientInputError, is_transient, retry
 from pipelines.sources.folder import problem_of
 from tests.edje_index.image_cases import encoded
 
@@ -148,7 +148,7 @@ def test_lasting_errors_are_not_repeated(name: str, pauses: list[float]) -> None
     error = OSError(getattr(errno, name), name)
     assert not is_transient(error)
     with pytest.raises(OSError, match=name):
-        retry_transient(failing(lambda: None, error, times=1), "a.jpg")
+        retry(failing(lambda: None, error, times=1), "a.jpg")
     assert pauses == []
 
 
@@ -160,20 +160,20 @@ def test_planning_stops_at_trouble_that_may_pass() -> None:
 
 
 def test_memory_is_waited_for(pauses: list[float]) -> None:
-    assert retry_memory(failing(lambda: 7, MemoryError(), times=3), "a.jpg", 1) == 7
+    assert retry(failing(lambda: 7, MemoryError(), times=3), "a.jpg", 1) == 7
     assert pauses == list(transient.PAUSES)
 
 
 @pytest.mark.usefixtures("pauses")
 def test_too_little_memory_is_not_the_images_fault() -> None:
     with pytest.raises(TransientInputError, match=r"cannot decode a.jpg: too little memory"):
-        retry_memory(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1 << 60)
+        retry(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1 << 60)
 
 
 @pytest.mark.usefixtures("pauses")
 def test_an_image_that_wants_more_memory_than_any_sound_one() -> None:
     with pytest.raises(ImageError, match="too-expensive"):
-        retry_memory(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1)
+        retry(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1)
 
 
 def test_a_decoder_without_memory_is_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
-from edje_index.images.decode import ImageError, decode_partial, decode_rgb
+from edje_index.images.decode import ImageError, decode_partial, decode_rgb, loading_truncated
 from edje_index.images.decoded_input import FAIL, LOAD, DecodeSettings, decode_input
-from edje_index.images.pillow_setup import loading_truncated
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)
 KINDS = {"baseline": ("JPEG", {}), "progressive": ("JPEG", {"progressive": True}), "png": ("PNG", {})}
