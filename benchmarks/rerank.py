@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.index_bundle import recorded_bundle
-from edje_index.bundles.info import read_bundle_info
-from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.bundles.info import read_bundle_info, recorded_bundle
+from edje_index.bundles.random_bundle import untrained_tokenizer
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder, bert_config

@@ -96,7 +96,15 @@ def pack_model(bundle: Path, towers: Path, out: Path) -> BundleInfo:
         whole = Path(scratch) / "bundle"
         shutil.copytree(info.path, whole)
         write_weights(records, arrays, bases, whole)
-        described = describe_bundle(whole, info)
+        described = describe_bundle(
+            whole,
+            vision=info.vision,
+            adapter=info.adapter,
+            joint=info.joint,
+            score=info.score,
+            trained=info.trained,
+            notes=info.notes,
+        )
         write_json(whole / INFO_FILE, described.to_json())
         for file in WEIGHT_FILES:
             (whole / file).unlink()

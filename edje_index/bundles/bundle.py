@@ -10,23 +10,29 @@ from typing import Any
 
 import torch
 
-from edje_index.bundles.clip_parts import load_clip
-from edje_index.bundles.encoder_parts import load_adapter
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
     BANK_WEIGHTS,
     INFO_FILE,
+    JOINT_CONFIG,
+    JOINT_FOLDER,
     JOINT_WEIGHTS,
     VISION_FOLDER,
     VISION_WEIGHTS,
-    BundleDescription,
     BundleInfo,
     describe_bundle,
     read_bundle_info,
     verify_files,
 )
-from edje_index.bundles.joint_parts import load_joint_encoder, save_joint_encoder
-from edje_index.bundles.scorer_parts import check_scorer_fit, load_hubness_bank
+from edje_index.bundles.parts import (
+    POOLED,
+    check_scorer_fit,
+    load_adapter,
+    load_clip_towers,
+    load_hubness_bank,
+    load_joint_encoder,
+    load_pooled_similarity,
+)
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
 from edje_index.models.adapter import FRAME_EMBEDDINGS, LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig
@@ -35,7 +41,7 @@ from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.text_tower import TextTower, save_text_tokenizer, text_tokenizer
 from edje_index.models.vision_tower import VisionTower, vision_tower
-from edje_index.models.weights import check_finite, save_weights
+from edje_index.models.weights import check_finite, distinct_tensors, save_tensors, save_weights
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.parts import Part, ScoreModels
 from edje_index.scoring.pooled_similarity import PooledSimilarity, PooledVectors
@@ -178,11 +184,11 @@ class ModelBundle:
         if verify:
             verify_files(info)
         config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
-        joint, pooled = load_joint_encoder(info)
+        joint = load_joint_encoder(info)
         joint.compute_dtype = compute_dtype
-        bank = load_hubness_bank(info)
+        pooled, bank = load_pooled_similarity(info, joint.width), load_hubness_bank(info)
         bundle = cls(
-            clip=load_clip(info, config).to(target),
+            clip=load_clip_towers(info, config).to(target),
             clip_config=config,
             text_tokenizer=text_tokenizer(config, info.path / VISION_FOLDER),
             adapter=load_adapter(info).to(target),
@@ -196,10 +202,12 @@ class ModelBundle:
         )
         _check_fit(bundle)
         if verify:
-            bundle._check_finite()
+            parts = {VISION_WEIGHTS: bundle.clip, ADAPTER_WEIGHTS: bundle.adapter, JOINT_WEIGHTS: joint}
+            for file, module in parts.items():
+                check_finite(module.state_dict(), f"{file} in {info.path}")
         return bundle
 
-    def save(self, path: str | Path, before_commit: Callable[[BundleInfo], None] = lambda info: None) -> BundleInfo:
+    def save(self, path: str | Path, before_commit: Callable[[BundleInfo], None] | None = None) -> BundleInfo:
         """Write the bundle to a new directory. If writing fails, `path` does not exist.
 
         Args:
@@ -213,56 +221,51 @@ class ModelBundle:
         _check_fit(self)
         out = Path(path)
         with new_folder(out) as staging:
-            self._write_parts(staging)
-            info = describe_bundle(staging, self._description())
+            vision_folder, joint_folder = staging / VISION_FOLDER, staging / JOINT_FOLDER
+            vision_folder.mkdir()
+            self.clip_config.write(vision_folder)
+            save_weights(self.clip, staging / VISION_WEIGHTS)
+            save_text_tokenizer(self.text_tokenizer, vision_folder)
+            if self.clip_config.hf_text_name:
+                hf_text: Any = self.clip.text
+                hf_text.config.save_pretrained(str(vision_folder / HF_TEXT_FOLDER))
+            save_weights(self.adapter, staging / ADAPTER_WEIGHTS)
+            joint_folder.mkdir()
+            state = distinct_tensors(self.joint)
+            joint: dict[str, Any] = {"text_embed_dim": self.joint.text_projection.out_features}
+            if self.joint.tokenizer.canonical:
+                joint["canonical_captions"] = True
+            if self.pooled is not None:
+                state |= {f"{POOLED}{name}": tensor for name, tensor in distinct_tensors(self.pooled).items()}
+                joint["pooled_similarity"] = self.pooled.sizes
+            save_tensors(state, staging / JOINT_WEIGHTS)
+            self.joint.tokenizer.save(joint_folder)
+            write_json(staging / JOINT_CONFIG, self.joint.config.to_dict())
+            if self.hubness_bank is not None:
+                self.hubness_bank.save(staging / BANK_WEIGHTS)
+                joint["hubness_bank"] = self.hubness_bank.sizes
+            vision = {
+                "name": self.clip_config.name,
+                "patch_dim": self.vision.patch_dim,
+                "num_patches": self.vision.num_patches,
+                "num_heads": self.vision.num_heads,
+                "embed_dim": self.vision.embed_dim,
+                "image_size": list(self.vision.image_size),
+            }
+            info = describe_bundle(
+                staging,
+                vision=vision,
+                adapter=self.adapter.config.to_json(),
+                joint=joint,
+                score=self.score,
+                trained=self.trained,
+                notes=self.notes,
+            )
             write_json(staging / INFO_FILE, info.to_json())
             read_bundle_info(staging)
-            before_commit(info)
+            if before_commit is not None:
+                before_commit(info)
         return read_bundle_info(out)
-
-    def _check_finite(self) -> None:
-        parts = {VISION_WEIGHTS: self.clip, ADAPTER_WEIGHTS: self.adapter, JOINT_WEIGHTS: self.joint}
-        for file, module in parts.items():
-            check_finite(module.state_dict(), f"{file} in {self.info.path if self.info else 'the bundle'}")
-
-    def _write_parts(self, folder: Path) -> None:
-        vision = folder / VISION_FOLDER
-        vision.mkdir()
-        self.clip_config.write(vision)
-        save_weights(self.clip, folder / VISION_WEIGHTS)
-        save_text_tokenizer(self.text_tokenizer, vision)
-        if self.clip_config.hf_text_name:
-            hf_text: Any = self.clip.text
-            hf_text.config.save_pretrained(str(vision / HF_TEXT_FOLDER))
-        save_weights(self.adapter, folder / ADAPTER_WEIGHTS)
-        save_joint_encoder(self.joint, self.pooled, folder)
-        if self.hubness_bank is not None:
-            self.hubness_bank.save(folder / BANK_WEIGHTS)
-
-    def _description(self) -> BundleDescription:
-        vision = {
-            "name": self.clip_config.name,
-            "patch_dim": self.vision.patch_dim,
-            "num_patches": self.vision.num_patches,
-            "num_heads": self.vision.num_heads,
-            "embed_dim": self.vision.embed_dim,
-            "image_size": list(self.vision.image_size),
-        }
-        joint: dict[str, Any] = {"text_embed_dim": self.joint.text_projection.out_features}
-        if self.joint.tokenizer.canonical:
-            joint["canonical_captions"] = True
-        if self.pooled is not None:
-            joint["pooled_similarity"] = self.pooled.sizes
-        if self.hubness_bank is not None:
-            joint["hubness_bank"] = self.hubness_bank.sizes
-        return BundleDescription(
-            vision=vision,
-            adapter=self.adapter.config.to_json(),
-            joint=joint,
-            score=self.score,
-            trained=self.trained,
-            notes=self.notes,
-        )
 
     def _loaded(self) -> BundleInfo:
         if self.info is None:
@@ -274,22 +277,14 @@ class ModelBundle:
 
 def _check_fit(bundle: ModelBundle) -> None:
     """Raise ModelError if parts of the bundle do not fit each other, or if the score needs a missing part."""
-    _check_adapter(bundle)
-    check_scorer_fit(bundle.adapter_config, bundle.score_models, bundle.score)
-
-
-def _check_adapter(bundle: ModelBundle) -> None:
-    """Raise ModelError if the adapter does not fit the vision tower."""
-    adapter, vision = bundle.adapter.config, bundle.vision
-    name = bundle.clip_config.name
-    if adapter.kind == FRAME_EMBEDDINGS:
-        _check_frame_embeddings(adapter, vision.embed_dim, name)
-        return
+    adapter, vision, name = bundle.adapter.config, bundle.vision, bundle.clip_config.name
+    reads_embeddings = adapter.kind == FRAME_EMBEDDINGS
     adapter = adapter.frame_adapter or adapter
-    if adapter.vision_dim != vision.patch_dim:
+    features, width = ("embeddings", vision.embed_dim) if reads_embeddings else ("patch features", vision.patch_dim)
+    if adapter.vision_dim != width:
         raise ModelError(
-            f"the adapter takes patch features of width {adapter.vision_dim}, but the vision tower {name} "
-            f"has width {vision.patch_dim}: use the vision tower that the adapter was trained with"
+            f"the adapter takes {features} of width {adapter.vision_dim}, but those of the vision tower {name} "
+            f"have width {width}: use the vision tower that the adapter was trained with"
         )
     if adapter.kind in (LOCAL, PATCHES) and adapter.num_tokens != vision.num_patches:
         raise ModelError(
@@ -302,11 +297,4 @@ def _check_adapter(bundle: ModelBundle) -> None:
             f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches, because the vision tower "
             f"{name} has only {vision.num_patches}: use a smaller num_tokens"
         )
-
-
-def _check_frame_embeddings(adapter: AdapterConfig, embed_dim: int, name: str) -> None:
-    if adapter.vision_dim != embed_dim:
-        raise ModelError(
-            f"the adapter takes embeddings of width {adapter.vision_dim}, but those of the vision tower {name} have "
-            f"width {embed_dim}: use the vision tower that the adapter was trained with"
-        )
+    check_scorer_fit(bundle.adapter_config, bundle.score_models, bundle.score)

@@ -1,4 +1,4 @@
-"""Reads and checks ``bundle.json``, the description of a model bundle, without torch.
+"""Reads and checks ``bundle.json``, the description of a model bundle, without torch. Finds the bundle of an index.
 
 The files of a bundle are:
 
@@ -20,13 +20,16 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edje_index.bundles.migration import migrate_version_1
-from edje_index.errors import ModelError
+from edje_index.errors import BundleNotFoundError, ModelError
 from edje_index.filesystem import read_versioned
 from edje_index.models.safety import check_bundle_folder
-from edje_index.scoring.weights import DirectionWeights
+from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
+from storage_formats.arguments import as_path
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex
 
 FORMAT = "edje-model-bundle"
 FORMAT_VERSION = 2
@@ -47,10 +50,11 @@ _FINGERPRINT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class BundleDescription:
-    """The content of ``bundle.json`` without the list of files and the fingerprints.
+class BundleInfo:
+    """The content of ``bundle.json``.
 
     Attributes:
+        path: directory of the bundle.
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim`` and ``image_size`` of the vision
             tower.
         adapter: fields of the adapter's configuration.
@@ -60,14 +64,26 @@ class BundleDescription:
         score: weights of the final score.
         trained: False if the weights are random.
         notes: origin of the weights, as free text.
+        files: size (``bytes``) and hash (``sha256``) of every file except ``bundle.json``, by relative path.
+        fingerprint: SHA-256 of everything that affects an output.
+        encoder_fingerprint: SHA-256 of everything that affects the stored tokens and embeddings.
+
+    Example:
+        >>> from edje_index import read_bundle_info
+        >>> read_bundle_info("model").path
+        PosixPath('model')
     """
 
+    path: Path
     vision: Mapping[str, Any]
     adapter: Mapping[str, Any]
     joint: Mapping[str, Any]
     score: DirectionWeights
     trained: bool
     notes: str
+    files: Mapping[str, Mapping[str, Any]]
+    fingerprint: str
+    encoder_fingerprint: str
 
     @property
     def vision_name(self) -> str:
@@ -110,28 +126,6 @@ class BundleDescription:
         """Sizes of the hubness bank: ``captions``, ``images`` and ``dim``. None if the bundle has no hubness bank."""
         return _sizes(self.joint.get("hubness_bank"), captions=1, images=1, dim=0)
 
-
-@dataclass(frozen=True, kw_only=True)
-class BundleInfo(BundleDescription):
-    """The complete content of ``bundle.json``: description, list of files and fingerprints.
-
-    Attributes:
-        path: directory of the bundle.
-        files: size (``bytes``) and hash (``sha256``) of every file except ``bundle.json``, by relative path.
-        fingerprint: SHA-256 of everything that affects an output.
-        encoder_fingerprint: SHA-256 of everything that affects the stored tokens and embeddings.
-
-    Example:
-        >>> from edje_index import read_bundle_info
-        >>> read_bundle_info("model").path
-        PosixPath('model')
-    """
-
-    path: Path
-    files: Mapping[str, Mapping[str, Any]]
-    fingerprint: str
-    encoder_fingerprint: str
-
     @property
     def weights_bytes(self) -> int:
         """Total size of the weights files in bytes."""
@@ -159,22 +153,30 @@ class BundleInfo(BundleDescription):
         }
 
 
-def describe_bundle(path: Path, description: BundleDescription) -> BundleInfo:
-    """Compute the file hashes and fingerprints of the bundle in ``path``, and add them to ``description``."""
+def describe_bundle(
+    path: Path,
+    *,
+    vision: Mapping[str, Any],
+    adapter: Mapping[str, Any],
+    joint: Mapping[str, Any],
+    score: DirectionWeights,
+    trained: bool,
+    notes: str,
+) -> BundleInfo:
+    """Compute the file hashes and fingerprints of the bundle in ``path``. Other arguments as in `BundleInfo`."""
     names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file() and p.name != INFO_FILE)
     files = {name: {"bytes": (path / name).stat().st_size, "sha256": _sha256(path / name)} for name in names}
-    score = None if description.score == DirectionWeights() else description.score.to_json()
     return BundleInfo(
-        vision=description.vision,
-        adapter=description.adapter,
-        joint=description.joint,
-        score=description.score,
-        trained=description.trained,
-        notes=description.notes,
         path=path,
+        vision=vision,
+        adapter=adapter,
+        joint=joint,
+        score=score,
+        trained=trained,
+        notes=notes,
         files=files,
-        fingerprint=_fingerprint(description.adapter, description.joint, files, score),
-        encoder_fingerprint=encoder_fingerprint(description.adapter, files),
+        fingerprint=_fingerprint(adapter, joint, files, None if score == DirectionWeights() else score.to_json()),
+        encoder_fingerprint=encoder_fingerprint(adapter, files),
     )
 
 
@@ -239,25 +241,101 @@ def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
             raise ModelError(f"{file} has changed since the bundle was made: copy this file again")
 
 
+def recorded_bundle(index: CommittedIndex) -> Path:
+    """Return the path of the bundle that built `index`, as recorded in the index.
+
+    Relative paths are refused, because they could lead to a bundle from another author. `build` records absolute paths.
+
+    Raises:
+        ModelError: the index was not built with a model bundle.
+        BundleNotFoundError: the recorded path is relative, or does not exist.
+    """
+    if "bundle" not in index.manifest.model:
+        raise ModelError(
+            f"{index.root} was written from arrays and has no text tower: use edje_index.LateInteractionSearch"
+        )
+    path = Path(index.manifest.model["bundle"])
+    if not path.is_absolute():
+        raise BundleNotFoundError(
+            f"{index.root} names its model bundle by the relative path {str(path)!r}, which is not safe "
+            "to follow: give the path of the bundle that built the index"
+        )
+    if not path.exists():
+        raise BundleNotFoundError(
+            f"the model bundle {path}, which built {index.root}, no longer exists: give the current path of this bundle"
+        )
+    return path
+
+
+def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> BundleInfo:
+    """Check that a bundle built `index`, and return the content of its ``bundle.json``.
+
+    Args:
+        index: index to check.
+        model: directory of the bundle. None means the path recorded in the index, see `recorded_bundle`.
+
+    Raises:
+        ModelError: the bundle is missing, or the bundle did not build the index.
+    """
+    path = recorded_bundle(index) if model is None else as_path(model, "model")
+    info = read_bundle_info(path)
+    built_by = index.manifest.model["fingerprint"]
+    if info.encoder_fingerprint != built_by:
+        raise ModelError(
+            f"the bundle {path} did not build {index.root}, because the encoder fingerprint of the bundle is "
+            f"{info.encoder_fingerprint} instead of {built_by}: give the bundle that built the index"
+        )
+    return info
+
+
 def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
+    joint = dict(content["joint"])
     if content["format_version"] == 1:
-        joint, score = migrate_version_1(content["joint"])
+        joint, score = _joint_and_score_of_version_1(joint)
     else:
-        joint, score = dict(content["joint"]), DirectionWeights.from_json(content["score"])
+        score = DirectionWeights.from_json(content["score"])
     info = BundleInfo(
+        path=folder,
         vision=dict(content["vision"]),
         adapter=dict(content["adapter"]),
         joint=joint,
         score=score,
         trained=bool(content["trained"]),
         notes=str(content["notes"]),
-        path=folder,
         files=dict(content["files"]),
         fingerprint=str(content["fingerprint"]),
         encoder_fingerprint=str(content["encoder_fingerprint"]),
     )
     _ = info.pooled_similarity, info.hubness_bank  # raises ValueError for sizes that are not valid
     return info
+
+
+def _joint_and_score_of_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], DirectionWeights]:
+    """Convert the entry ``joint`` of version 1, which release 0.1 wrote, to the entries ``joint`` and ``score``.
+
+    In version 1, ``joint`` also contains the weights of the final score. The entry ``caption_weights`` contains the
+    weights for image-to-text search. The weight of a part that the bundle lacks is left out.
+    """
+    renamed = {"pooled": "pooled_similarity", "bank": "hubness_bank"}
+    sizes = {new: dict(joint[old]) for old, new in renamed.items() if old in joint}
+    images = {name: joint.get(f"{name}_weight", 0.0) for name in ("late", "pooled", "prior")}
+    images["similarity"] = joint.get("embedding_weight", 0.0)
+    images["temperature"] = joint.get("prior_temperature", 1.0)
+    weights = []
+    for named in (images, joint.get("caption_weights", images)):
+        embedding, late, pooled, prior, temperature = (
+            float(named[name]) for name in ("similarity", "late", "pooled", "prior", "temperature")
+        )
+        weights.append(
+            ScoreWeights(
+                late=late,
+                pooled=pooled if "pooled_similarity" in sizes else 0.0,
+                embedding=embedding,
+                hubness=prior if "hubness_bank" in sizes else 0.0,
+                hubness_similarity=HubnessSimilarity(embedding, pooled, temperature),
+            )
+        )
+    return {"text_embed_dim": joint["text_embed_dim"], **sizes}, DirectionWeights(*weights)
 
 
 def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:

@@ -1,7 +1,7 @@
 """Reads checkpoints of the published EDJE training code.
 
 To make a bundle, `import_checkpoint` takes the adapter and the joint encoder from the checkpoint, and the frozen towers
-from open_clip. `published_towers` checks that checkpoint and open_clip have equal towers.
+from open_clip.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import COMPRESSED, LOCAL, Adapter, AdapterConfig, build_adapter
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import load_joint_tokenizer
-from edje_index.models.size_limit import limited_by
-from edje_index.models.weights import State, assign_weights, check_finite, read_checkpoint
+from edje_index.models.weights import State, assign_weights, check_finite, limited_by, read_checkpoint
 
 ADAPTER_PREFIX = "vision_projection."
 JOINT_PREFIXES = ("language_model.", "text_embeddings.", "classification_head.", "text_projection.")
@@ -32,7 +31,7 @@ class PublishedModel:
     Attributes:
         adapter: maps patch features [b, n, d_v] to tokens [b, m, d].
         joint: joint encoder. The published evaluation code converts captions to lower case without punctuation before
-            it calls the model. To do the same, apply `edje_index.models.text_cleaning.clean_canonicalize` to captions.
+            it calls the model. To do the same, apply `edje_index.models.joint_inputs.clean_canonicalize` to captions.
 
     Example:
         >>> import torch
@@ -90,17 +89,71 @@ class PublishedCheckpoint:
     @property
     def positions(self) -> int:
         """Number of rows in the position table of the joint encoder."""
-        _require(self.weights, (POSITIONS,), str(self.path))
+        self._require(self.weights, POSITIONS)
         return int(self.weights[POSITIONS].shape[0])
 
     def model(self, tokenizer_dir: Path, *, vision_heads: int, layer_norm_eps: float) -> PublishedModel:
         """Build the adapter and the joint encoder. Arguments and errors as in `load_published_checkpoint`."""
+        state = self.weights
+        self._require(state, WORDS, POSITIONS, "text_projection.weight")
         with limited_by(self.path):
-            joint = _joint_encoder(self.weights, tokenizer_dir, str(self.path))
-            adapter = _adapter(self.weights, joint, vision_heads, layer_norm_eps, str(self.path))
+            # Training adds the token <image> and may extend the position table. config.json may still have the old
+            # sizes, so the sizes are taken from the weights.
+            config = bert_config(
+                tokenizer_dir / "config.json",
+                vocab_size=state[WORDS].shape[0],
+                max_position_embeddings=state[POSITIONS].shape[0],
+            )
+            tokenizer = load_joint_tokenizer(tokenizer_dir)
+            joint = JointEncoder(config, tokenizer, state["text_projection.weight"].shape[0])
+            # Older versions of transformers stored the position ids 0, 1, 2, ... as well.
+            kept = {k: v for k, v in state.items() if k.startswith(JOINT_PREFIXES) and not k.endswith(".position_ids")}
+            assign_weights(joint, kept, f"the joint encoder of {self.path}")
+            adapter = self._adapter(str(joint.config.hidden_act), vision_heads, layer_norm_eps)
+        if adapter.config.language_dim != joint.width:
+            raise ModelError(
+                f"the adapter in {self.path} makes tokens of width {adapter.config.language_dim}, but the joint "
+                f"encoder reads tokens of width {joint.width}; give another checkpoint"
+            )
         check_finite(joint.state_dict(), f"the joint encoder of {self.path}")
         check_finite(adapter.state_dict(), f"the adapter of {self.path}")
         return PublishedModel(adapter.requires_grad_(False), joint)
+
+    def _adapter(self, activation: str, heads: int, eps: float) -> Adapter:
+        weights = {k.removeprefix(ADAPTER_PREFIX): v for k, v in self.weights.items() if k.startswith(ADAPTER_PREFIX)}
+        if "query" in weights:
+            self._require(weights, "mlp.fc1.weight", "projection.weight")
+            config = AdapterConfig(
+                kind=COMPRESSED,
+                num_tokens=weights["query"].shape[1],
+                vision_dim=weights["query"].shape[2],
+                language_dim=weights["projection.weight"].shape[0],
+                hidden_dim=weights["mlp.fc1.weight"].shape[0],
+                num_heads=heads,
+                activation=activation,
+                layer_norm_eps=eps,
+            )
+        elif "0.weight" in weights:
+            self._require(weights, "2.weight")
+            hidden, width = weights["0.weight"].shape
+            # The checkpoint does not record the number of patches; import_checkpoint sets it.
+            config = AdapterConfig(LOCAL, 1, width, weights["2.weight"].shape[0], hidden, activation=activation)
+        else:
+            raise ModelError(
+                f"{self.path} has no adapter: it lacks both {ADAPTER_PREFIX}query and {ADAPTER_PREFIX}0.weight; "
+                "give another checkpoint"
+            )
+        adapter = build_adapter(config)
+        assign_weights(adapter, weights, f"the adapter of {self.path}")
+        return adapter
+
+    def _require(self, weights: State, *names: str) -> None:
+        missing = [name for name in names if name not in weights]
+        if missing:
+            raise ModelError(
+                f"{self.path} is not a checkpoint of the published training code: it lacks the weights "
+                f"{', '.join(missing)}; give another checkpoint"
+            )
 
 
 def load_published_checkpoint(
@@ -128,64 +181,3 @@ def load_published_checkpoint(
     """
     published = PublishedCheckpoint.read(Path(checkpoint))
     return published.model(Path(tokenizer_dir), vision_heads=vision_heads, layer_norm_eps=layer_norm_eps)
-
-
-def _joint_encoder(state: State, tokenizer_dir: Path, what: str) -> JointEncoder:
-    _require(state, (WORDS, POSITIONS, "text_projection.weight"), what)
-    # Training adds the token <image> and may extend the position table. config.json may still have the old sizes, so
-    # the sizes are taken from the weights.
-    config = bert_config(
-        tokenizer_dir / "config.json",
-        vocab_size=state[WORDS].shape[0],
-        max_position_embeddings=state[POSITIONS].shape[0],
-    )
-    joint = JointEncoder(config, load_joint_tokenizer(tokenizer_dir), state["text_projection.weight"].shape[0])
-    # Older versions of transformers stored the position ids 0, 1, 2, ... as well.
-    kept = {k: v for k, v in state.items() if k.startswith(JOINT_PREFIXES) and not k.endswith(".position_ids")}
-    assign_weights(joint, kept, f"the joint encoder of {what}")
-    return joint
-
-
-def _adapter(state: State, joint: JointEncoder, heads: int, eps: float, what: str) -> Adapter:
-    weights = {k.removeprefix(ADAPTER_PREFIX): v for k, v in state.items() if k.startswith(ADAPTER_PREFIX)}
-    activation = str(joint.config.hidden_act)
-    if "query" in weights:
-        _require(weights, ("query", "mlp.fc1.weight", "projection.weight"), what)
-        config = AdapterConfig(
-            kind=COMPRESSED,
-            num_tokens=weights["query"].shape[1],
-            vision_dim=weights["query"].shape[2],
-            language_dim=weights["projection.weight"].shape[0],
-            hidden_dim=weights["mlp.fc1.weight"].shape[0],
-            num_heads=heads,
-            activation=activation,
-            layer_norm_eps=eps,
-        )
-    elif "0.weight" in weights:
-        _require(weights, ("0.weight", "2.weight"), what)
-        hidden, width = weights["0.weight"].shape
-        language = weights["2.weight"].shape[0]
-        # The checkpoint does not record the number of patches; import_checkpoint sets it.
-        config = AdapterConfig(LOCAL, 1, width, language, hidden, activation=activation)
-    else:
-        raise ModelError(
-            f"{what} has no adapter: it lacks both {ADAPTER_PREFIX}query and {ADAPTER_PREFIX}0.weight; "
-            "give another checkpoint"
-        )
-    if config.language_dim != joint.width:
-        raise ModelError(
-            f"the adapter in {what} makes tokens of width {config.language_dim}, but the joint encoder "
-            f"reads tokens of width {joint.width}; give another checkpoint"
-        )
-    adapter = build_adapter(config)
-    assign_weights(adapter, weights, f"the adapter of {what}")
-    return adapter
-
-
-def _require(state: State, names: Sequence[str], what: str) -> None:
-    missing = [name for name in names if name not in state]
-    if missing:
-        raise ModelError(
-            f"{what} is not a checkpoint of the published training code: it lacks the weights "
-            f"{', '.join(missing)}; give another checkpoint"
-        )

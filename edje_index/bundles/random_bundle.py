@@ -5,6 +5,8 @@ All commands take as long as with trained weights. The order of search results h
 
 from __future__ import annotations
 
+import re
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,21 +14,25 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BundleInfo
-from edje_index.bundles.random_tokenizer import untrained_tokenizer
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.models.joint_inputs import IMAGE_TOKEN, JointTokenizer
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
 
 prepare_torchvision()
 
+from open_clip.tokenizer import SimpleTokenizer  # noqa: E402
 from open_clip.transform import PreprocessCfg  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 NOTES = "untrained: random weights; scores and the order of results have no meaning"
-MAX_POSITIONS = 512
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORD_END = "</w>"
 
 
 @dataclass(frozen=True)
@@ -86,53 +92,19 @@ def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedS
         (4, 16)
     """
     sizes = sizes or UntrainedSizes()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        bundle = _make(sizes)
-    return bundle.save(out)
-
-
-def _make(sizes: UntrainedSizes) -> ModelBundle:
-    clip_config = _clip_config(sizes)
-    clip = build_clip(clip_config)
-    vision = vision_tower(clip.visual)  # type: ignore[arg-type]
-    adapter = AdapterConfig(
-        kind=sizes.adapter_kind,
-        num_tokens=vision.num_patches if sizes.adapter_kind == "local" else sizes.tokens,
-        vision_dim=vision.patch_dim,
-        language_dim=sizes.language_width,
-        hidden_dim=sizes.adapter_hidden,
-        num_heads=vision.num_heads,
-        layer_norm_eps=vision.layer_norm_eps,
-    )
-    return ModelBundle(
-        clip=clip,
-        clip_config=clip_config,
-        text_tokenizer=text_tokenizer(clip_config),
-        adapter=build_adapter(adapter),
-        joint=_joint_encoder(sizes),
-        trained=False,
-        notes=NOTES,
-    )
-
-
-def _clip_config(sizes: UntrainedSizes) -> ClipConfig:
-    model = {
-        "embed_dim": sizes.embed_dim,
-        "vision_cfg": {
-            "image_size": sizes.image_size,
-            "patch_size": sizes.patch_size,
-            "width": sizes.vision_width,
-            "layers": sizes.vision_layers,
-            "head_width": sizes.vision_head_width,
-        },
-        "text_cfg": {
-            "context_length": 77,
-            "vocab_size": 49408,
-            "width": sizes.text_width,
-            "heads": max(1, sizes.text_width // 64),
-            "layers": sizes.text_layers,
-        },
+    vision_config = {
+        "image_size": sizes.image_size,
+        "patch_size": sizes.patch_size,
+        "width": sizes.vision_width,
+        "layers": sizes.vision_layers,
+        "head_width": sizes.vision_head_width,
+    }
+    text_config = {
+        "context_length": 77,
+        "vocab_size": 49408,
+        "width": sizes.text_width,
+        "heads": max(1, sizes.text_width // 64),
+        "layers": sizes.text_layers,
     }
     defaults = PreprocessCfg()
     preprocess = {
@@ -144,18 +116,99 @@ def _clip_config(sizes: UntrainedSizes) -> ClipConfig:
         "resize_mode": defaults.resize_mode,
         "fill_color": defaults.fill_color,
     }
-    return ClipConfig(f"untrained-ViT-{sizes.vision_width}x{sizes.vision_layers}-{sizes.patch_size}", model, preprocess)
+    clip_config = ClipConfig(
+        f"untrained-ViT-{sizes.vision_width}x{sizes.vision_layers}-{sizes.patch_size}",
+        {"embed_dim": sizes.embed_dim, "vision_cfg": vision_config, "text_cfg": text_config},
+        preprocess,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        clip = build_clip(clip_config)
+        vision = vision_tower(clip.visual)  # type: ignore[arg-type]
+        adapter = AdapterConfig(
+            kind=sizes.adapter_kind,
+            num_tokens=vision.num_patches if sizes.adapter_kind == "local" else sizes.tokens,
+            vision_dim=vision.patch_dim,
+            language_dim=sizes.language_width,
+            hidden_dim=sizes.adapter_hidden,
+            num_heads=vision.num_heads,
+            layer_norm_eps=vision.layer_norm_eps,
+        )
+        bundle = ModelBundle(
+            clip=clip,
+            clip_config=clip_config,
+            text_tokenizer=text_tokenizer(clip_config),
+            adapter=build_adapter(adapter),
+            joint=untrained_joint_encoder(
+                sizes.embed_dim,
+                words=sizes.language_words,
+                width=sizes.language_width,
+                layers=sizes.language_layers,
+                heads=sizes.language_heads,
+                intermediate=4 * sizes.language_width,
+            ),
+            trained=False,
+            notes=NOTES,
+        )
+    return bundle.save(out)
 
 
-def _joint_encoder(sizes: UntrainedSizes) -> JointEncoder:
-    tokenizer = untrained_tokenizer(sizes.language_words)
+def untrained_joint_encoder(
+    embed_dim: int,
+    *,
+    words: int,
+    width: int,
+    intermediate: int,
+    layers: int = 1,
+    heads: int = 1,
+    positions: int = 512,
+) -> JointEncoder:
+    """Make a joint encoder with random weights and a tokenizer from `untrained_tokenizer`."""
+    tokenizer = untrained_tokenizer(words)
     config = {
-        "hidden_size": sizes.language_width,
-        "num_hidden_layers": sizes.language_layers,
-        "num_attention_heads": sizes.language_heads,
-        "intermediate_size": 4 * sizes.language_width,
-        "max_position_embeddings": MAX_POSITIONS,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": positions,
         "vocab_size": len(tokenizer),
         "pad_token_id": 0,
     }
-    return JointEncoder(bert_config(config), tokenizer, sizes.embed_dim)
+    return JointEncoder(bert_config(config), tokenizer, embed_dim)
+
+
+def untrained_tokenizer(words: int) -> JointTokenizer:
+    """Make a WordPiece tokenizer with ``words`` entries from the vocabulary of open_clip, without a download.
+
+    The last entry is ``<image>``.
+    """
+    # Entries that end a word (``</w>``) become words, other entries become pieces (``##``). Single letters and digits
+    # are added, so that no lower-case ASCII word is unknown.
+    letters = string.ascii_lowercase + string.digits
+    pieces = dict.fromkeys((*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters)))
+    most = len(pieces) + words
+    for entry in SimpleTokenizer().encoder:
+        if len(pieces) >= most:
+            break
+        if re.fullmatch(r"[a-z0-9]+", entry.removesuffix(WORD_END)):
+            pieces[entry.removesuffix(WORD_END) if entry.endswith(WORD_END) else "##" + entry] = None
+    vocabulary = {piece: token_id for token_id, piece in enumerate((*pieces, IMAGE_TOKEN))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+    )
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        additional_special_tokens=[IMAGE_TOKEN],
+    )
+    return JointTokenizer.of(wrapped)

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from edje_index.bundles.encoder_parts import load_adapter, load_visual
 from edje_index.bundles.info import ENCODER_FILES, BundleInfo, read_bundle_info, verify_files
+from edje_index.bundles.parts import load_adapter, load_visual
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.models.adapter import Adapter
-from edje_index.models.bf16 import to_bf16_array
-from edje_index.models.devices import autocast, resolve_device, resolve_dtype
+from edje_index.models.devices import autocast, resolve_device, resolve_dtype, to_bf16_array
 from edje_index.models.linear import replace_linear_layers
 from edje_index.models.vision_tower import VisionTower
 

@@ -1,1 +1,4 @@
-"""Vision and text towers, adapters and the joint encoder, with helpers for weights files and devices."""
+"""The towers, adapters and joint encoders of a model. This module imports nothing."""
+
+MAX_FRAMES = 256
+"""Largest number of frames per clip. All frames of a batch are in memory at once."""

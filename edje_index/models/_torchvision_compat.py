@@ -21,15 +21,18 @@ _libraries: list[Any] = []  # a torch.library.Library removes its definitions wh
 
 
 @functools.cache
-def prepare_torchvision() -> bool:
-    """Declare the operators ``nms`` and ``qnms`` if torchvision cannot load them. Return True if this was necessary."""
-    if "torchvision" in sys.modules:
-        return False
-    spec = importlib.util.find_spec("torchvision")
+def prepare_torchvision() -> None:
+    """Declare the operators ``nms`` and ``qnms`` if torchvision cannot load them."""
+    spec = None if "torchvision" in sys.modules else importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None or operators_load(Path(spec.origin).parent):
-        return False
-    _declare_missing_operators()
-    return True
+        return
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in FAKE_REGISTERED_OPS:
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(name + SCHEMA)  # type: ignore[no-untyped-call]
+    _libraries.append(library)
 
 
 def operators_load(package: Path) -> bool:
@@ -45,13 +48,3 @@ def operators_load(package: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _declare_missing_operators() -> None:
-    import torch
-
-    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name in FAKE_REGISTERED_OPS:
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(name + SCHEMA)  # type: ignore[no-untyped-call]
-    _libraries.append(library)

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from edje_index.errors import ModelError
-from edje_index.models.frames import MAX_FRAMES
-from edje_index.models.reduction import cluster_tokens, prune_tokens, stride_tokens
+from edje_index.models import MAX_FRAMES
 
 COMPRESSED, LOCAL = "compressed", "local"
 STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
@@ -27,6 +26,7 @@ FRAME_KINDS = (COMPRESSED, LOCAL, STRIDED, CLUSTERED)  # adapters of single fram
 TEMPORAL = (FRAME_EMBEDDINGS, FRAME_TOKENS)
 KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES, *TEMPORAL)
 PUBLISHED_HIDDEN_DIM = 8192  # hidden width of the MLP of the adapters in the EDJE paper
+CLUSTER_SEED, CLUSTER_ITERATIONS = 0, 25
 
 
 @dataclass(frozen=True)
@@ -152,16 +152,12 @@ class CompressionAdapter(Adapter):
 
     def query_attention(self, patches: torch.Tensor) -> torch.Tensor:
         """Return the attention weights of the queries over the patches [b, n, d_v], averaged over heads, [b, m, n]."""
-        weights = self._attend(patches, need_weights=True)[1]
-        assert weights is not None
+        weights: torch.Tensor = self._attend(patches, need_weights=True)[1]
         return weights
 
-    def _attend(self, patches: torch.Tensor, *, need_weights: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _attend(self, patches: torch.Tensor, *, need_weights: bool) -> Any:
         queries = self.query.expand(patches.shape[0], -1, -1)
-        result: tuple[torch.Tensor, torch.Tensor | None] = self.attention(
-            queries, self.key(patches), self.value(patches), need_weights=need_weights
-        )
-        return result
+        return self.attention(queries, self.key(patches), self.value(patches), need_weights=need_weights)
 
     def of_frames(self, patches: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         """Map all patches of all frames to tokens, as if they were the patches of one image."""
@@ -253,19 +249,18 @@ class ReducedAdapter(Adapter):
 
         `received` is the attention that each patch receives [b, n]. Only a ``pruned`` adapter needs this argument.
         """
-        result: torch.Tensor = self.local(self._reduce(patches, received))
-        return result
-
-    def _reduce(self, patches: torch.Tensor, received: torch.Tensor | None) -> torch.Tensor:
         count = self.config.num_tokens
         if self.config.kind == STRIDED:
-            return stride_tokens(patches, count)
-        if self.config.kind == CLUSTERED:
+            tokens = stride_tokens(patches, count)
+        elif self.config.kind == CLUSTERED:
             with torch.autocast(patches.device.type, enabled=False):
-                return cluster_tokens(patches, count)
-        if received is None:
+                tokens = cluster_tokens(patches, count)
+        elif received is not None:
+            tokens = prune_tokens(patches, received, count)
+        else:
             raise ValueError("a pruned adapter needs the attention that each patch receives: pass `received`, [b, n]")
-        return prune_tokens(patches, received, count)
+        result: torch.Tensor = self.local(tokens)
+        return result
 
 
 class PatchesAdapter(Adapter):
@@ -300,17 +295,38 @@ def build_adapter(config: AdapterConfig) -> Adapter:
     return classes.get(config.kind, ReducedAdapter)(config).eval()
 
 
-def _check_temporal(config: AdapterConfig) -> None:
+def _check(config: AdapterConfig) -> None:
+    if config.kind not in KINDS:
+        raise ModelError(f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}")
+    sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
+    if min(sizes) < 1 or config.hidden_dim < 0:
+        raise ModelError(f"the sizes of an adapter must be positive (hidden_dim may be 0); got {config}")
     frame = config.frame_adapter
-    if not isinstance(config.frames, int) or not 1 <= config.frames <= MAX_FRAMES:
-        raise ModelError(f"frames of a {config.kind} adapter must be 1 to {MAX_FRAMES}, got {config.frames}")
-    if (frame is None) != (config.kind == FRAME_EMBEDDINGS):
-        raise ModelError(f"only a {FRAME_TOKENS} adapter has a frame_adapter; got {config}")
-    if frame is not None and (frame.kind not in FRAME_KINDS or frame.language_dim != config.vision_dim):
+    if config.kind in TEMPORAL:
+        if not isinstance(config.frames, int) or not 1 <= config.frames <= MAX_FRAMES:
+            raise ModelError(f"frames of a {config.kind} adapter must be 1 to {MAX_FRAMES}, got {config.frames}")
+        if (frame is None) != (config.kind == FRAME_EMBEDDINGS):
+            raise ModelError(f"only a {FRAME_TOKENS} adapter has a frame_adapter; got {config}")
+        if frame is not None and (frame.kind not in FRAME_KINDS or frame.language_dim != config.vision_dim):
+            raise ModelError(
+                f"the frame_adapter must be of the kind {' or '.join(FRAME_KINDS)} and make tokens of width "
+                f"{config.vision_dim}; got a {frame.kind} adapter of width {frame.language_dim}"
+            )
+    elif config.frames is not None or frame is not None:
+        raise ModelError(f"a {config.kind} adapter has neither frames nor a frame_adapter; got {config}")
+    if config.kind in (COMPRESSED, *TEMPORAL) and config.vision_dim % config.num_heads:
         raise ModelError(
-            f"the frame_adapter must be of the kind {' or '.join(FRAME_KINDS)} and make tokens of width "
-            f"{config.vision_dim}; got a {frame.kind} adapter of width {frame.language_dim}"
+            f"the width {config.vision_dim} of the tower is not divisible by {config.num_heads} heads: "
+            "set num_heads to the number of attention heads of the tower"
         )
+    if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
+        raise ModelError(
+            "hidden_dim may be 0 only for a training-free adapter (strided, clustered or pruned) with equal "
+            f"vision_dim and language_dim; got a {config.kind} adapter with vision_dim "
+            f"{config.vision_dim} and language_dim {config.language_dim}"
+        )
+    if config.kind == PATCHES and config.hidden_dim:
+        raise ModelError(f"hidden_dim of a patches adapter must be 0, got {config.hidden_dim}")
 
 
 def activation(name: str) -> nn.Module:
@@ -332,26 +348,84 @@ def activation(name: str) -> nn.Module:
     return module
 
 
-def _check(config: AdapterConfig) -> None:
-    if config.kind not in KINDS:
-        raise ModelError(f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}")
-    sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
-    if min(sizes) < 1 or config.hidden_dim < 0:
-        raise ModelError(f"the sizes of an adapter must be positive (hidden_dim may be 0); got {config}")
-    if config.kind in TEMPORAL:
-        _check_temporal(config)
-    elif config.frames is not None or config.frame_adapter is not None:
-        raise ModelError(f"a {config.kind} adapter has neither frames nor a frame_adapter; got {config}")
-    if config.kind in (COMPRESSED, *TEMPORAL) and config.vision_dim % config.num_heads:
-        raise ModelError(
-            f"the width {config.vision_dim} of the tower is not divisible by {config.num_heads} heads: "
-            "set num_heads to the number of attention heads of the tower"
-        )
-    if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
-        raise ModelError(
-            "hidden_dim may be 0 only for a training-free adapter (strided, clustered or pruned) with equal "
-            f"vision_dim and language_dim; got a {config.kind} adapter with vision_dim "
-            f"{config.vision_dim} and language_dim {config.language_dim}"
-        )
-    if config.kind == PATCHES and config.hidden_dim:
-        raise ModelError(f"hidden_dim of a patches adapter must be 0, got {config.hidden_dim}")
+# Reductions without trained weights, see the appendix of the EDJE paper. The tokens of an image do not depend on the
+# other images of the batch.
+
+
+def stride_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
+    """Keep `count` patches at equal distances. Return [b, m, d_v], where token i is patch floor(i n / m).
+
+    Args:
+        patches: patch features [b, n, d_v].
+        count: number of tokens, m.
+    """
+    _check_count(patches, count)
+    n = patches.shape[1]
+    return patches[:, torch.arange(count, device=patches.device) * n // count]
+
+
+def prune_tokens(patches: torch.Tensor, received: torch.Tensor, count: int) -> torch.Tensor:
+    """Keep the `count` patches that receive the most attention. Return [b, m, d_v], in the order of the patches.
+
+    Args:
+        patches: patch features [b, n, d_v].
+        received: attention that each patch receives in the last layer of the vision tower [b, n].
+        count: number of tokens, m.
+    """
+    _check_count(patches, count)
+    kept = received.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+    return patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
+
+
+def cluster_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
+    """Group the patches of each image into `count` clusters. Return the cluster centres, float32 [b, m, d_v].
+
+    The method is k-means with k-means++ seeding (Arthur and Vassilvitskii, 2007) and at most 25 Lloyd iterations.
+
+    Args:
+        patches: patch features [b, n, d_v].
+        count: number of tokens, m.
+    """
+    # Every image uses the same fixed random numbers. A cluster that loses all its patches keeps its last centre.
+    _check_count(patches, count)
+    points = patches.float()
+    centres = _first_centres(points, count)
+    assignment = _nearest(points, centres)
+    for _ in range(CLUSTER_ITERATIONS):
+        members = nn.functional.one_hot(assignment, count).to(points.dtype)
+        sizes = members.sum(dim=1)[:, :, None]
+        sums = members.transpose(1, 2) @ points
+        centres = torch.where(sizes > 0, sums / sizes.clamp(min=1), centres)
+        moved = _nearest(points, centres)
+        if torch.equal(moved, assignment):
+            break
+        assignment = moved
+    return centres
+
+
+def _first_centres(points: torch.Tensor, count: int) -> torch.Tensor:
+    """Draw the initial cluster centres [b, count, d_v] with k-means++ seeding."""
+    b, n, _ = points.shape
+    draws = torch.rand(count, generator=torch.Generator().manual_seed(CLUSTER_SEED)).to(points.device)
+    rows = torch.arange(b, device=points.device)
+    chosen = (draws[0] * n).long().clamp(max=n - 1).expand(b)
+    centres = [points[rows, chosen]]
+    distance = torch.full((b, n), torch.inf, device=points.device)
+    for draw in draws[1:]:
+        distance = torch.minimum(distance, (points - centres[-1][:, None]).square().sum(dim=2))
+        cumulative = distance.double().cumsum(dim=1)
+        target = (draw.double() * cumulative[:, -1:]).contiguous()
+        chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=n - 1)
+        centres.append(points[rows, chosen])
+    return torch.stack(centres, dim=1)
+
+
+def _nearest(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+    """Return the index of the centre nearest to each point, int64 [b, n]."""
+    scores = centres.square().sum(dim=2)[:, None] - 2 * points @ centres.transpose(1, 2)
+    return scores.argmin(dim=2)
+
+
+def _check_count(patches: torch.Tensor, count: int) -> None:
+    if not 1 <= count <= patches.shape[1]:
+        raise ValueError(f"cannot keep {count} of {patches.shape[1]} tokens: give a count from 1 to {patches.shape[1]}")

@@ -9,7 +9,6 @@ from typing import Any
 
 from edje_index.errors import ModelError
 from edje_index.filesystem import write_json
-from edje_index.models.safety import check_local_name
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -61,9 +60,15 @@ def read_clip_config(folder: Path, name: str) -> ClipConfig:
     try:
         content = json.loads((folder / CONFIG_FILE).read_text())
         config = ClipConfig(name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {}))
-        check_local_name(config.model["vision_cfg"].get("timm_model_name"), str(folder / CONFIG_FILE))
+        tower = str(config.model["vision_cfg"].get("timm_model_name") or "")
+        _ = {**(config.text.get("tokenizer_kwargs") or {})}  # raises TypeError for another type
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r}; restore this file"
         ) from error
+    if ":" in tower or "/" in tower:
+        raise ModelError(
+            f"{folder / CONFIG_FILE} names the timm model {tower!r}, which is not an architecture of timm: use a name "
+            "from timm.list_models()"
+        )
     return config

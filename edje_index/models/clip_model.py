@@ -1,19 +1,25 @@
-"""Builds open_clip models with random weights."""
+"""Builds open_clip models with random weights, and loads pretrained ones from a tag, a file, a folder or a hub."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
-from edje_index.errors import ModelError
+from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.clip_config import HF_CONFIG_FILE, ClipConfig
-from edje_index.models.hub import hub_access, loading_error
+from edje_index.models.clip_config import HF_CONFIG_FILE, HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig, read_clip_config
 from edje_index.models.safety import read_configuration
+from edje_index.models.weights import assign_weights, read_weights
 
 prepare_torchvision()
 
@@ -22,6 +28,18 @@ from open_clip.hf_configs import arch_dict  # noqa: E402
 from open_clip.model import _build_vision_tower  # noqa: E402
 from open_clip.timm_model import TimmModel  # noqa: E402
 from open_clip.transform import PreprocessCfg, image_transform_v2  # noqa: E402
+
+LOCAL_DIR = "local-dir:"
+_SCHEMAS = ("hf-hub:", LOCAL_DIR)
+_MAX_LISTED_TAGS = 8
+_PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+_CONNECT_SECONDS = 5.0
+# Parts of the error messages that the libraries give if a download fails.
+_OFFLINE_SIGNS = (
+    "Failed to download", "Failed initial config", "couldn't connect", "Can't load", "Max retries", "offline",
+    "urlopen error", "Name or service not known", "name resolution", "Connection", "LocalEntryNotFound",
+)  # fmt: skip
+_REFUSED_SIGNS = ("401", "403", "404")  # HTTP status codes: the hub was reached
 
 
 def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Module:
@@ -37,7 +55,17 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
     """
     arguments = _without_downloads(config)
     if config.hf_text_name:
-        _check_hf_text(config.name, hf_text)
+        if hf_text is None or not (hf_text / HF_CONFIG_FILE).is_file():
+            raise ModelError(
+                f"the text tower of {config.name} needs the file {HF_CONFIG_FILE}, which is not in {hf_text}: copy "
+                "this file again"
+            )
+        model_type = read_configuration(hf_text / HF_CONFIG_FILE).get("model_type")
+        if model_type not in arch_dict:
+            raise ModelError(
+                f"{hf_text / HF_CONFIG_FILE} describes a text tower of type {model_type!r}, which open_clip "
+                f"does not support: use one of the types {', '.join(sorted(arch_dict))}"
+            )
         arguments["text_cfg"]["hf_model_name"] = str(hf_text)
     custom_text = arguments.pop("custom_text", False) or config.hf_text_name
     model_class = open_clip.CustomTextCLIP if custom_text else open_clip.CLIP
@@ -73,6 +101,14 @@ def _without_downloads(config: ClipConfig) -> dict[str, Any]:
     return arguments
 
 
+def _build(name: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    try:
+        with hub_access(local_only=True):
+            return make().eval()
+    except Exception as error:
+        raise _loading_error(name, error) from error
+
+
 def _resize_trunk(visual: Any) -> None:
     """Resize a timm ViT to the image size in the configuration, because open_clip uses timm's default size."""
     if not isinstance(visual, TimmModel):
@@ -83,23 +119,116 @@ def _resize_trunk(visual: Any) -> None:
         visual.set_input_size(visual.image_size)
 
 
-def _check_hf_text(name: str, folder: Path | None) -> None:
-    """Raise ModelError unless open_clip supports the Hugging Face text tower in `folder`."""
-    if folder is None or not (folder / HF_CONFIG_FILE).is_file():
-        raise ModelError(
-            f"the text tower of {name} needs the file {HF_CONFIG_FILE}, which is not in {folder}: copy this file again"
-        )
-    model_type = read_configuration(folder / HF_CONFIG_FILE).get("model_type")
-    if model_type not in arch_dict:
-        raise ModelError(
-            f"{folder / HF_CONFIG_FILE} describes a text tower of type {model_type!r}, which open_clip "
-            f"does not support: use one of the types {', '.join(sorted(arch_dict))}"
-        )
+def load_clip(vision: str, *, untrained: bool = False) -> tuple[torch.nn.Module, ClipConfig]:
+    """Load an open_clip model. Return the model and its configuration.
 
+    Args:
+        vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:WEIGHTS_FILE``, ``hf-hub:ORG/REPO`` or ``local-dir:FOLDER``.
+            ``NAME`` is a model name of open_clip, such as ``ViT-B-16-SigLIP2``. Without a tag, it must have only one.
+        untrained: draw random weights instead of loading weights; `vision` must then be a ``NAME``.
 
-def _build(name: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    Raises:
+        HubUnreachableError: the weights are not in the local cache and cannot be downloaded.
+        ModelError: the model or tag is unknown, or the weights do not fit the model.
+    """
+    tag: str | None = None
+    preprocess: dict[str, Any] | None = None
+    if vision.startswith(_SCHEMAS):
+        name = vision
+        if untrained:
+            raise ModelError(f"random weights need a model name of open_clip alone, not {vision}")
+        folder = Path(vision.removeprefix(LOCAL_DIR))
+        if vision.startswith(LOCAL_DIR) and (folder / HF_TEXT_FOLDER).is_dir():
+            # open_clip cannot load such a folder offline: it requests the configuration of the text tower from the hub.
+            config = read_clip_config(folder, folder.name)
+            model = build_clip(config, folder / HF_TEXT_FOLDER)
+            assign_weights(model, read_weights(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE))
+            return model, config
+    else:
+        name, _, tag = vision.partition(":")
+        name = name.replace("/", "-")
+        tag, preprocess = _weights_of(name, tag, untrained=untrained)
     try:
-        with hub_access(local_only=True):
-            return make().eval()
+        with hub_access():
+            model = open_clip.create_model(
+                name, pretrained=tag, require_pretrained=not untrained, force_preprocess_cfg=preprocess
+            )
+            model_config = open_clip.get_model_config(name)
     except Exception as error:
-        raise loading_error(name, error) from error
+        raise _loading_error(vision, error) from error
+    label = Path(name.removeprefix(LOCAL_DIR)).name if name.startswith(LOCAL_DIR) else name
+    described = {"model": model_config, "preprocess": dict(open_clip.get_model_preprocess_cfg(model))}
+    return model.eval(), ClipConfig(label, **json.loads(json.dumps(described)))  # tuples become lists
+
+
+def _weights_of(name: str, tag: str, *, untrained: bool) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the tag or file of a model's weights, and the preprocessing where open_clip would guess it."""
+    if open_clip.get_model_config(name) is None:
+        raise ModelError(
+            f"open_clip {open_clip.__version__} knows no model {name!r}: give a name from "
+            "open_clip.list_models(), hf-hub:ORG/REPO or local-dir:FOLDER"
+        )
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    more = f" and {len(tags) - _MAX_LISTED_TAGS} more" if len(tags) > _MAX_LISTED_TAGS else ""
+    listed = ", ".join(tags[:_MAX_LISTED_TAGS]) + more
+    if untrained and tag:
+        raise ModelError(f"random weights need a model name of open_clip alone, not {name}:{tag}")
+    if not untrained and not tag:
+        if len(tags) != 1:
+            raise ModelError(
+                f"{name} has several sets of weights: give {name}:TAG or {name}:FILE, where TAG is one of {listed}"
+            )
+        tag = str(tags[0])
+    if tag and tag not in tags and not Path(tag).is_file():
+        raise ModelError(f"{name} has no weights {tag!r}: give a weights file, or one of the tags {listed}")
+    if tag in tags or not tags:
+        return tag or None, None
+    # For every file open_clip would use OpenAI's preprocessing, which is wrong for SigLIP.
+    pretrained = open_clip.get_pretrained_cfg(name, tags[0])
+    return tag or None, {key: value for key, value in pretrained.items() if key != "size"}
+
+
+@contextmanager
+def hub_access(*, local_only: bool = False) -> Iterator[None]:
+    """Context manager for calls that may download from the Hugging Face hub. Not thread-safe.
+
+    The client of the hub retries for most of a minute. This function first tries one connection. If the connection
+    fails, the client uses only the local cache. Behind a proxy, the hub counts as reachable.
+
+    Args:
+        local_only: if True, nothing is downloaded.
+    """
+    from huggingface_hub import constants
+
+    offline = constants.HF_HUB_OFFLINE
+    disabled = logging.root.manager.disable
+    handler = logging.NullHandler()
+    # open_clip logs through the root logger, which would otherwise add a handler that prints.
+    logging.root.addHandler(handler)
+    logging.disable(logging.CRITICAL)
+    if not (offline or local_only or any(os.environ.get(name) for name in _PROXY_VARIABLES)):
+        address = urlsplit(constants.ENDPOINT)
+        try:
+            socket.create_connection((address.hostname or "", address.port or 443), timeout=_CONNECT_SECONDS).close()
+        except OSError:
+            local_only = True
+    constants.HF_HUB_OFFLINE = offline or local_only
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        logging.disable(disabled)
+        logging.root.removeHandler(handler)
+
+
+def _loading_error(name: str, error: Exception) -> ModelError:
+    """Convert `error`, raised while the model `name` was loaded, to the error that a user sees."""
+    message = " ".join(str(error).split())
+    excerpt = message[:200]
+    if any(sign in message for sign in _OFFLINE_SIGNS) and not any(sign in message for sign in _REFUSED_SIGNS):
+        return HubUnreachableError(
+            f"cannot download {name}: the model hub is not reachable from this machine [{excerpt}]. Give local weights "
+            "as NAME:/path/to/weights or local-dir:FOLDER. Alternatively, download the model on a machine that reaches "
+            "the hub, and copy its cache directory HF_HOME to this machine"
+        )
+    return ModelError(f"cannot load {name}: {excerpt}; check the name and the files of the model")

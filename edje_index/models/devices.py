@@ -1,4 +1,4 @@
-"""Converts names of devices and data types to torch objects, and restores torch's number of CPU threads."""
+"""Devices, data types and CPU threads of torch, and conversion between tensors and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
 
 from edje_index.errors import ModelError
@@ -64,3 +66,19 @@ def threads_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return ``tensor`` as an ``ml_dtypes.bfloat16`` array, rounded to nearest, ties to even."""
+    bits = tensor.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16)
+    return bits.numpy().view(ml_dtypes.bfloat16)
+
+
+def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
+    """Return ``array`` as a torch tensor of the same data type. ``ml_dtypes.bfloat16`` is supported."""
+    if isinstance(array, torch.Tensor):
+        return array
+    array = np.require(array, requirements=["C", "W"])  # torch warns about read-only arrays
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

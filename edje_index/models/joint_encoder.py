@@ -56,7 +56,8 @@ class JointEncoder(nn.Module):
         self.language_model = BertForMaskedLM(config)
         # One tensor under two names, as in published checkpoints.
         self.text_embeddings = self.language_model.get_input_embeddings()
-        self.classification_head = nn.Sequential(_pooler(config), nn.Linear(config.hidden_size, 1))
+        pooler: nn.Module = BertPooler(config)  # type: ignore[no-untyped-call]
+        self.classification_head = nn.Sequential(pooler, nn.Linear(config.hidden_size, 1))
         self.text_projection = nn.Linear(config.hidden_size, text_embed_dim)
         self.eval()
 
@@ -77,14 +78,9 @@ class JointEncoder(nn.Module):
 
     def scorer(self) -> JointScorer:
         """Return a scorer with the current weights. A scorer is faster than :meth:`forward`, but cannot be trained."""
-        shape = BertShape.parse(self.config.to_dict(), "the joint encoder")
+        source, shape = "the joint encoder", BertShape.parse(self.config.to_dict(), "the joint encoder")
         return JointScorer(
-            self.tokenizer,
-            shape,
-            self.state_dict(),
-            source="the joint encoder",
-            dtype=self.compute_dtype,
-            device=self.device,
+            self.tokenizer, shape, self.state_dict(), source=source, dtype=self.compute_dtype, device=self.device
         )
 
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
@@ -117,24 +113,16 @@ class JointEncoder(nn.Module):
         words = self.text_embeddings(ids)
         is_image = (ids == self.tokenizer.image_token_id)[:, :, None].expand_as(words)
         embedded = words.masked_scatter(is_image, tokens.to(device, words.dtype))
+        positions = self.language_model.bert.embeddings.position_embeddings.num_embeddings
         output = self.language_model.bert(
             inputs_embeds=embedded,
             token_type_ids=inputs.token_type_ids.to(device),
             attention_mask=inputs.attention_mask.to(device),
-            position_ids=self._positions(ids),
+            # Positions beyond the position table become its last position.
+            position_ids=torch.arange(ids.shape[1], device=device).clamp(max=positions - 1)[None],
         )
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
-
-    def _positions(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the positions 0, 1, 2, ... of `ids`. Positions beyond the position table become the last position."""
-        table = self.language_model.bert.embeddings.position_embeddings.num_embeddings
-        return torch.arange(ids.shape[1], device=ids.device).clamp(max=table - 1)[None]
-
-
-def _pooler(config: BertConfig) -> nn.Module:
-    pooler: nn.Module = BertPooler(config)  # type: ignore[no-untyped-call]
-    return pooler
 
 
 def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:

@@ -2,14 +2,18 @@
 
 Tokens up to the first ``[SEP]`` have token type 0. Later tokens have token type 1. Captions are truncated so that a row
 has at most 64 + m tokens.
+
+This module also cleans texts before tokenisation as open_clip does, without importing open_clip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import html
+import string
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from tokenizers import Tokenizer
@@ -18,13 +22,13 @@ from edje_index.errors import ModelError
 from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
-from edje_index.models.text_cleaning import clean_canonicalize
 
 IMAGE_TOKEN = "<image>"
 MAX_TEXT_TOKENS = 64  # limit for [CLS], the caption and both [SEP] together
 NUM_SPECIAL_TOKENS = 3
 TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 OWN_CLASS = "PreTrainedTokenizerFast"  # the tokenizer class that `JointTokenizer.save` writes
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 SPECIAL_TOKEN_NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
@@ -45,7 +49,7 @@ class JointTokenizer:
         special_tokens: text of each special token, such as ``[SEP]``, by the names in `SPECIAL_TOKEN_NAMES`.
         truncation_side: end where long captions are truncated, "right" or "left".
         canonical: whether captions are converted to lower case without punctuation before they are tokenised, see
-            `text_cleaning.clean_canonicalize`.
+            `clean_canonicalize`.
         image_token_id: token id of the placeholder.
     """
 
@@ -155,32 +159,48 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
             "or vocab.txt"
         )
     check_tokenizer_folder(folder)
+    file, settings_file = folder / TOKENIZER_FILE, folder / TOKENIZER_SETTINGS
     try:
-        return _own_tokenizer(folder, canonical) or _stock_tokenizer(folder, canonical)
+        settings = read_configuration(settings_file) if file.is_file() and settings_file.is_file() else {}
+        if set(settings) == {*SPECIAL_TOKEN_NAMES, "tokenizer_class", "truncation_side"}:
+            # `JointTokenizer.save` wrote these files, and transformers is not needed.
+            return JointTokenizer(
+                Tokenizer.from_file(str(file)),
+                {name: str(settings[name]) for name in SPECIAL_TOKEN_NAMES},
+                truncation_side=str(settings["truncation_side"]),
+                canonical=canonical,
+            )
+        prepare_torchvision()
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return JointTokenizer.of(tokenizer, canonical=canonical)
     except Exception as error:
         raise ModelError(
             f"cannot read the tokenizer in {folder}: {' '.join(str(error).split())[:300]}; copy the directory again"
         ) from error
 
 
-def _own_tokenizer(folder: Path, canonical: bool) -> JointTokenizer | None:
-    """Read a tokenizer that `JointTokenizer.save` wrote. Return None if the files are in another format."""
-    if not (folder / TOKENIZER_FILE).is_file() or not (folder / TOKENIZER_SETTINGS).is_file():
-        return None
-    settings = read_configuration(folder / TOKENIZER_SETTINGS)
-    if set(settings) != {*SPECIAL_TOKEN_NAMES, "tokenizer_class", "truncation_side"}:
-        return None
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-    special_tokens = {name: str(settings[name]) for name in SPECIAL_TOKEN_NAMES}
-    return JointTokenizer(
-        tokenizer, special_tokens, truncation_side=str(settings["truncation_side"]), canonical=canonical
-    )
+def clean_whitespace(text: str) -> str:
+    """Repair broken encodings, decode HTML entities, and replace every run of whitespace by one space."""
+    return " ".join(_repaired(text).split())
 
 
-def _stock_tokenizer(folder: Path, canonical: bool) -> JointTokenizer:
-    """Read a tokenizer in any format that transformers supports."""
-    prepare_torchvision()
-    from transformers import AutoTokenizer
+def clean_canonicalize(text: str) -> str:
+    """Clean `text` like `clean_whitespace`, convert it to lower case, and remove punctuation."""
+    plain = _repaired(text).replace("_", " ").translate(_NO_PUNCTUATION)
+    return " ".join(plain.lower().split())
 
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    return JointTokenizer.of(tokenizer, canonical=canonical)
+
+def _repaired(text: str) -> str:
+    import ftfy  # only some bundles need it
+
+    return html.unescape(html.unescape(ftfy.fix_text(text)))
+
+
+CLEANERS: Final[dict[str, Callable[[str], str]]] = {
+    "whitespace": clean_whitespace,
+    "lower": lambda text: clean_whitespace(text).lower(),
+    "canonicalize": clean_canonicalize,
+}
+"""By open_clip's names."""

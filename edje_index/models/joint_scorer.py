@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from edje_index.errors import ModelError
 from edje_index.models.bert import Bert, BertShape, BertWeights
-from edje_index.models.bf16 import as_tensor
+from edje_index.models.devices import as_tensor
 from edje_index.models.joint_inputs import JointInputs, JointTokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -99,12 +99,23 @@ class JointScorer:
         """Return matching logits, see `JointEncoder.score`."""
         tokens = as_tensor(tokens)
         captions = [captions] if isinstance(captions, str) else list(captions)
-        self._check(captions, tokens)
+        if tokens.ndim != 3 or tokens.shape[2] != self.width:
+            raise ModelError(f"blocks must have the shape [b, m, {self.width}], got {list(tokens.shape)}")
+        if len(captions) not in (1, tokens.shape[0]):
+            raise ModelError(
+                f"got {len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one caption per block"
+            )
         if len(captions) == 1:
             captions = captions * tokens.shape[0]
+        logits = torch.zeros(len(captions))
         if not captions:
-            return torch.zeros(0)
-        return self._score_by_length(self.tokenizer.caption_ids(captions), tokens)
+            return logits
+        ids = self.tokenizer.caption_ids(captions)
+        lengths = torch.tensor([len(caption) for caption in ids])  # batches contain captions of similar length
+        for batch in torch.split(lengths.argsort(stable=True), self.batch):
+            inputs = self.tokenizer.inputs_of_ids([ids[pair] for pair in batch.tolist()], tokens.shape[1])
+            logits[batch] = self.logits(inputs, tokens[batch.to(tokens.device)]).cpu()
+        return logits
 
     @torch.inference_mode()
     def logits(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
@@ -113,17 +124,16 @@ class JointScorer:
         words = functional.embedding(ids, self.word_vectors)
         is_image = (ids == self.tokenizer.image_token_id)[:, :, None].expand_as(words)
         words = words.masked_scatter(is_image, tokens.to(self.device, torch.float32))
-        first = self._bert.first_states(
-            self._bert.embed(words, inputs.token_type_ids.to(self.device)), self._mask(inputs)
-        )
+        embedded = self._bert.embed(words, inputs.token_type_ids.to(self.device))
+        first = self._bert.first_states(embedded, self._mask(inputs))
         return self._head(torch.tanh(self._pooler(first)))[:, 0]
 
     @torch.inference_mode()
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
         """Return the mean of the last hidden states of each row, float32 [b, d]. Rows must not contain image tokens."""
+        bert = self._exact_bert
         words = functional.embedding(inputs.input_ids.to(self.device), self.word_vectors)
-        embedded = self._exact_bert.embed(words, inputs.token_type_ids.to(self.device))
-        hidden = self._exact_bert.hidden_states(embedded, self._mask(inputs))
+        hidden = bert.hidden_states(bert.embed(words, inputs.token_type_ids.to(self.device)), self._mask(inputs))
         counted = inputs.attention_mask.to(self.device)[:, :, None]
         return (hidden * counted).sum(dim=1) / counted.sum(dim=1)
 
@@ -133,20 +143,3 @@ class JointScorer:
 
     def _mask(self, inputs: JointInputs) -> torch.Tensor | None:
         return None if bool(inputs.attention_mask.all()) else inputs.attention_mask.to(self.device, torch.bool)
-
-    def _score_by_length(self, captions: list[list[int]], tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of pairs. Batches contain captions of similar length."""
-        lengths = torch.tensor([len(ids) for ids in captions])
-        logits = torch.zeros(len(captions))
-        for batch in torch.split(lengths.argsort(stable=True), self.batch):
-            inputs = self.tokenizer.inputs_of_ids([captions[pair] for pair in batch.tolist()], tokens.shape[1])
-            logits[batch] = self.logits(inputs, tokens[batch.to(tokens.device)]).cpu()
-        return logits
-
-    def _check(self, captions: list[str], tokens: torch.Tensor) -> None:
-        if tokens.ndim != 3 or tokens.shape[2] != self.width:
-            raise ModelError(f"blocks must have the shape [b, m, {self.width}], got {list(tokens.shape)}")
-        if len(captions) not in (1, tokens.shape[0]):
-            raise ModelError(
-                f"got {len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one caption per block"
-            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -45,29 +45,25 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
                 f"the bundle {folder} lists the file {name!r} outside its directory: do not use this bundle"
             )
     for file in sorted(folder.rglob("*")):
-        _check_kind(file)
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise ModelError(
+                f"cannot read {file}: {error.strerror}; restore the file, or do not use the bundle"
+            ) from error
+        if not stat.S_ISDIR(status.st_mode):
+            if not stat.S_ISREG(status.st_mode):
+                raise ModelError(f"{file} is not a regular file: remove {file.name}, or do not use the bundle")
+            if file.suffix not in WEIGHT_SUFFIXES and status.st_size > MAX_TEXT_BYTES:
+                raise ModelError(
+                    f"{file} has {status.st_size} bytes, too many for a file without weights: do not use the bundle"
+                )
         if file.suffix in CODE_SUFFIXES:
             raise ModelError(
                 f"{file} is code, but a bundle may contain only data: remove this file, or do not use the bundle"
             )
         if file.name.endswith("config.json") and file.is_file():
             read_configuration(file)
-
-
-def _check_kind(file: Path) -> None:
-    """Raise ModelError if `file` is a FIFO, a device, or a very large file other than weights."""
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror}; restore the file, or do not use the bundle") from error
-    if stat.S_ISDIR(status.st_mode):
-        return
-    if not stat.S_ISREG(status.st_mode):
-        raise ModelError(f"{file} is not a regular file: remove {file.name}, or do not use the bundle")
-    if file.suffix not in WEIGHT_SUFFIXES and status.st_size > MAX_TEXT_BYTES:
-        raise ModelError(
-            f"{file} has {status.st_size} bytes, too many for a file without weights: do not use the bundle"
-        )
 
 
 def read_configuration(file: Path) -> dict[str, Any]:
@@ -105,25 +101,6 @@ def check_tokenizer_folder(folder: Path) -> None:
                 f"{file} names the tokenizer class {tokenizer_class!r}, which is not accepted: use one of "
                 f"{', '.join(sorted(TOKENIZER_CLASSES))}"
             )
-
-
-def check_options(options: Mapping[str, Any], accepted: Collection[str], source: str) -> None:
-    """Raise ModelError if `options` contains an option that is not in `accepted`. `source` names the file."""
-    refused = sorted(set(options) - set(accepted))
-    if refused:
-        raise ModelError(
-            f"{source} gives the tokenizer the option {refused[0]!r}, which is not accepted: use only "
-            f"{', '.join(sorted(accepted))}"
-        )
-
-
-def check_local_name(name: str | None, source: str) -> None:
-    """Raise ModelError if `name`, a model name for timm, refers to a hub or a folder. `source` names the file."""
-    if name is not None and (":" in name or "/" in name):
-        raise ModelError(
-            f"{source} names the timm model {name!r}, which is not an architecture of timm: use a name from "
-            "timm.list_models()"
-        )
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:

@@ -13,8 +13,8 @@ from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_config import ClipConfig
-from edje_index.models.hub import hub_access
-from edje_index.models.safety import check_options, check_tokenizer_folder
+from edje_index.models.clip_model import hub_access
+from edje_index.models.safety import check_tokenizer_folder
 from edje_index.models.text_encoder import TextEncoder
 
 prepare_torchvision()
@@ -43,18 +43,14 @@ class TextTower(TextEncoder):
         self.tokenizer = tokenizer
 
     def embed(self, texts: list[str]) -> torch.Tensor:
-        ids = self._without_padding(self.tokenizer(texts))
+        ids = self.tokenizer(texts)
+        text = getattr(self.clip, "text", None)
+        if isinstance(text, HFTextEncoder):  # masks padding, so padding after the longest row is not needed
+            longest = int((ids != text.config.pad_token_id).sum(dim=1).max())
+            ids = ids[:, : max(1, longest)]
         device = next(self.clip.parameters()).device
         embeddings: torch.Tensor = self.clip.encode_text(ids.to(device), normalize=True)  # type: ignore[operator]
         return embeddings
-
-    def _without_padding(self, ids: torch.Tensor) -> torch.Tensor:
-        """Remove padding after the longest row, if the tower masks padding."""
-        text = getattr(self.clip, "text", None)
-        if not isinstance(text, HFTextEncoder):
-            return ids
-        longest = int((ids != text.config.pad_token_id).sum(dim=1).max())
-        return ids[:, : max(1, longest)]
 
 
 def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
@@ -70,7 +66,12 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
     """
     name = config.text.get("hf_tokenizer_name")
     options = dict(config.text.get("tokenizer_kwargs") or {})
-    check_options(options, HF_OPTIONS if name else SIMPLE_OPTIONS, f"the configuration of {config.name}")
+    accepted = HF_OPTIONS if name else SIMPLE_OPTIONS
+    if refused := sorted(set(options) - set(accepted)):
+        raise ModelError(
+            f"the configuration of {config.name} gives the tokenizer the option {refused[0]!r}, which is not accepted: "
+            f"use only {', '.join(accepted)}"
+        )
     options["context_length"] = int(config.text.get("context_length", DEFAULT_CONTEXT_LENGTH))
     if not name:
         return _simple_tokenizer(json.dumps(options))

@@ -1,20 +1,36 @@
-"""Reads and writes weights files. New files are safetensors files. Loading never runs code from a file."""
+"""Reads and writes weights files. New files are safetensors files. Loading never runs code from a file.
+
+`limited_by` limits the size of a model to the size of its weights file. Without this limit, a configuration of a few
+bytes could allocate any amount of memory.
+"""
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from edje_index.errors import ModelError
 
 State = dict[str, torch.Tensor]
+
+_FACTORIES = frozenset({
+    torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randint,
+    torch.randn, torch.tril, torch.triu, torch.zeros,
+})  # fmt: skip
+# An element takes at least 2 bytes in the file, but some models allocate a tensor twice: 1 element per byte is allowed.
+_SPARE_ELEMENTS = 16 << 20  # for masks and other tensors that are not in the file
+_TENSOR_BYTES = 16  # lower limit of the bytes that a tensor takes in the file, including its name
+_SPARE_TENSORS = 10_000
 
 
 def save_weights(module: torch.nn.Module, path: Path) -> None:
@@ -49,19 +65,15 @@ def check_finite(state: Mapping[str, torch.Tensor], source: str) -> None:
         ModelError: a tensor contains such a value.
     """
     for name, tensor in state.items():
-        if not _is_finite(tensor):
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        lowest, highest = tensor.aminmax()  # NaN if a value is NaN; one pass, without a copy
+        if not (lowest.isfinite() and highest.isfinite()):
             wrong = int((~torch.isfinite(tensor)).sum())
             raise ModelError(
                 f"the tensor {name} of {source} contains {wrong} values that are NaN or infinite; give weights of a "
                 "training run that did not diverge, or copy the file again"
             )
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    lowest, highest = tensor.aminmax()  # NaN if a value is NaN; one pass, without a copy
-    return bool(lowest.isfinite() and highest.isfinite())
 
 
 def read_weights(path: Path, prefix: str = "") -> State:
@@ -76,12 +88,8 @@ def read_weights(path: Path, prefix: str = "") -> State:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    except (
-        MemoryError,
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # torch maps the file into memory and raises RuntimeError if this fails
+    except (MemoryError, OSError, RuntimeError, SafetensorError) as error:
+        # torch maps the file into memory and raises RuntimeError if this fails
         raise ModelError(f"cannot read the weights {path}: {error}; restore this file") from error
 
 
@@ -90,25 +98,23 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
 
     Args:
         module: module to change.
-        state: tensors by name.
+        state: tensors by name. Only names that share the tensor of an earlier name may be missing.
         source: file or model that the tensors come from, for error messages.
 
     Raises:
         ModelError: ``state`` and ``module`` have different names or shapes.
     """
-    # Only names that share the tensor of an earlier name may be missing.
     try:
         result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise ModelError(
-            f"{source} does not fit the configuration of the model: {_one_line(error)}; "
-            "give weights and a configuration of the same model"
-        ) from error
-    differences = {
-        "missing": sorted(set(result.missing_keys) - tied_names(module)),
-        "unexpected": result.unexpected_keys,
-    }
-    problems = [f"{len(names)} tensors {kind} ({_first(names)})" for kind, names in differences.items() if names]
+        problems = [_one_line(error)]
+    else:
+        missing, unexpected = sorted(set(result.missing_keys) - tied_names(module)), result.unexpected_keys
+        problems = [
+            f"{len(names)} tensors {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            for kind, names in (("missing", missing), ("unexpected", unexpected))
+            if names
+        ]
     if problems:
         raise ModelError(
             f"{source} does not fit the configuration of the model: {', '.join(problems)}; "
@@ -154,10 +160,61 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+@contextmanager
+def limited_by(weights: Path) -> Iterator[None]:
+    """Context manager that limits the tensors created in the context to the size of the file `weights`.
+
+    Raises:
+        ModelError: more elements or tensors are created than the file can contain, the file is missing, a value of the
+            configuration is not valid, or there is too little memory.
+    """
+    try:
+        length = weights.stat().st_size
+        with _Budget(weights, length):
+            yield
+    except OSError as error:
+        raise ModelError(f"cannot read the weights {weights}: {error.strerror}; restore this file") from error
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"cannot build the model for the weights {weights}: {_one_line(error)}; restore the configuration of the "
+            "model"
+        ) from error
 
 
-def _one_line(error: BaseException, limit: int = 400) -> str:
+class _Budget(TorchFunctionMode):
+    def __init__(self, weights: Path, length: int) -> None:
+        super().__init__()
+        self._weights, self._length = weights, length
+        self._elements = length + _SPARE_ELEMENTS
+        self._tensors = length // _TENSOR_BYTES + _SPARE_TENSORS
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in _FACTORIES:
+            tensors = [value.numel() for value in args if isinstance(value, torch.Tensor)]
+            shape = options.get("size", args[0] if args and isinstance(args[0], Sequence) else None)
+            if tensors:
+                elements = max(tensors)
+            elif shape is not None:
+                elements = math.prod(int(value) for value in shape)
+            else:
+                elements = int(func(*args, **{**options, "device": "meta"}).numel())
+            self._tensors -= 1
+            self._elements -= elements
+            if min(self._tensors, self._elements) < 0:
+                raise ModelError(
+                    f"the configuration describes a larger model than the {self._length} bytes of {self._weights} "
+                    "can contain: restore the weights if they are truncated, otherwise do not use this model"
+                )
+        return func(*args, **options)
+
+
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[:limit] + " ..."
+    return text if len(text) <= 400 else text[:400] + " ..."

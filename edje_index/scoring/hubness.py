@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from edje_index.models.size_limit import limited_by
-from edje_index.models.weights import assign_weights, read_weights, save_weights
+from edje_index.models.weights import assign_weights, limited_by, read_weights, save_weights
 from edje_index.scoring.weights import TEXT_TO_IMAGE, HubnessSimilarity
 
 _LARGEST_CODE = 127

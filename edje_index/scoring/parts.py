@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
-from edje_index.models.bf16 import as_tensor
+from edje_index.models.devices import as_tensor
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.late_interaction import late_interaction

@@ -6,21 +6,20 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, TypedDict
 
-from edje_index.bundles.index_bundle import matching_bundle
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
     INFO_FILE,
     VISION_FOLDER,
     BundleInfo,
+    matching_bundle,
     verify_files,
 )
-from edje_index.bundles.scorer_parts import check_scorer_fit, load_hubness_bank, load_pooled_similarity, load_scorer
+from edje_index.bundles.parts import check_scorer_fit, load_hubness_bank, load_pooled_similarity, load_scorer
 from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
-from edje_index.models.bert_text_tower import load_bert_text_tower
 from edje_index.models.clip_config import read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
-from edje_index.models.text_encoder import TextEncoder
+from edje_index.models.text_encoder import TextEncoder, load_bert_text_tower
 from edje_index.scoring.parts import Part, ScoreModels
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights, check_parts, parse_score
 
@@ -130,7 +129,7 @@ class SearchModel:
         tower = load_bert_text_tower(folder, config, self._device)
         if tower is not None:
             return tower
-        from edje_index.bundles.clip_parts import load_clip_text_tower
+        from edje_index.bundles.parts import load_clip_text_tower
 
         return load_clip_text_tower(self.info, config, self._device)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from edje_index.models.frames import MAX_FRAMES
+from edje_index.models import MAX_FRAMES
 from storage_formats.errors import UsageError
 
 MAX_TEXT_LENGTH = 64  # maximum tokens per caption that the joint encoder reads

@@ -160,7 +160,7 @@ def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, untrained
       edje-index model from-open-clip ViT-L-16-SigLIP2-384:webli --out siglip2
       edje-index model from-open-clip ViT-B-16:/weights/vit.safetensors --out clip
     """
-    from edje_index.bundles.open_clip_bundle import bundle_of_open_clip
+    from edje_index.bundles.import_checkpoint import bundle_of_open_clip
 
     info = bundle_of_open_clip(tower, out, text_tokenizer_dir=text_tokenizer, untrained=untrained)
     if untrained:

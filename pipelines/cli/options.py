@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from edje_index.models.frames import MAX_FRAMES
+from edje_index.models import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
 from pipelines.cli.output import LOG_KEY
 from pipelines.planning.config import SHARD_SIZE

@@ -140,7 +140,7 @@ class SourceEncoder:
     @functools.cached_property
     def _encoder(self) -> ImageEncoder:
         with name_missing_extra("build"), paused_collector():
-            from edje_index.bundles.index_bundle import matching_bundle
+            from edje_index.bundles.info import matching_bundle
             from edje_index.indexing.image_encoder import ImageEncoder
 
             settings = plan_of_manifest(self._index.root, self._index.manifest).settings

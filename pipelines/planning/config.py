@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from edje_index.models.frames import MAX_FRAMES
+from edje_index.models import MAX_FRAMES
 from storage_formats.errors import UsageError
 
 SHARD_SIZE = 1024

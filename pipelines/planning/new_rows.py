@@ -156,7 +156,7 @@ def request_rows(config: AppendConfig, index: CommittedIndex, change: str) -> Ro
         UsageError: the machine lacks the device or memory, or the index was not made by a build.
         ModelError: the model bundle cannot be used, or another bundle built the index.
     """
-    from edje_index.bundles.index_bundle import matching_bundle
+    from edje_index.bundles.info import matching_bundle
 
     info = matching_bundle(index, config.model)
     settings = settings_of_rows(config, index)

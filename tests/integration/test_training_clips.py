@@ -14,7 +14,7 @@ import torch
 from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import TEMPORAL, TemporalAdapter
-from edje_index.models.bf16 import as_tensor
+from edje_index.models.devices import as_tensor
 from pipelines import train
 from pipelines.jobs.build import run_build
 from pipelines.planning.config import BuildConfig

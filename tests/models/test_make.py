@@ -18,7 +18,7 @@ from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import ADAPTER_WEIGHTS, BANK_WEIGHTS, JOINT_WEIGHTS, VISION_WEIGHTS, read_bundle_info
-from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.bundles.random_bundle import untrained_tokenizer
 from edje_index.bundles.shipped_model import (
     BUNDLE_FOLDER,
     IMAGE_TOWER,
@@ -31,8 +31,8 @@ from edje_index.captions.reading import CaptionedImage
 from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.models.clip_config import WEIGHTS_FILE
+from edje_index.models.clip_model import load_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
-from edje_index.models.pretrained_clip import load_clip
 from edje_index.models.text_tower import TextTower, text_tokenizer
 from edje_index.models.vision_tower import vision_tower
 from edje_index.scoring.hubness import HubnessBank

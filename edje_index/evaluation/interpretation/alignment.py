@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from edje_index.evaluation.interpretation.caption_words import content_words
-from edje_index.models.bf16 import as_tensor
+from edje_index.models.devices import as_tensor
 from edje_index.models.joint_scorer import JointScorer
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edje_index.bundles.index_bundle import matching_bundle
-from edje_index.bundles.info import JOINT_FOLDER, BundleInfo, verify_files
-from edje_index.bundles.scorer_parts import load_scorer
+from edje_index.bundles.info import JOINT_FOLDER, BundleInfo, matching_bundle, verify_files
+from edje_index.bundles.parts import load_scorer
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import CaptionedImage, read_captions
 from edje_index.errors import ModelError

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from edje_index.models.bf16 import as_tensor
+from edje_index.models.devices import as_tensor
 from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES
 from edje_index.models.joint_scorer import JointScorer
 from storage_formats.codecs import Blocks

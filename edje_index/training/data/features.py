@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from edje_index.models.adapter import PATCH_REDUCTIONS, Adapter, AdapterConfig, build_adapter
-from edje_index.models.bf16 import as_tensor
+from edje_index.models.devices import as_tensor
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings

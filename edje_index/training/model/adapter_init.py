@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from edje_index.models.adapter import CompressionAdapter
-from edje_index.models.reduction import cluster_tokens
+from edje_index.models.adapter import CompressionAdapter, cluster_tokens
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.features import Features
 from edje_index.training.data.sampling import CLUSTERING, stream

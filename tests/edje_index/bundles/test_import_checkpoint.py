@@ -16,7 +16,7 @@ from edje_index.bundles.published_checkpoint import load_published_checkpoint
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.clip_config import ClipConfig
-from edje_index.models.pretrained_clip import load_clip
+from edje_index.models.clip_model import load_clip
 from edje_index.models.weights import save_weights
 from tests.edje_index.published_cases import Case, write_case
 from tests.edje_index.towers import clip_config, random_clip, random_pixels

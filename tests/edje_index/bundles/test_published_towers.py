@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_checkpoint import import_checkpoint
-from edje_index.bundles.published_towers import OPEN_CLIP_NAMES
+from edje_index.bundles.import_checkpoint import OPEN_CLIP_NAMES, import_checkpoint
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_config import ClipConfig
@@ -224,7 +223,7 @@ def test_the_position_table_of_a_local_adapter_names_its_patches(
     tmp_path: Path, tower: str, siglip: SiglipModel
 ) -> None:
     path = checkpoint(tmp_path / "run", siglip, tokens=None, positions=640)
-    with pytest.raises(ModelError, match=r"trained with a tower of 576 patches"):
+    with pytest.raises(ModelError, match=r"trained with a tower, which has 576 patches"):
         import_checkpoint(path, tower, tmp_path / "bundle")
     path = checkpoint(tmp_path / "fits", siglip, tokens=None, positions=512)
     assert import_checkpoint(path, tower, tmp_path / "bundle").block_shape == (PATCHES, 16)

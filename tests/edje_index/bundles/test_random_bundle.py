@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edje_index.bundles.info import BundleInfo, read_bundle_info
-from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle, untrained_tokenizer
 from edje_index.errors import ModelError
 from edje_index.models.joint_inputs import IMAGE_TOKEN
 

@@ -12,11 +12,11 @@ from scipy import stats
 from scipy.spatial.distance import cdist
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.scorer_parts import load_scorer
+from edje_index.bundles.parts import load_scorer
 from edje_index.evaluation.interpretation.alignment import alignment_scores, distributions, paired_test
 from edje_index.evaluation.interpretation.caption_words import content_words
 from edje_index.evaluation.interpretation.nearest_words import Vocabulary, count_words
-from edje_index.models.bf16 import to_bf16_array
+from edje_index.models.devices import to_bf16_array
 from edje_index.models.joint_scorer import JointScorer
 from storage_formats.codecs import codec
 from storage_formats.errors import UsageError

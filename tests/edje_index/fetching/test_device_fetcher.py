@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from edje_index.errors import ModelError
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.fetching.device_fetcher import DeviceFetcher
-from edje_index.models.bf16 import to_bf16_array
+from edje_index.models.devices import to_bf16_array
 from storage_formats import TokenStore, UsageError, codec, precisions
 from storage_formats.codecs import reference
 from storage_formats.format.layout import IndexSpec

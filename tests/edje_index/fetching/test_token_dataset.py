@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from edje_index.fetching.token_dataset import TokenDataset
-from edje_index.models.bf16 import to_bf16_array
+from edje_index.models.devices import to_bf16_array
 from storage_formats import UsageError
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import same_bits, write_random_index

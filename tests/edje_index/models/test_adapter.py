@@ -17,8 +17,10 @@ from edje_index.models.adapter import (
     STRIDED,
     AdapterConfig,
     build_adapter,
+    cluster_tokens,
+    prune_tokens,
+    stride_tokens,
 )
-from edje_index.models.reduction import cluster_tokens, prune_tokens, stride_tokens
 
 CONFIG = AdapterConfig(COMPRESSED, num_tokens=3, vision_dim=8, language_dim=6, hidden_dim=10, num_heads=2)
 PATCHES = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))

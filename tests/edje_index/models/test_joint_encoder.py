@@ -9,7 +9,7 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.models.bf16 import to_bf16_array
+from edje_index.models.devices import to_bf16_array
 from edje_index.models.joint_encoder import bert_config
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.bundles.random_bundle import untrained_tokenizer
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.joint_inputs import load_joint_tokenizer
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edje_index.models.reduction import cluster_tokens, prune_tokens, stride_tokens
+from edje_index.models.adapter import cluster_tokens, prune_tokens, stride_tokens
 
 
 def random_tokens(b: int, n: int, d: int, seed: int = 0) -> torch.Tensor:

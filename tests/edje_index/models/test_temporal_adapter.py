@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.encoder_parts import load_adapter
+from edje_index.bundles.parts import load_adapter
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import image_tokens
 from edje_index.models.adapter import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.models._torchvision_compat import FAKE_REGISTERED_OPS, operators_load, prepare_torchvision
+from edje_index.models._torchvision_compat import FAKE_REGISTERED_OPS, operators_load
 
 SCRIPT = """
 import pytest
@@ -31,14 +31,6 @@ def test_everything_that_needs_torchvision_can_be_imported() -> None:
         check=True,
     )
     assert run.stdout.strip() == "True"
-
-
-def test_does_nothing_once_torchvision_is_imported() -> None:
-    prepare_torchvision()
-    import torchvision  # noqa: F401
-
-    prepare_torchvision.cache_clear()
-    assert prepare_torchvision() is False
 
 
 def test_tells_a_sound_library_from_a_broken_and_a_missing_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edje_index.errors import ModelError
-from edje_index.models.bf16 import as_tensor, to_bf16_array
+from edje_index.models.devices import as_tensor, to_bf16_array
 from edje_index.models.weights import assign_weights, read_weights, save_tensors, save_weights, tied_names
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.models.adapter import AdapterConfig
-from edje_index.models.reduction import cluster_tokens, stride_tokens
+from edje_index.models.adapter import AdapterConfig, cluster_tokens, stride_tokens
 from edje_index.training.data.batches import TeacherSource, ViewSource
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.features import StoredFeatures

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edje_index.models.bf16 import to_bf16_array
+from edje_index.models.devices import to_bf16_array
 from edje_index.scoring.parts import Pairs
 from edje_index.training.config import FittingConfig
 from edje_index.training.data.dataset import CaptionSet, DevCaptions
