@@ -1,36 +1,27 @@
-"""The nearest-neighbour index of the embeddings (SPEC.md section 10).
+"""The nearest-neighbour index of the embeddings (SPEC.md section 10). Only this module imports FAISS.
 
 Embeddings have the length 1, so inner products are cosine similarities. FAISS ids are row ids. Holes have no vector.
+A build writes one FAISS file, and each append writes one more: a part of the nearest-neighbour index.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
 from edje_index.indexing.ann_kind import AnnKind
-from edje_index.indexing.ann_parts import AnnParts, Neighbours
-from edje_index.indexing.ann_recall import TARGET_RECALL, Measurement, RecallQueries, held_out, measure_probes
-from edje_index.indexing.faiss_file import FaissShape
-from edje_index.indexing.faiss_part import (
-    FaissIndex,
-    centroid_similarity,
-    fill_part,
-    number_of_lists,
-    read_part,
-    train_part,
-    without_vectors,
-    write_part,
-)
+from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from edje_index.progress import OnProgress
-from storage_formats.atomic import fsync_path, fsync_paths
+from storage_formats.atomic import fsync_path, fsync_paths, naming
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file, crc32c_stream
@@ -41,7 +32,31 @@ from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
 from storage_formats.writing.snapshots import kept_snapshots, named_files
 
+TARGET_RECALL = 0.95
+_RECALL_QUERIES = 200
+_RECALL_NEIGHBOURS = 100
+_LEAST_PROBES = 4
+_DEFAULT_PROBES = 32
+_CODES = 16  # of each sub-vector: 4 bits
+_TRAINING_VECTORS_PER_LIST = 64  # FAISS warns below 39 (Clustering::min_points_per_centroid)
 _DRIFT_ROWS = 2000  # their mean distance from the centroids varies by about 1 % from sample to sample
+_CANDIDATES_PER_NEIGHBOUR = 2
+"""Number of candidates per requested row if FAISS stores codes. Their stored embeddings are then compared."""
+_ROWS_AT_ONCE = 1 << 15  # 50 MB of embeddings of 384 values
+_PIECE_BYTES = 1 << 20  # of a FAISS file, read or written at once
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_MAPPED_BYTES = 64 << 10
+
+_FaissIndex: TypeAlias = Any  # the stubs of FAISS lack most of its classes
+_Vectors: TypeAlias = NDArray[np.float32]
+Neighbours: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Row ids [k] and cosine similarities [k]."""
+
+
+@name_missing_extra("search")
+def check_faiss() -> None:
+    """Raise MissingExtraError if FAISS is not installed."""
+    import faiss  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,18 @@ class AnnRequest:
         return cls(kind, ann.get("recall", {}).get("target", TARGET_RECALL))
 
 
+def default_position(manifest: Manifest) -> int | None:
+    """Return the position of the kind of the nearest-neighbour index in `AnnKind.defaults`.
+
+    The default kinds are those for the rows of the first FAISS file. Return None for another kind.
+    """
+    spec, appended = manifest.spec, len(manifest.ann_files) - 1  # an append adds a segment and a file
+    built_segments = spec.used_segments[: len(spec.used_segments) - appended]
+    defaults = AnnKind.defaults(sum(segment.rows for segment in built_segments), spec.embed_dim)
+    factory = AnnRequest.like(manifest.ann).ann
+    return next((position for position, kind in enumerate(defaults) if kind.factory == factory), None)
+
+
 def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: OnProgress | None = None) -> Manifest:
     """Build the nearest-neighbour index of a finished index, and commit the result.
 
@@ -81,9 +108,15 @@ def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: O
         MissingExtraError: FAISS is not installed.
     """
     manifest, layout = Manifest.load(root), Layout(Path(root))
+    # Readers may need the file `ann/index.faiss`: the current snapshot until the commit, and earlier ones afterwards.
+    # On an object store, committed objects are never replaced.
+    in_use = bool(manifest.snapshot.number) or remote_files(layout.root) is not None
+    if not in_use:
+        committed = {file.path: file for file in manifest.ann_files}.get(layout.relative(layout.ann_index))
+        with contextlib.suppress(OSError), open_index_file(layout.root, layout.ann_index) as file:
+            in_use = committed is not None and crc32c_stream(file) == committed.crc32c
     with name_missing_extra("search"):
-        replace_file = not _is_in_use(layout, manifest)
-        ann = build_ann(root, manifest.spec, replace_file=replace_file, request=request, on_progress=on_progress)
+        ann = build_ann(root, manifest.spec, replace_file=not in_use, request=request, on_progress=on_progress)
     changed = replace(manifest, ann=ann)
     changed.write(layout)
     named = named_files(layout, kept_snapshots(CommittedIndex(layout.root, changed)))
@@ -91,20 +124,6 @@ def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: O
         if layout.relative(path) not in named:
             path.unlink()
     return changed
-
-
-def _is_in_use(layout: Layout, manifest: Manifest) -> bool:
-    """Return True if readers need the file `ann/index.faiss`, so that the new file needs another name.
-
-    The current snapshot needs an undamaged file until the commit, and earlier snapshots need it afterwards. On an
-    object store, committed objects are never replaced.
-    """
-    if manifest.snapshot.number or remote_files(layout.root) is not None:
-        return True
-    committed = {file.path: file for file in manifest.ann_files}.get(layout.relative(layout.ann_index))
-    with contextlib.suppress(OSError), open_index_file(layout.root, layout.ann_index) as file:
-        return committed is not None and crc32c_stream(file) == committed.crc32c
-    return False
 
 
 def build_ann(
@@ -118,7 +137,7 @@ def build_ann(
     """Build the FAISS index of the committed embeddings. Return the description of the FAISS index for the manifest.
 
     The recall is measured against exact search. The description contains the number of inverted lists that a search
-    must read to reach `request.recall`.
+    must read to reach `request.recall`. If there are too few vectors for the kind, the FAISS index is flat.
 
     Args:
         root: directory of the index.
@@ -128,59 +147,30 @@ def build_ann(
         on_progress: function that is called after each shard.
 
     Raises:
-        UsageError: `request` is invalid.
+        UsageError: `request` is invalid, or the FAISS index needs more memory than `request.memory`.
         OSError: the file cannot be written.
     """
-    layout = Layout(Path(root))
-    kind = _kind_of(request, spec)
+    if not 0 < request.recall <= 1:
+        raise UsageError(f"the target recall must be above 0 and at most 1, got {request.recall}", parameter="recall")
+    layout, width = Layout(Path(root)), spec.embed_dim
+    if request.ann == "auto":
+        kind = AnnKind.choose(spec.used_rows, width, request.memory)
+    else:
+        kind = AnnKind.parse(request.ann, width)
+    kind.check_memory(spec.used_rows, width, request.memory)
     embeddings = IndexedEmbeddings(layout, spec, list(spec.shard_numbers()))
-    index = train_part(kind, embeddings, spec.used_rows)
-    fill_part(index, embeddings, on_progress)
-    measured: list[Measurement] = []
-    if number_of_lists(index):
-        queries = RecallQueries.draw(embeddings, None, on_progress)
-        measured = measure_probes(queries, AnnParts(embeddings, [index]), request.recall)
+    index = _trained(kind, embeddings, spec.used_rows)
+    _fill(index, embeddings, on_progress)
+    measured: dict[str, Any] = {}
+    if lists := _lists(index):
+        measured = {"factory": kind.factory, **_measure(index, lists, embeddings, request.recall, on_progress)}
     else:
         kind = AnnKind()
-    file = _write(layout, index, embeddings, layout.ann_index if replace_file else None)
+    file = _write(layout, index, layout.ann_index if replace_file else None, embeddings)
     vectors = file["vectors"]
-    if replace_file and not kind.lists:
+    if replace_file and not lists:
         del file["vectors"]  # as in format version 1.0
-    description = {"kind": kind.name, "metric": "inner-product", "vectors": vectors, "files": [file]}
-    return {**description, "factory": kind.factory, **_tuned(measured, request.recall)} if kind.lists else description
-
-
-def _kind_of(request: AnnRequest, spec: IndexSpec) -> AnnKind:
-    """Return the requested kind of FAISS index.
-
-    Raises:
-        UsageError: `request.ann` is not supported, or the FAISS index needs more memory than `request.memory`.
-    """
-    if request.ann == "auto":
-        kind = AnnKind.choose(spec.used_rows, spec.embed_dim, request.memory)
-    else:
-        kind = AnnKind.parse(request.ann, spec.embed_dim)
-    kind.check_memory(spec.used_rows, spec.embed_dim, request.memory)
-    return kind
-
-
-def default_position(manifest: Manifest) -> int | None:
-    """Return the position of the kind of the nearest-neighbour index in `AnnKind.defaults`.
-
-    The default kinds are those for the rows of the first FAISS file. Return None for another kind.
-    """
-    spec, appended = manifest.spec, len(manifest.ann_files) - 1  # an append adds a segment and a file
-    built_segments = spec.used_segments[: len(spec.used_segments) - appended]
-    defaults = AnnKind.defaults(sum(segment.rows for segment in built_segments), spec.embed_dim)
-    factory = AnnRequest.like(manifest.ann).ann
-    return next((position for position, kind in enumerate(defaults) if kind.factory == factory), None)
-
-
-def _tuned(measured: Sequence[Measurement], target: float) -> dict[str, Any]:
-    """Return the keys `probes` and `recall` of `ann` in `index.json`, from the last measurement."""
-    if not measured:
-        return {}
-    return {"probes": measured[-1].probes, "recall": {**measured[-1].to_json(), "target": target}}
+    return {"kind": kind.name, "metric": "inner-product", "vectors": vectors, "files": [file], **measured}
 
 
 def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any], *, memory: int | None = None) -> dict[str, Any]:
@@ -207,11 +197,13 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any], *, memory: 
     segment = spec.used_segments[-1]
     embeddings = IndexedEmbeddings(layout, spec, spec.segment_shards(segment))
     files = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
-    index = without_vectors(_open_part(layout.root, spec, files[0]))
-    if index is None:
-        index = train_part(AnnKind.choose(segment.rows, spec.embed_dim, memory), embeddings, segment.rows)
-    fill_part(index, embeddings)
-    file = _write(layout, index, embeddings, None)
+    index = _open_part(layout.root, spec, files[0])
+    if _lists(index):
+        index.reset()  # keeps the centroids
+    else:
+        index = _trained(AnnKind.choose(segment.rows, spec.embed_dim, memory), embeddings, segment.rows)
+    _fill(index, embeddings)
+    file = _write(layout, index, None, embeddings)
     return {**ann, "vectors": ann["vectors"] + file["vectors"], "files": [*files, file]}
 
 
@@ -232,22 +224,155 @@ def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> dict[str,
     for file in ({"vectors": ann["vectors"], **file} for file in ann.get("files", [])):
         part = _open_part(index.root, index.manifest.spec, file)
         if part.remove_ids(np.array(row_ids, dtype=np.int64)):
-            file = {**file, **_commit_part(layout, part, None)}
+            file = {**file, **_write(layout, part, None)}
         files.append(file)
     return {**ann, "vectors": sum(file["vectors"] for file in files), "files": files} if files else ann
 
 
-def _write(layout: Layout, index: FaissIndex, embeddings: IndexedEmbeddings, path: Path | None) -> dict[str, Any]:
-    """Write a FAISS index. Return the entry of the new file for the manifest."""
-    entry = _commit_part(layout, index, path)
-    similarity = centroid_similarity(index, held_out(embeddings, _DRIFT_ROWS)[1])
-    return entry if similarity is None else {**entry, "similarity": round(similarity, 4)}
+def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> _FaissIndex:
+    """Return an empty FAISS index of `kind` for `rows` embeddings, with trained centroids.
+
+    The training sample is every n-th row of the whole index. n is even, so odd rows are never used for training. They
+    serve as queries to measure recall and drift.
+    """
+    import faiss
+
+    width = embeddings.spec.embed_dim
+    if kind.lists:
+        step = max(2, rows // (kind.lists * _TRAINING_VECTORS_PER_LIST) // 2 * 2)
+        sample = np.concatenate([vectors[row_ids % step == 0] for row_ids, vectors in embeddings])
+        if len(sample) >= max(kind.lists, _CODES if kind.sub_vectors else 0):
+            for centroids in (_on_gpus(faiss.IndexFlatIP(width)), None):
+                index: _FaissIndex = faiss.index_factory(width, kind.factory, faiss.METRIC_INNER_PRODUCT)
+                index.clustering_index = centroids  # compares vectors while the centroids are computed
+                try:
+                    index.train(sample)
+                except RuntimeError:
+                    if centroids is None:
+                        raise
+                    continue  # the memory of the GPUs has ended
+                index.clustering_index = None  # FAISS keeps no reference to it
+                index.nprobe = min(_DEFAULT_PROBES, kind.lists)
+                return index
+    return faiss.IndexIDMap2(faiss.IndexFlatIP(width))
 
 
-def _commit_part(layout: Layout, index: FaissIndex, path: Path | None) -> dict[str, Any]:
-    """Write `index` to `path`, and return the entry of the file for the manifest.
+def _fill(index: _FaissIndex, embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None) -> None:
+    """Add `embeddings` to the empty `index`, shard by shard. The FAISS ids are the row ids."""
+    # glibc raises its limit for separate mappings when a large array is freed, and then keeps the pieces of old lists.
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries need no setting
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
-    If `path` is None, the file is named after its checksum.
+    def add_all() -> None:
+        for done, (row_ids, vectors) in enumerate(embeddings, 1):
+            index.add_with_ids(vectors, row_ids)
+            if on_progress:
+                on_progress("adding embeddings", done, len(embeddings.shards))
+
+    own = index.quantizer if _lists(index) else None  # finds the inverted list of a vector
+    copy = None if own is None else _on_gpus(own)
+    if copy is not None:
+        index.quantizer = copy
+        try:
+            return add_all()
+        except RuntimeError:
+            index.reset()  # the memory of the GPUs has ended: begin again on the CPU
+        finally:
+            index.quantizer = own
+    add_all()
+
+
+def _on_gpus(flat: _FaissIndex) -> _FaissIndex | None:
+    """Return a copy of a flat FAISS index on all GPUs. Return None if FAISS can use no GPU.
+
+    The GPUs train the centroids and find the inverted list of each vector. Codes, their lists and searches stay on the
+    CPU, because FAISS has neither 4-bit fast-scan codes nor filters of rows on GPUs.
+    """
+    import faiss
+
+    module: Any = faiss
+    if not module.get_num_gpus():  # 0 in builds of FAISS for CPUs
+        return None
+    with contextlib.suppress(RuntimeError):  # other processes may have taken the memory of the GPUs
+        return module.index_cpu_to_all_gpus(flat)
+    return None
+
+
+def _lists(index: _FaissIndex) -> int:
+    """Return the number of inverted lists; 0 for a flat index."""
+    return int(index.nlist) if hasattr(index, "nlist") else 0
+
+
+def _measure(
+    index: _FaissIndex, lists: int, embeddings: IndexedEmbeddings, target: float, on_progress: OnProgress | None
+) -> dict[str, Any]:
+    """Measure the recall of `index` with increasing numbers of probes until it reaches `target`.
+
+    Return the keys `probes` and `recall` of `ann` in `index.json`; empty if no row is indexed.
+    """
+    row_ids, queries, neighbours = recall_queries(embeddings, on_progress)
+    if not len(row_ids):
+        return {}
+    probes, recall = min(_LEAST_PROBES, lists), 0.0
+    while True:
+        results = _nearest([index], embeddings, queries, _RECALL_NEIGHBOURS + 1, probes=probes, live=None)
+        shares = []
+        for row_id, (rows, _), exact in zip(row_ids, results, neighbours, strict=True):
+            others = rows[rows != row_id][:_RECALL_NEIGHBOURS]
+            shares.append(len(np.intersect1d(others, exact)) / max(1, len(exact)))
+        recall = float(np.mean(shares))
+        if recall >= target or probes >= lists:
+            break
+        probes = min(2 * probes, lists)
+    measured = {"k": _RECALL_NEIGHBOURS, "queries": len(row_ids), "value": round(recall, 4), "target": target}
+    return {"probes": probes, "recall": measured}
+
+
+def recall_queries(
+    embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None
+) -> tuple[NDArray[np.int64], _Vectors, list[NDArray[np.int64]]]:
+    """Draw rows as queries from all shards, and find the 100 nearest other rows of each query by exact search.
+
+    Return the row ids and the embeddings of the queries, and the row ids of the neighbours of each query.
+    """
+    row_ids, queries = held_out(embeddings, _RECALL_QUERIES)
+    best: list[Neighbours] = [(np.empty(0, np.int64), np.empty(0, np.float32)) for _ in row_ids]
+    for done, (rows, vectors) in enumerate(embeddings, 1):
+        if on_progress:
+            on_progress("measuring the recall", done, len(embeddings.shards))
+        scores = queries @ vectors.T
+        for query, row_id in enumerate(row_ids):
+            others = rows != row_id
+            if len(best[query][1]) < _RECALL_NEIGHBOURS or scores[query].max() > best[query][1][-1]:
+                best[query] = _best(best[query], (rows[others], scores[query, others]), _RECALL_NEIGHBOURS)
+    return row_ids, queries, [rows for rows, _ in best]
+
+
+def held_out(embeddings: IndexedEmbeddings, count: int) -> tuple[NDArray[np.int64], _Vectors]:
+    """Return row ids and embeddings of at most `count` rows from all shards.
+
+    The row ids are odd, because FAISS is trained on even row ids only. As an exception, the last row id of a
+    segment may be even.
+    """
+    spec, rng = embeddings.spec, np.random.default_rng(0)
+    shards = [embeddings.shards[int(i)] for i in np.linspace(0, len(embeddings.shards) - 1, count)]
+    row_ids = np.empty(count, dtype=np.int64)
+    for number, shard in enumerate(shards):
+        rows = spec.shard_rows(shard)
+        row_ids[number] = min(int(rng.integers(rows.start, rows.stop)) | 1, rows.stop - 1)
+    row_ids = np.unique(row_ids)
+    vectors = embeddings[row_ids]
+    indexed = ~np.isnan(vectors[:, 0])
+    return row_ids[indexed], vectors[indexed]
+
+
+def _write(
+    layout: Layout, index: _FaissIndex, path: Path | None, embeddings: IndexedEmbeddings | None = None
+) -> dict[str, Any]:
+    """Write a FAISS index to `path`, and return the entry of the file for the manifest.
+
+    If `path` is None, the file is named after its checksum. If the FAISS index has inverted lists and `embeddings` is
+    given, the entry contains the mean inner product of a sample of the embeddings and their nearest centroids.
     """
     layout.ann.mkdir(parents=True, exist_ok=True)
     temporary = layout.ann / "index.faiss.partial"
@@ -261,7 +386,60 @@ def _commit_part(layout: Layout, index: FaissIndex, path: Path | None) -> dict[s
     finally:
         temporary.unlink(missing_ok=True)
     fsync_paths([layout.ann])
-    return {**FileEntry.of(layout, path).to_json(), "vectors": int(index.ntotal)}
+    entry = {**FileEntry.of(layout, path).to_json(), "vectors": int(index.ntotal)}
+    if embeddings is not None and _lists(index):
+        vectors = held_out(embeddings, _DRIFT_ROWS)[1]
+        if len(vectors):
+            entry["similarity"] = round(float(index.quantizer.search(vectors, 1)[0].mean()), 4)
+    return entry
+
+
+def write_part(index: _FaissIndex, path: Path) -> None:
+    """Write a FAISS index to `path`."""
+    # Python writes the file, because FAISS reports no error if the disk is full when it closes a file.
+    import faiss
+
+    module: Any = faiss
+    with naming(path), open(path, "wb", buffering=0) as file:
+
+        def write(data: bytes) -> None:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+
+        module.write_index(index, module.PyCallbackIOWriter(write, _PIECE_BYTES))
+
+
+def _open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> _FaissIndex:
+    """Check and load a FAISS file. Python reads the file, so FAISS cannot open other files.
+
+    Raises:
+        CorruptIndexError: the file is missing, differs from its entry `file` in the manifest, or is not one that
+            `build_ann` writes.
+    """
+    import faiss
+
+    module: Any = faiss
+    entry = FileEntry.from_json(file)
+    path = root / entry.path
+    try:
+        with open_index_file(root, path) as opened:
+            length = os.fstat(opened.fileno()).st_size
+            if length != entry.bytes:
+                raise FaissFileError(f"the FAISS file has {length} bytes instead of the {entry.bytes} in index.json")
+            if (crc := crc32c_stream(opened)) != entry.crc32c:
+                raise FaissFileError(
+                    f"the FAISS file is damaged or was replaced: its CRC-32C is {crc:08x}, "
+                    f"but index.json has {entry.crc32c:08x}"
+                )
+            check_faiss_file(opened, dimensions=spec.embed_dim, vectors=int(file["vectors"]), rows=spec.rows)
+            opened.seek(0)
+            return module.read_index(module.PyCallbackIOReader(opened.read, _PIECE_BYTES))
+    except (OSError, ValueError, RuntimeError) as error:  # FAISS raises RuntimeError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CorruptIndexError(
+            f"cannot read {path}: {reason}; run 'edje-index verify', or replace the file with 'edje-index ann build'"
+        ) from error
 
 
 class AnnIndex:
@@ -271,7 +449,6 @@ class AnnIndex:
         index: an open index.
 
     Attributes:
-        parts: the FAISS indexes.
         live: bitmap of the rows that are not deleted, one bit per row, lowest bit first; None if no row is deleted.
 
     Raises:
@@ -285,9 +462,13 @@ class AnnIndex:
         files = [{"vectors": manifest.counts.indexed, **file} for file in manifest.ann.get("files", [])]
         if not files:
             raise UsageError(f"{root} has no nearest-neighbour index; build it with 'edje-index ann build'")
-        embeddings = IndexedEmbeddings(Layout(root), manifest.spec)
-        self.parts = AnnParts(embeddings, [_open_part(root, manifest.spec, file) for file in files])
-        self.live = _live_bitmap(index)
+        self._embeddings = IndexedEmbeddings(Layout(root), manifest.spec)
+        self._parts = [_open_part(root, manifest.spec, file) for file in files]
+        self.live: NDArray[np.uint8] | None = None
+        if len(index.deleted):
+            row_ids = index.deleted.row_ids()
+            self.live = np.full(-(-manifest.spec.rows // 8), 0xFF, dtype=np.uint8)
+            np.bitwise_and.at(self.live, row_ids // 8, ~np.left_shift(1, row_ids % 8).astype(np.uint8))
         probes = manifest.ann.get("probes")
         self._probes = None if probes is None else max(1, int(probes))
 
@@ -301,19 +482,10 @@ class AnnIndex:
         return cls(CommittedIndex.open(root))
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return sum(int(part.ntotal) for part in self._parts)
 
     def nearest(self, query: NDArray[np.float32], k: int, passing: NDArray[np.bool_] | None = None) -> Neighbours:
-        """Return at most `k` nearest rows for one query, best first.
-
-        Args:
-            query: query embedding [embed_dim].
-            k: number of rows.
-            passing: which rows to search, as for `nearest_to_each`.
-
-        Raises:
-            ModelError: the query and the embeddings of the index differ in width.
-        """
+        """Return at most `k` nearest rows for one query [embed_dim], best first. See `nearest_to_each`."""
         return self.nearest_to_each(query[None], k, passing)[0]
 
     def nearest_to_each(
@@ -329,38 +501,92 @@ class AnnIndex:
 
         Raises:
             ModelError: the queries and the embeddings of the index differ in width.
+            CorruptIndexError: an embedding cannot be read.
         """
-        width = self.parts.embeddings.spec.embed_dim
+        width = self._embeddings.spec.embed_dim
         if queries.shape[1] != width:
             raise ModelError(
                 f"the query has width {queries.shape[1]}, but the embeddings of the index have width {width}; "
                 "use the model that built the index"
             )
         queries = queries.astype(np.float32)
+        probes, live = self._probes, self.live
         if passing is not None:
-            return self.parts.nearest_exactly(queries, k, passing)
-        return self.parts.nearest(queries, k, probes=self._probes, live=self.live)
+            if not all(map(_is_exact, self._parts)):
+                return self._nearest_passing(queries, k, passing)
+            probes, live = max(map(_lists, self._parts)) or None, np.packbits(passing, bitorder="little")
+        return _nearest(self._parts, self._embeddings, queries, k, probes=probes, live=live)
+
+    def _nearest_passing(self, queries: _Vectors, k: int, passing: NDArray[np.bool_]) -> list[Neighbours]:
+        """Compare `queries` with the stored embeddings of all rows in `passing`."""
+        row_ids = np.flatnonzero(passing)
+        best: list[Neighbours] = [(np.empty(0, np.int64), np.empty(0, np.float32)) for _ in queries]
+        for start in range(0, len(row_ids), _ROWS_AT_ONCE):
+            rows = row_ids[start : start + _ROWS_AT_ONCE]
+            vectors = self._embeddings[rows]
+            has_vector = ~np.isnan(vectors[:, 0])  # holes have none
+            rows, similarities = rows[has_vector], queries @ vectors[has_vector].T
+            best = [_best(kept, (rows, its), k) for kept, its in zip(best, similarities, strict=True)]
+        return best
 
 
-def _open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> FaissIndex:
-    entry = FileEntry.from_json(file)
-    path = root / entry.path
-    try:
-        with open_index_file(root, path) as opened:
-            return read_part(opened, entry, FaissShape(spec.embed_dim, vectors=int(file["vectors"]), rows=spec.rows))
-    except (OSError, ValueError, RuntimeError) as error:  # FAISS raises RuntimeError
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CorruptIndexError(
-            f"cannot read {path}: {reason}; run 'edje-index verify', or replace the file with 'edje-index ann build'"
-        ) from error
+def _is_exact(part: _FaissIndex) -> bool:
+    """Return True if `part` stores exact vectors, so that its scores are exact inner products."""
+    return not hasattr(part, "pq")
 
 
-def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
-    """Return a bitmap of the rows that are not deleted, lowest bit first. Return None if no row is deleted."""
-    deleted = index.deleted
-    if not len(deleted):
-        return None
-    row_ids = deleted.row_ids()
-    bitmap = np.full(-(-index.manifest.spec.rows // 8), 0xFF, dtype=np.uint8)
-    np.bitwise_and.at(bitmap, row_ids // 8, ~np.left_shift(1, row_ids % 8).astype(np.uint8))
-    return bitmap
+def _nearest(
+    parts: Sequence[_FaissIndex],
+    embeddings: IndexedEmbeddings,
+    queries: _Vectors,
+    k: int,
+    *,
+    probes: int | None,
+    live: NDArray[np.uint8] | None,
+) -> list[Neighbours]:
+    """Search FAISS indexes. Return at most `k` nearest rows for each query, best first, with exact similarities.
+
+    Args:
+        parts: FAISS indexes.
+        embeddings: stored embeddings, which are compared if a FAISS index stores codes.
+        queries: query embeddings [q, embed_dim].
+        k: number of rows per query.
+        probes: number of inverted lists to search in each FAISS index; None uses the number in the FAISS file.
+        live: bitmap of the rows to search, one bit per row, lowest bit first; None searches all rows.
+    """
+    import faiss
+
+    module: Any = faiss
+    exact = all(map(_is_exact, parts))
+    selector = None if live is None else module.IDSelectorBitmap(live)
+    scores = [np.empty((len(queries), 0), np.float32)]
+    rows = [np.empty((len(queries), 0), np.int64)]
+    for part in parts:
+        wanted = min(k if exact else k * _CANDIDATES_PER_NEIGHBOUR, int(part.ntotal))
+        if not wanted:
+            continue
+        inner = module.downcast_index(part.index) if hasattr(part, "id_map") else part
+        if isinstance(inner, module.IndexIVF):
+            lists = min(probes or int(inner.nprobe), int(inner.nlist))
+            parameters = module.SearchParametersIVF(nprobe=lists, sel=selector)
+        else:
+            parameters = module.SearchParameters(sel=selector)
+        part_scores, part_rows = part.search(queries, wanted, params=parameters)
+        scores.append(part_scores)
+        rows.append(part_rows)
+    neighbours = []
+    for query, its_scores, its_rows in zip(queries, np.concatenate(scores, 1), np.concatenate(rows, 1), strict=True):
+        filled = its_rows >= 0  # FAISS returns -1 if the searched lists contain too few vectors
+        candidates, similarities = its_rows[filled], its_scores[filled]
+        if not exact:
+            similarities = embeddings[candidates] @ query
+        order = np.argsort(-similarities, kind="stable")[:k]
+        neighbours.append((candidates[order], similarities[order]))
+    return neighbours
+
+
+def _best(kept: Neighbours, further: Neighbours, k: int) -> Neighbours:
+    """Merge two results of one query, and return the `k` nearest rows, best first."""
+    rows, similarities = np.concatenate([kept[0], further[0]]), np.concatenate([kept[1], further[1]])
+    order = np.argsort(-similarities, kind="stable")[:k]
+    return rows[order], similarities[order]

@@ -41,7 +41,7 @@ def run_erase(
         EdjeError: another process is changing the index, or an append, update or retry has not finished.
         OSError: the index cannot be written.
     """
-    from edje_index.indexing.faiss_part import check_faiss
+    from edje_index.indexing.faiss_index import check_faiss
     from storage_formats.format.manifest import CommittedIndex
 
     if is_url(location):

@@ -81,8 +81,7 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
         JobStopped: `should_stop()` returned True.
         OSError: a file cannot be read, or the index cannot be written.
     """
-    from edje_index.indexing.faiss_index import build_ann
-    from edje_index.indexing.faiss_part import check_faiss
+    from edje_index.indexing.faiss_index import build_ann, check_faiss
     from storage_formats.writing.index_writer import IndexWriter
 
     started = time.monotonic()

@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 
 from edje_index.indexing.ann_kind import AnnKind, rebuild_reasons
-from edje_index.indexing.ann_recall import RecallQueries, held_out
-from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann
-from edje_index.indexing.faiss_part import fill_part, train_part
+from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann, held_out, recall_queries
 from pipelines import repair_index
 from storage_formats import CorruptIndexError, Manifest, UsageError, verify_index
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.tombstones import Tombstones
 from storage_formats.reading.embeddings import IndexedEmbeddings, read_embeddings
 from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 from tests.conftest import write_random_index
@@ -80,9 +77,9 @@ def test_other_factories_are_refused(factory):
         AnnKind.parse(factory, 16)
 
 
-def exact(root, queries, k, without=()):
+def exact(root, queries, k):
     vectors = read_embeddings(CommittedIndex.open(root), np.arange(SPEC.rows))
-    kept = np.array([row for row in range(SPEC.rows) if not np.isnan(vectors[row, 0]) and row not in without])
+    kept = np.array([row for row in range(SPEC.rows) if not np.isnan(vectors[row, 0])])
     oracle = faiss.IndexFlatIP(SPEC.embed_dim)
     oracle.add(vectors[kept])
     return kept[oracle.search(queries, k)[1]]
@@ -90,12 +87,10 @@ def exact(root, queries, k, without=()):
 
 def test_exact_neighbours_are_those_of_faiss_without_the_query(root):
     embeddings = IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers()))
-    deleted = Tombstones.none(SPEC.shard_size).with_rows([1, 77, 300])
-    queries = RecallQueries.draw(embeddings, deleted)
-    assert len(queries.row_ids) > 100
-    assert not set(queries.row_ids) & {1, 77, 3}
-    expected = exact(root, queries.vectors, 101, without=(1, 77, 300))
-    for row_id, rows, with_itself in zip(queries.row_ids, queries.neighbours, expected, strict=True):
+    row_ids, queries, neighbours = recall_queries(embeddings)
+    assert len(row_ids) > 100
+    assert 3 not in row_ids
+    for row_id, rows, with_itself in zip(row_ids, neighbours, exact(root, queries, 101), strict=True):
         assert with_itself[0] == row_id
         assert rows.tolist() == with_itself[1:].tolist()
 
@@ -114,11 +109,11 @@ def test_the_stored_recall_is_that_of_a_search(root):
     assert (recall["k"], manifest.ann["factory"]) == (100, "IVF10,PQ8x4fs")
     assert 0.9 <= recall["value"] < 1
     assert probes in (4, 8)
-    queries = RecallQueries.draw(IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers())), None)
-    results = AnnIndex.open(root).nearest_to_each(queries.vectors, 101)
+    row_ids, queries, neighbours = recall_queries(IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers())))
+    results = AnnIndex.open(root).nearest_to_each(queries, 101)
     shares = [
         len((set(rows.tolist()) - {row}) & set(exact_rows.tolist())) / 100
-        for row, (rows, _), exact_rows in zip(queries.row_ids, results, queries.neighbours, strict=True)
+        for row, (rows, _), exact_rows in zip(row_ids, results, neighbours, strict=True)
     ]
     assert recall["value"] == pytest.approx(np.mean(shares), abs=1e-4)
 
@@ -193,20 +188,6 @@ def test_gpus_whose_memory_ends_during_the_work_are_left(root, gpus, monkeypatch
     monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", clone)
     assert built_codes(root) == expected
     assert len(failing) == 2
-
-
-def test_a_stopped_build_on_gpus_leaves_no_quantizer_behind(root, gpus):
-    embeddings = IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers()))
-    index = train_part(AnnKind.parse("IVF10,PQ8x4fs", 16), embeddings, SPEC.rows)
-    own_quantizer = int(index.quantizer.this)
-
-    def stop(*_):
-        assert int(index.quantizer.this) == int(gpus[-1]().this)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fill_part(index, embeddings, stop)
-    assert int(index.quantizer.this) == own_quantizer
 
 
 def test_deleted_rows_are_not_found_in_codes(root):

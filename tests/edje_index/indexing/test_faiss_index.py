@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from edje_index.errors import ModelError
-from edje_index.indexing.faiss_file import FaissFileError, FaissShape, check_faiss_file
+from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, build_ann
 from storage_formats import CorruptIndexError, Manifest
 from storage_formats.format.layout import IndexSpec, Layout
@@ -20,6 +21,15 @@ from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(2, 4), embed_dim=12)
 HOLES = frozenset({0, 70, 299})
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of FAISS wait for each other actively, which is slow for such small indexes on a busy machine."""
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +154,8 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     ("vectors", "dimensions", "first_id", "message"),
     [
         (297, 12, 10, "ids from 10 to 306, but ids must be in 0..299"),
-        (296, 12, 0, "number of vectors in the FAISS file is 296 instead of 297"),
-        (297, 13, 0, "number of dimensions in the FAISS file is 13 instead of 12"),
+        (296, 12, 0, r"has the sizes \(12, 296, 1, 0\) instead of \(12, 297, 1, 0\)"),
+        (297, 13, 0, r"has the sizes \(13, 297, 1, 0\) instead of \(12, 297, 1, 0\)"),
     ],
 )
 def test_another_shape_is_refused(own_root, vectors, dimensions, first_id, message):
@@ -156,37 +166,30 @@ def test_another_shape_is_refused(own_root, vectors, dimensions, first_id, messa
         AnnIndex.open(own_root)
 
 
-@pytest.mark.parametrize("factory", KINDS)
-def test_damage_behind_a_correct_checksum_is_an_error(own_root, factory):
+@pytest.mark.parametrize("factory", ["Flat", "IVF3,Flat", "IVF60,Flat", "IVF3,PQ2x4fs"])
+def test_damage_behind_a_correct_checksum_is_an_error_or_harmless(tmp_path, factory):
     """Sizes and ids that are huge or negative, and files that end early, never reach FAISS."""
-    manifest = add_ann(own_root, AnnRequest(ann=factory))
-    path = own_root / manifest.ann_files[0].path
-    sound, shape = path.read_bytes(), FaissShape(SPEC.embed_dim, vectors=297, rows=SPEC.rows)
-    for offset in offsets_of_sizes_and_ids(sound, factory):
-        for value in (1 << 40, -1):
-            path.write_bytes(sound[:offset] + value.to_bytes(8, "little", signed=True) + sound[offset + 8 :])
-            with path.open("rb") as file, pytest.raises(FaissFileError):
-                check_faiss_file(file, shape)
-    for length in range(0, len(sound), 501):
-        path.write_bytes(sound[:length])
-        with path.open("rb") as file, pytest.raises(FaissFileError):
-            check_faiss_file(file, shape)
-
-
-def offsets_of_sizes_and_ids(data: bytes, factory: str) -> list[int]:
-    """Offsets of 64-bit numbers in a FAISS file that must be checked."""
-    header = [4, 8, 37]
-    if factory == "Flat":
-        return [*header, 41, 45, 74, *range(len(data) - 297 * 8 - 8, len(data) - 8, 800)]
-    centroids = data.index(b"IxFI")
-    after = centroids + 4 + 33 + 8 + 17 * 12 * 4
-    lists = max(data.find(b"ilar"), data.find(b"ilbl")) + 4
-    offsets = [*header, centroids + 4, centroids + 8, centroids + 37, after, after + 1, lists]
-    if factory == "IVF17,Flat":
-        return [*offsets, lists + 8, lists + 16, lists + 20, lists + 28, len(data) - 8]
-    quantizer = lists - 4 - (8 * 4 + 12 * 16 * 4)
-    settings = range(after + 9, quantizer, 4)  # numbers of 4 and 8 bytes, and flags
-    return [*offsets, *settings, *range(quantizer, quantizer + 32, 8), lists + 16, lists + 24, lists + 32, lists + 40]
+    write_random_index(tmp_path / "index", IndexSpec(rows=121, shard_size=64, block_shape=(1, 1), embed_dim=4))
+    manifest = add_ann(tmp_path / "index", AnnRequest(ann=factory))
+    path = tmp_path / "index" / manifest.ann_files[0].path
+    sound, refused = path.read_bytes(), 0
+    damaged = [sound[:length] for length in range(0, len(sound), 7)]
+    for offset in range(len(sound) - 7):
+        for value in (1 << 40, -1, 200):
+            damaged.append(sound[:offset] + value.to_bytes(8, "little", signed=True) + sound[offset + 8 :])
+    for data in damaged:
+        try:
+            check_faiss_file(opened := io.BytesIO(data), dimensions=4, vectors=121, rows=121)
+        except FaissFileError:
+            refused += 1
+            continue
+        opened.seek(0)
+        index = faiss.read_index(faiss.PyCallbackIOReader(opened.read))
+        if hasattr(index, "nprobe"):
+            index.nprobe = min(index.nprobe, index.nlist)  # as a search of `AnnIndex` does
+        _, rows = index.search(np.ones((1, 4), np.float32), 121)
+        assert ((rows >= -1) & (rows < 121)).all()
+    assert len(sound) < refused < len(damaged)
 
 
 def test_old_inverted_lists_in_an_id_map_stay_readable(own_root):
