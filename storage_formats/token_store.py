@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -27,13 +26,13 @@ from storage_formats.format.mirror import cache_directory, open_index
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import Tombstones, live_rows, refuse_before_first, rows_in_use
-from storage_formats.reading.base import Batch, DestinationFactory
+from storage_formats.reading.batch import Batch
 from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
-from storage_formats.reading.engine_selection import ReadEngines, StoreFiles
-from storage_formats.reading.memory import aligned_blocks, aligned_bytes, copy_memory
-from storage_formats.reading.object_engine import RemoteEngines, RemoteFiles
+from storage_formats.reading.destination import Destination
+from storage_formats.reading.local_reads import LocalReads
+from storage_formats.reading.memory import BufferPool, aligned_blocks, aligned_bytes
+from storage_formats.reading.object_reads import ObjectReads
 from storage_formats.row_ids import RowIds, check_row_ids
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ class TokenStore:
         index: an open index.
         precision: see `TokenStore.open`, which also describes the errors.
         engine: see `TokenStore.open`.
-        verify_reads: see `TokenStore.open`.
 
     Example:
         >>> from storage_formats import TokenStore
@@ -63,12 +61,9 @@ class TokenStore:
         ((3, 4, 8), 'bfloat16')
     """
 
-    def __init__(
-        self, index: CommittedIndex, precision: str = "bf16", engine: str = "auto", *, verify_reads: bool = True
-    ) -> None:
+    def __init__(self, index: CommittedIndex, precision: str = "bf16", engine: str = "auto") -> None:
         self.precision = precision
         self._engine = engine
-        self._verify_reads = verify_reads
         self._refreshing = threading.Lock()
         self._view = self._view_of(index)
 
@@ -80,7 +75,6 @@ class TokenStore:
         engine: str = "auto",
         *,
         snapshot: int | None = None,
-        verify_reads: bool = True,
     ) -> TokenStore:
         """Open the store of the index at `root`.
 
@@ -88,12 +82,10 @@ class TokenStore:
             root: directory of the index, or its URL on an object store (`s3://`, `gs://`, `az://`, `https://`).
             precision: one of the precisions of the index. Fetched blocks are bfloat16 for every precision.
             engine: name of a read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each
-                record by the state of the page cache. For an index at a URL, `auto` selects `object-store`, the only
+                shard by the state of the page cache. For an index at a URL, `auto` selects `object-store`, the only
                 engine for URLs.
             snapshot: number of the snapshot to read. None reads the current snapshot. If the index changes, the store
                 still reads this snapshot until `refresh` is called.
-            verify_reads: whether to compare the CRC-32C of every record with the stored checksum. False also turns off
-                the block cache, which an index at a URL has on the local disk (`EDJE_CACHE_BYTES`).
 
         Raises:
             UsageError: there is no index at `root`, the index does not have `snapshot` or `precision`, or `engine` does
@@ -110,7 +102,7 @@ class TokenStore:
             >>> len(store), store.block_shape, store.precision
             (10, (4, 8), 'bf16')
         """
-        return cls(open_index(root, snapshot), precision, engine, verify_reads=verify_reads)
+        return cls(open_index(root, snapshot), precision, engine)
 
     def refresh(self) -> int:
         """Switch the store to the current snapshot of the index, and return the number of this snapshot.
@@ -230,8 +222,7 @@ class TokenStore:
         ids = view.checked(row_ids)
         out = self.empty(len(ids)) if out is None else check_out(out, len(ids), self.block_shape)
         if len(ids):
-            destinations = block_destinations(view.codec, out, view.engines.buffers, view.checker)
-            view.read(ids, destinations, out, hole=np.array(np.nan, dtype=out.dtype))
+            view.read(ids, out, hole=np.array(np.nan, dtype=out.dtype))
         if not as_torch:
             return out
         from storage_formats.torch_conversion import to_tensor
@@ -268,7 +259,7 @@ class TokenStore:
                 f"got {out.dtype} {list(out.shape)}"
             )
         if len(ids):
-            view.read(ids, record_destinations(out, view.checker), out, hole=fill_record(view.codec)[0])
+            view.read(ids, out, hole=fill_record(view.codec)[0])
         return out
 
     def empty(self, count: int) -> Blocks:
@@ -283,28 +274,6 @@ class TokenStore:
             (100, 4, 8)
         """
         return aligned_blocks(count, self.block_shape)
-
-    def prefetch(self, row_ids: RowIds) -> None:
-        """Start to read blocks into the page cache for a later `fetch`. Returns without waiting for the reads.
-
-        Use this method for a few hundred rows that are needed soon. For large batches, use `iter_fetch`. Does nothing
-        on macOS, on Windows, and for an index on an object store.
-
-        Args:
-            row_ids: [k], see `fetch`.
-
-        Raises:
-            RowIdError, UsageError, CorruptIndexError: see `fetch`.
-
-        Example:
-            >>> from storage_formats import TokenStore
-            >>> from storage_formats.example import example_index
-            >>> TokenStore.open(example_index()).prefetch([0, 1, 2])
-        """
-        view = self._view
-        requested = view.batch(view.checked(row_ids))
-        if len(requested.batch):
-            view.engines.announce(requested.batch)
 
     def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
         """Yield the blocks of each batch of row ids, while a background thread reads the next batches.
@@ -364,9 +333,8 @@ class TokenStore:
     def close(self) -> None:
         """Close the shard files and free buffers. A later call of `fetch` opens the files again."""
         view = self._view
-        view.engines.close()
-        if view.checksums is not None:
-            view.checksums.close()
+        view.reads.close()
+        view.checksums.close()
 
     def __enter__(self) -> Self:
         return self
@@ -378,35 +346,44 @@ class TokenStore:
 
     def _view_of(self, index: CommittedIndex, previous: _View | None = None) -> _View:
         """Return the view of `index`. It shares the open files of a local index with the `previous` view."""
-        codec = _held_codec(index, self.precision)
-        files = _token_files(index, codec)
-        files.check_lengths()
-        checksum_path = functools.partial(Layout(index.root).checksums, codec.name)
-        token_path = files.path if isinstance(files, StoreFiles) else files.url
-        checksums = BlockChecksums(index, checksum_path, token_path) if self._verify_reads else None
-        engines: ReadEngines | RemoteEngines
-        if isinstance(files, StoreFiles):
-            engines = previous.engines if previous else ReadEngines(files, self._engine)
-        else:  # the block cache belongs to the snapshot
-            engines = RemoteEngines(files if checksums is None else _with_cache(files, checksums), self._engine)
-        return _View(index, codec, engines, index.deleted, checksums)
+        spec, layout = index.manifest.spec, Layout(index.root)
+        if as_text(self.precision, "precision") not in spec.precisions:
+            held = ", ".join(spec.precisions)
+            raise UsageError(
+                f"the index at {index.location} does not have precision '{self.precision}'; choose one of: {held}"
+            )
+        token_codec = codec(self.precision, spec.block_shape)
 
+        def token_path(shard: int) -> Path:
+            return layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
 
-@dataclass(frozen=True)
-class _Requested:
-    """The row ids of one request, grouped by how to get the blocks.
+        def checksum_path(shard: int) -> Path:
+            return layout.checksums(token_codec.name, shard)
 
-    Attributes:
-        batch: the records to read from files, without duplicates.
-        duplicates: [n], index in the request of each row id that repeats an earlier row id.
-        originals: [n], for each of `duplicates`, the index of the first occurrence of the same row id.
-        unused: indices in the request of row ids that belong to no segment. Their blocks are holes.
-    """
+        size = token_codec.record_bytes
+        reads: LocalReads | ObjectReads
+        if index.remote is None:
 
-    batch: Batch
-    duplicates: NDArray[np.int64]
-    originals: NDArray[np.int64]
-    unused: NDArray[np.int64]
+            def path_inside(shard: int) -> Path:
+                return check_inside(layout.root, token_path(shard))
+
+            checksums = BlockChecksums(index, checksum_path, token_path)
+            reads = previous.reads if previous else LocalReads(path_inside, size, spec, self._engine)
+        else:
+            folder = index.remote
+
+            def key(shard: int) -> str:
+                return layout.relative(token_path(shard))
+
+            ObjectReads.check_engine(self._engine)
+            checksums = BlockChecksums(index, checksum_path, lambda shard: folder.url_of(key(shard)))
+            cache, buffers = None, BufferPool()
+            if limit := cache_bytes():  # the block cache belongs to the snapshot
+                cached_files = cache_files(cache_directory() / "blocks", limit)
+                cache = BlockCache(folder.url, checksums, size, cached_files, buffers)
+            reads = ObjectReads(folder, key, size, cache, buffers)
+        reads.check_lengths(spec)
+        return _View(index, index.deleted, token_codec, reads, checksums)
 
 
 @dataclass(frozen=True)
@@ -417,14 +394,10 @@ class _View:
     """
 
     index: CommittedIndex
-    codec: Codec
-    engines: ReadEngines | RemoteEngines
     deleted: Tombstones
-    checksums: BlockChecksums | None
-
-    @property
-    def checker(self) -> Checker | None:
-        return None if self.checksums is None else self.checksums.check
+    codec: Codec
+    reads: LocalReads | ObjectReads
+    checksums: BlockChecksums
 
     def checked(self, row_ids: RowIds) -> NDArray[np.int64]:
         """Return `row_ids` as int64 [k]. Raise the errors of `fetch` if a row id is not valid."""
@@ -433,66 +406,21 @@ class _View:
         refuse_before_first(ids, self.index.manifest.spec)
         return ids
 
-    def read(
-        self, ids: NDArray[np.int64], destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
-    ) -> None:
+    def read(self, ids: NDArray[np.int64], out: NDArray[Any], *, hole: NDArray[Any]) -> None:
         """Fill `out`: read each distinct row once, copy it for duplicates, and write `hole` for unused row ids."""
-        requested = self.batch(ids)
-        if len(requested.batch):
-            for engine, part in self.engines.split(requested.batch):
-                read_batch(engine, part, destinations)
-        if len(requested.duplicates):
-            size, start = out.strides[0], out.ctypes.data
-            copy_memory(start + requested.originals * size, start + requested.duplicates * size, size)
-        if len(requested.unused):
-            out[requested.unused] = hole
-
-    def batch(self, ids: NDArray[np.int64]) -> _Requested:
         spec = self.index.manifest.spec
         order = np.argsort(ids, kind="stable")
-        unused = np.empty(0, dtype=np.int64)
-        if spec.segments:
+        if spec.segments:  # row ids that belong to no segment are holes
             used = rows_in_use(ids[order], spec)
             order, unused = order[used], order[~used]
+            out[unused] = hole
         is_first = np.diff(ids[order], prepend=-1) > 0
-        first_indices = order[is_first]
-        shards, positions = np.divmod(ids[first_indices], spec.shard_size)
-        originals = first_indices[np.cumsum(is_first) - 1][~is_first]
-        return _Requested(Batch(shards, positions, first_indices), order[~is_first], originals, unused)
-
-
-def _held_codec(index: CommittedIndex, precision: str) -> Codec:
-    spec = index.manifest.spec
-    if as_text(precision, "precision") not in spec.precisions:
-        held = ", ".join(spec.precisions)
-        raise UsageError(f"the index at {index.location} does not have precision '{precision}'; choose one of: {held}")
-    return codec(precision, spec.block_shape)
-
-
-def _token_files(index: CommittedIndex, token_codec: Codec) -> StoreFiles | RemoteFiles:
-    spec, layout, size = index.manifest.spec, Layout(index.root), token_codec.record_bytes
-    if index.remote is None:
-        return StoreFiles(functools.partial(_shard_path, layout, token_codec), size, spec)
-    dimensions = len(token_codec.record_shape)
-    return RemoteFiles(
-        folder=index.remote,
-        key=lambda shard: layout.relative(layout.token_shard(token_codec.name, shard, dimensions)),
-        record_bytes=size,
-        spec=spec,
-    )
-
-
-def _with_cache(files: RemoteFiles, checksums: BlockChecksums) -> RemoteFiles:
-    """Return `files` with a block cache, unless the cache is off."""
-    if not (limit := cache_bytes()):
-        return files
-    cached_files = cache_files(cache_directory() / "blocks", limit)
-    return replace(files, cache=BlockCache(files.folder.url, checksums, files.record_bytes, cached_files))
-
-
-def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:
-    """Return the path of a token shard. Raises OSError if the path leads outside the index."""
-    return check_inside(layout.root, layout.token_shard(token_codec.name, shard, len(token_codec.record_shape)))
+        firsts = order[is_first]
+        if len(firsts):
+            batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
+            self.reads.read(batch, lambda part: Destination(part, out, self.codec, self.checksums.check))
+        for original, duplicate in zip(firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first], strict=True):
+            out[duplicate] = out[original]
 
 
 class _ReadAhead:

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.fetch.subjects import Subject
 from benchmarks.fetch.workloads import Ids
 from storage_formats.codecs import Records
-from storage_formats.codecs.threads import default_threads
+from storage_formats.threads import default_threads
 
 _FILE = "records.bin"
 _TENSORSTORE_REQUESTS = 128

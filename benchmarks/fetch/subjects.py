@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.fetch.records import StoredRecords
 from benchmarks.fetch.workloads import Ids
 from storage_formats.codecs import BF16, Records
-from storage_formats.codecs.threads import default_threads
+from storage_formats.threads import default_threads
 from storage_formats.token_store import TokenStore
 
 

@@ -89,7 +89,7 @@ def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool
     if ctx.params["as_json"]:
         from pipelines.environment import dependencies, environment
         from storage_formats.cpus import has_bfloat16
-        from storage_formats.reading.engine_selection import engines
+        from storage_formats.reading import engines
 
         machine = {**environment(), "bfloat16": has_bfloat16(), "read_engines": list(engines())}
         print_json({**machine, "version": __version__, "versions": dependencies()})

@@ -31,7 +31,7 @@ from storage_formats.codecs.base import (
     check_out,
     check_records,
 )
-from storage_formats.codecs.threads import run_chunks
+from storage_formats.threads import run_chunks
 
 
 class BF16Codec:

@@ -21,7 +21,7 @@ from storage_formats.codecs.base import (
     check_records,
 )
 from storage_formats.codecs.minifloat import NAN_CODE
-from storage_formats.codecs.threads import run_chunks
+from storage_formats.threads import run_chunks
 
 Bits: TypeAlias = NDArray[np.uint16]
 """Bits of bfloat16 values, flat."""

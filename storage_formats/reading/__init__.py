@@ -1,11 +1,11 @@
-"""Read engines, which read records from shard files.
+"""Reading of records from shard files and objects, and of embeddings.
 
-`base` defines the interface of an engine. The modules `buffered`, `mapped` and `queued` contain the engines.
-`engine_selection` selects an engine for each record. `object_engine` contains the engine for object stores.
+`local_reads` reads an index on a file system, and chooses an engine for each shard. `object_reads` reads an index on an
+object store. Both read a `batch.Batch` into a `destination.Destination`, which checks and decodes the records.
 """
 
 from __future__ import annotations
 
-from storage_formats.reading.engine_selection import engines
+from storage_formats.reading.local_reads import engines
 
 __all__ = ["engines"]

@@ -20,7 +20,6 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +27,10 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import UsageError
 from storage_formats.format.checksum import crc32c
-from storage_formats.reading.base import Batch, Destination, Runs
+from storage_formats.reading.batch import Batch
 from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.memory import checksums_at
+from storage_formats.reading.destination import Destination
+from storage_formats.reading.memory import BufferPool, checksums_at
 
 SETTING = "EDJE_CACHE_BYTES"
 _DEFAULT_BYTES = 10 << 30
@@ -42,7 +42,6 @@ _USE_SECONDS = 60.0  # resolution of the time of the last use
 _WRITE_OVERHEAD = 12 << 10  # disk blocks that a write covers in part, and one for the list of disk blocks
 _OPEN_FILES = 64
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # without O_NONBLOCK, opening a FIFO waits
-_RUN_RECORDS = 512  # below Linux's IOV_MAX of 1024
 
 
 def cache_bytes() -> int:
@@ -65,92 +64,82 @@ class BlockCache:
         checksums: the stored checksums of the blocks.
         record_bytes: length of a record in bytes.
         files: the files of all cached blocks on this machine, see `cache_files`.
+        buffers: pool of buffers for records.
     """
 
-    def __init__(self, url: str, checksums: BlockChecksums, record_bytes: int, files: CacheFiles) -> None:
+    def __init__(
+        self, url: str, checksums: BlockChecksums, record_bytes: int, files: CacheFiles, buffers: BufferPool
+    ) -> None:
         self._folder = hashlib.sha256(url.encode()).hexdigest()[:32]
         self._checksums = checksums
         self._size = record_bytes
         self._zeros_crc = crc32c(bytes(record_bytes))
         self._files = files
+        self._buffers = buffers
 
     def names(self, batch: Batch) -> dict[int, str]:
         """Return the name of the cached file of each shard of `batch`, keyed by shard number."""
         checksums = self._checksums.file_checksums([shard for shard, _, _ in batch.shard_spans])
         return {shard: f"{self._folder}/{self._size}-{shard}-{crc:08x}" for shard, crc in checksums.items()}
 
-    def read(self, batch: Batch, names: Mapping[int, str], destination: Destination) -> NDArray[np.bool_]:
-        """Read the cached records of `batch` into `destination.records`. Return which records were cached, bool [n].
+    def read(self, batch: Batch, names: Mapping[int, str], destination: Destination, first: int) -> NDArray[np.bool_]:
+        """Pass the cached records of `batch` to `destination`. Return which records were cached, bool [n].
 
-        `names` is the result of the method `names`.
+        Args:
+            batch: consecutive records of the batch of `destination`.
+            names: result of the method `names`.
+            destination: destination of the records.
+            first: index of the first record in the batch of `destination`.
         """
+        size = self._size
+        buffer = self._buffers.borrow(len(batch) * size)
         is_read = np.zeros(len(batch), dtype=np.bool_)
         spans = batch.shard_spans
-        for first in range(0, len(spans), _OPEN_FILES):
-            group = spans[first : first + _OPEN_FILES]
-            with self._opened({shard: names[shard] for shard, _, _ in group}) as descriptors:
-                start, stop = group[0][1], group[-1][2]
-                is_read[start:stop] = self._read(batch[start:stop], descriptors, destination, start)
+        for start in range(0, len(spans), _OPEN_FILES):
+            group = spans[start : start + _OPEN_FILES]
+            part = slice(group[0][1], group[-1][2])
+            with contextlib.ExitStack() as opened:
+                descriptors = {}
+                for shard, _, _ in group:
+                    if (descriptor := self._files.open(names[shard])) is not None:
+                        opened.callback(os.close, descriptor)
+                        descriptors[shard] = descriptor
+                if descriptors:
+                    records = buffer[part.start * size : part.stop * size].reshape(-1, size)
+                    is_read[part] = _read_records(batch[part], descriptors, records)
         read = np.flatnonzero(is_read)
         if len(read):
             expected = self._checksums.check(batch[read]).expected
-            addresses = destination.records.ctypes.data + destination.record_indices[read] * self._size
+            actual = checksums_at(buffer.ctypes.data + read * size, size)
             # A hole of the file would pass for a record of zeros.
-            is_read[read] = (checksums_at(addresses, self._size) == expected) & (expected != self._zeros_crc)
+            read = read[(actual == expected) & (expected != self._zeros_crc)]
+        is_read[:] = False
+        is_read[read] = True
+        if len(read):
+            destination.take(buffer, read * size, first + read)
+        self._buffers.give_back(buffer)
         return is_read
 
     def write(self, name: str, position: int, records: memoryview) -> None:
         """Store neighbouring records in the file `name`. `position` is the position of the first of them."""
         self._files.write(name, position * self._size, records)
 
-    def _read(
-        self, batch: Batch, descriptors: dict[int, int], destination: Destination, start: int
-    ) -> NDArray[np.bool_]:
-        """Read the records of the open files. Return which records were read, bool [n]; their bytes may be wrong."""
-        is_read = np.zeros(len(batch), dtype=np.bool_)
-        runs = list(_runs(batch, descriptors, self._size)) if descriptors else []
-        for run in runs:
-            if hasattr(os, "posix_fadvise"):  # not on macOS
-                length = run.count * self._size
-                os.posix_fadvise(run.descriptor, run.position * self._size, length, os.POSIX_FADV_WILLNEED)
-        for run in runs:
-            indices = destination.record_indices[start + run.first : start + run.first + run.count].tolist()
-            buffers = [destination.records[index].data for index in indices]
-            with contextlib.suppress(OSError):
-                count = os.preadv(run.descriptor, buffers, run.position * self._size)
-                is_read[run.first : run.first + count // self._size] = True
-        return is_read
 
-    @contextlib.contextmanager
-    def _opened(self, names: Mapping[int, str]) -> Iterator[dict[int, int]]:
-        """Context manager that opens the files that exist and yields their descriptors, keyed by shard."""
-        descriptors: dict[int, int] = {}
-        try:
-            for shard, name in names.items():
-                if (descriptor := self._files.open(name)) is not None:
-                    descriptors[shard] = descriptor
-            yield descriptors
-        finally:
-            for descriptor in descriptors.values():
-                os.close(descriptor)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Neighbouring records of one cached file: `count` records of a batch, from index `first` of the batch on."""
-
-    descriptor: int
-    position: int
-    first: int
-    count: int
-
-
-def _runs(batch: Batch, descriptors: dict[int, int], record_bytes: int) -> Iterator[_Run]:
-    runs = Runs.of(batch, record_bytes, longest_bytes=_RUN_RECORDS * record_bytes)
-    shards, positions = batch.shards[runs.first].tolist(), batch.positions[runs.first].tolist()
-    for shard, position, first, count in zip(shards, positions, runs.first.tolist(), runs.count.tolist(), strict=True):
-        if shard in descriptors:
-            yield _Run(descriptors[shard], position, first, count)
+def _read_records(batch: Batch, descriptors: dict[int, int], records: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Read the records of the open files. Return which records were read, bool [n]; their bytes may be wrong."""
+    size = records.shape[1]
+    is_read = np.zeros(len(batch), dtype=np.bool_)
+    first, count = batch.runs(size)
+    columns = (batch.shards[first], batch.positions[first] * size, first, first + count)
+    runs = [run for run in zip(*(column.tolist() for column in columns), strict=True) if run[0] in descriptors]
+    for shard, offset, start, stop in runs:
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(descriptors[shard], offset, (stop - start) * size, os.POSIX_FADV_WILLNEED)
+    for shard, offset, start, stop in runs:
+        with contextlib.suppress(OSError):
+            read_bytes = os.preadv(descriptors[shard], [records[start:stop].reshape(-1).data], offset)
+            is_read[start : start + read_bytes // size] = True
+    return is_read
 
 
 class CacheFiles:

@@ -31,9 +31,11 @@ from storage_formats.format.object_store import ObjectFolder
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import FileEntry, read_shard_tables, write_shard_table
 from storage_formats.format.zarr_metadata import token_array_metadata
-from storage_formats.reading.base import Batch
-from storage_formats.reading.destination import read_batch, record_destinations
-from storage_formats.reading.object_engine import ObjectStoreEngine, RemoteFiles
+from storage_formats.reading.batch import Batch
+from storage_formats.reading.checksums import BlockCheck
+from storage_formats.reading.destination import Destination
+from storage_formats.reading.memory import BufferPool
+from storage_formats.reading.object_reads import ObjectReads
 from storage_formats.writing.begin import remove_unfinished
 from storage_formats.writing.publish import check_receipts, remove_build
 from storage_formats.writing.shard_writer import open_tokens, stage_tokens
@@ -186,17 +188,18 @@ def _read_file(task: ConversionTask, path: Path, source_codec: Codec, step: int)
 def _read_object(task: ConversionTask, path: Path, source_codec: Codec, step: int) -> Iterator[tuple[int, Records]]:
     """Yield (first position, records) of the token object of the path `path`, like `_read_file`."""
     assert task.url is not None
-    rows, size, key = len(task.spec.shard_rows(task.shard)), source_codec.record_bytes, Layout(Path(task.root)).relative
-    files = RemoteFiles(ObjectFolder.open(task.url), lambda _: key(path), size, task.spec)
-    engine = ObjectStoreEngine(files)
-    files.check_length(task.shard)  # before memory is allocated
-    buffers = [np.empty((min(step, rows), size), dtype=np.uint8) for _ in range(2)]
-    for first in range(0, rows, step):
+    rows, size, layout = task.spec.shard_rows(task.shard), source_codec.record_bytes, Layout(Path(task.root))
+    reads = ObjectReads(ObjectFolder.open(task.url), lambda _: layout.relative(path), size, None, BufferPool())
+    reads.check_length(task.spec, task.shard)  # before memory is allocated
+    checksums = read_checksums(layout, task.source, task.shard, len(rows))
+    stored = BlockCheck(checksums, np.arange(rows.start, rows.stop), lambda _: reads.url(task.shard))
+    buffers = [np.empty((min(step, len(rows)), size), dtype=np.uint8) for _ in range(2)]
+    for first in range(0, len(rows), step):
         buffers.reverse()
-        records = buffers[0][: rows - first]
+        records = buffers[0][: len(rows) - first]
         positions = np.arange(first, first + len(records))
         batch = Batch(np.full(len(records), task.shard), positions, positions - first)
-        read_batch(engine, batch, record_destinations(records))
+        reads.read_into(Destination(batch, records, source_codec, lambda part: stored[part.positions]))
         yield first, records
 
 

@@ -7,6 +7,7 @@ caller may call `erase_rows` repeatedly until it succeeds.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -31,7 +32,6 @@ from storage_formats.format.parquet import read_table
 from storage_formats.format.rows import DUPLICATE, ERASED, FAILED, INDEXED, iter_stored_rows, write_rows
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
 from storage_formats.format.tombstones import rows_in_use
-from storage_formats.reading.syscalls import punch_hole
 from storage_formats.writing.publish import remove_build
 from storage_formats.writing.snapshots import remove_unnamed_files
 from storage_formats.writing.token_shard import erased_record, freed_bytes, shard_index_bytes
@@ -235,10 +235,10 @@ class _ShardErasure:
             for position in self._positions.tolist():
                 _write_at(fd, position * size, erased_record(token_codec, position).tobytes())
             _write_at(fd, index_offset, shard_index_bytes(is_indexed, size))
-            os.fsync(fd)  # overwrite the disk blocks before `punch_hole` frees them
+            os.fsync(fd)  # overwrite the disk blocks before `_punch_hole` frees them
             for position in self._positions.tolist():
                 freed = freed_bytes(position, size)
-                punch_hole(fd, freed.start, len(freed))
+                _punch_hole(fd, freed.start, len(freed))
         self.entries.append(FileEntry.of(self._layout, path))
         checksums = read_checksums(self._layout, name, self._shard, self._rows).copy()
         for position in self._positions.tolist():
@@ -317,3 +317,10 @@ def _write_at(fd: int, offset: int, data: bytes) -> None:
     while rest:
         written = os.pwrite(fd, rest, offset)
         rest, offset = rest[written:], offset + written
+
+
+def _punch_hole(fd: int, offset: int, length: int) -> None:
+    """Free the disk blocks of a byte range, if this is supported. Reads of the range return zeros."""
+    if (fallocate := getattr(ctypes.CDLL(None), "fallocate", None)) is not None:
+        keep_size_and_punch_hole = 3
+        fallocate(fd, keep_size_and_punch_hole, ctypes.c_long(offset), ctypes.c_long(length))

@@ -9,6 +9,7 @@ import pytest
 
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.reading import engines
+from storage_formats.reading.queues import AioQueue, Ring
 
 ALL = [*engines(), "auto"]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -24,3 +25,17 @@ def evict(root, precision="bf16"):
     for path in Layout(root).token_array(precision).glob("c.*"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def use_queue(monkeypatch, kind):
+    """Let the engine `direct` use queues of the class `kind`, or none. Skip the test if they do not work here."""
+    if kind is not None:
+        try:
+            kind(1).close()
+        except OSError:
+            pytest.skip(f"no {kind.__name__} here")
+    for module in ("queues", "local_reads"):
+        monkeypatch.setattr(f"storage_formats.reading.{module}.queue_class", lambda: kind)
+
+
+queues = pytest.mark.parametrize("queue", [Ring, AioQueue])

@@ -12,9 +12,9 @@ import pytest
 from storage_formats import CorruptIndexError, TokenStore, codec
 from storage_formats.format.checksum import crc32c_rows
 from storage_formats.format.layout import Layout
-from storage_formats.reading import checked_copying, checksums, memory
+from storage_formats.reading import checksums, loops, memory
 from tests.conftest import same_bits
-from tests.storage_formats.reading_cases import ALL, HOLES, ODD, SPEC
+from tests.storage_formats.reading_cases import ALL, HOLES, SPEC
 
 FLIPS = 300
 
@@ -80,18 +80,6 @@ def test_every_engine_checks_blocks_and_records(index, whole, precision, engine)
                     read(ids)
         sound = [row for row in range(SPEC.rows) if row != 70]
         assert same_bits(store.fetch(sound), whole[precision][sound])
-    with TokenStore.open(index, precision, engine, verify_reads=False) as store:
-        assert same_bits(store.fetch(sound), whole[precision][sound])
-        assert not same_bits(store.fetch([70]), whole[precision][[70]])
-
-
-def test_records_of_odd_lengths_are_checked(odd):
-    for engine in ALL:
-        for precision in ODD.precisions:
-            store, unchecked = (
-                TokenStore.open(odd[0], precision, engine, verify_reads=check) for check in (True, False)
-            )
-            assert same_bits(store.fetch(range(ODD.rows)), unchecked.fetch(range(ODD.rows)))
 
 
 def test_a_damaged_hole_is_reported(index):
@@ -114,10 +102,8 @@ def test_lost_checksums_are_an_error_of_checked_reads(index, whole, harm):
     path.unlink() if harm == "missing" else os.truncate(path, 8)
     store = TokenStore.open(index, "fp8")
     assert same_bits(store.fetch([3]), whole["fp8"][[3]])
-    with pytest.raises(CorruptIndexError, match=r"00000001.crc32c.*verify_reads=False"):
+    with pytest.raises(CorruptIndexError, match=r"00000001.crc32c.*edje-index verify"):
         store.fetch([3, 70])
-    unchecked = TokenStore.open(index, "fp8", verify_reads=False)
-    assert same_bits(unchecked.fetch([3, 70]), whole["fp8"][[3, 70]])
 
 
 def test_few_checksums_are_kept_and_those_of_other_shards_are_not_read(many_shards, monkeypatch):
@@ -143,50 +129,50 @@ def test_few_checksums_are_kept_and_those_of_other_shards_are_not_read(many_shar
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 64, 65, 200, 13_824])
 @pytest.mark.parametrize("count", [1, 2, 3, 10])
-def test_checksums_of_memory(monkeypatch, compiled, size, count):
-    if compiled and not checked_copying.has_crc_instruction():
+def test_memory_is_copied_and_checked(compiled, size, count):
+    if compiled and not loops.has_crc_instruction():
         pytest.skip("no CRC-32C instruction here")
+    used = memory._compiled_loops() if compiled else memory._PLAIN
     data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
     sources, expected = data.ctypes.data + np.arange(count) * size, crc32c_rows(data)
-    compute = checked_copying.compute_checksums if compiled else memory._checksum_pieces
     actual = np.zeros(count, dtype=np.uint32)
-    compute(sources, size, actual, 0, count)
+    used.checksums(sources, size, actual, 0, count)
     assert (actual == expected).all()
-    copies = [checked_copying.copy_checked if compiled else memory._copy_checked_pieces]
-    if compiled and size % 64 == 0:
-        copies.append(checked_copying.copy_checked_nontemporal)
-    for copy in copies:
-        target = memory.aligned_bytes(count * size).reshape(count, size)
+    for copy in (used.copy, *([used.copy_nontemporal] if size % 64 == 0 else [])):
+        target = memory.aligned_bytes((count + 1) * size).reshape(count + 1, size)
         actual[:] = 0
         copy(sources, target.ctypes.data + np.arange(count) * size, size, actual, 0, count)
         assert (actual == expected).all()
-        assert (target == data).all()
+        assert (target[:count] == data).all()
+        assert not target[count].any()
+
+
+@pytest.mark.parametrize(("size", "offset", "large"), [(128, 0, True), (128, 8, True), (100, 0, True), (128, 0, False)])
+def test_only_large_outputs_of_whole_cache_lines_use_nontemporal_stores(monkeypatch, size, offset, large):
+    source = np.random.default_rng(0).integers(0, 256, (9, size), dtype=np.uint8)
+    target = memory.aligned_bytes(10 * size)[offset : offset + 9 * size].reshape(9, size)
+    used = []
+    plain = memory._PLAIN
+    noting = plain._replace(copy_nontemporal=lambda *arguments: (used.append(1), plain.copy(*arguments)))
+    monkeypatch.setattr(memory, "_loops", lambda _: noting)
+    sources, targets = (array.ctypes.data + np.arange(9) * size for array in (source, target))
+    check = checksums.BlockCheck(crc32c_rows(source), np.arange(9), str)
+    total = memory._NONTEMPORAL_FROM - (not large)
+    memory.copy_checked(sources, targets, size, check, threads=2, total=total)
+    assert (target == source).all()
+    assert bool(used) == (large and not offset and size % 64 == 0)
 
 
 def test_the_instruction_is_not_used_in_code_for_another_processor(monkeypatch):
-    monkeypatch.setattr(checked_copying.config, "CPU_NAME", "generic")
-    assert not checked_copying.has_crc_instruction()
-    memory._compiled_checksums.cache_clear()
-    memory._compiled_checked_loop.cache_clear()
-    assert memory._compiled_checksums() is memory._checksum_pieces
-    assert memory._compiled_checked_loop(True) is memory._copy_checked_pieces
-    memory._compiled_checksums.cache_clear()
-    memory._compiled_checked_loop.cache_clear()
+    monkeypatch.setattr(loops.config, "CPU_NAME", "generic")
+    assert memory._compiled_loops.__wrapped__() is memory._PLAIN
 
 
-def test_small_checks_use_the_compiled_loop_once_they_have_checked_many_bytes(built, monkeypatch):
-    compiled = checked_copying.compute_checksums
-    calls = []
-    monkeypatch.setattr(checked_copying, "compute_checksums", lambda *given: (calls.append(given), compiled(*given))[1])
+def test_numba_is_used_once_it_is_loaded_or_many_bytes_have_been_checked(monkeypatch):
+    assert memory._loops(1) is memory._compiled_loops()
     monkeypatch.delitem(sys.modules, "numba")  # as before the first conversion
-    monkeypatch.setattr(memory, "_COMPILED_CHECKS_AFTER", 100 * 512)
-    monkeypatch.setattr(memory, "_checked_bytes", 0)
-    memory._compiled_checksums.cache_clear()
-    with TokenStore.open(built[0], engine="portable") as store:
-        store.fetch(range(100))
-        assert not calls
-        store.fetch(range(100))
-        assert not calls
-        store.fetch([5])
-        assert len(calls) == 1
-    memory._compiled_checksums.cache_clear()
+    monkeypatch.setattr(memory, "_plainly_checked_bytes", 0)
+    assert memory._loops(1) is memory._PLAIN
+    assert memory._loops(1 << 30) is memory._compiled_loops()
+    monkeypatch.setattr(memory, "_plainly_checked_bytes", 5 << 30)
+    assert memory._loops(1) is memory._compiled_loops()

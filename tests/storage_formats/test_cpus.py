@@ -7,7 +7,7 @@ import os
 import pytest
 
 from storage_formats import cpus
-from storage_formats.codecs.threads import default_threads
+from storage_formats.threads import default_threads
 
 
 def test_without_a_container_the_affinity_decides(tmp_path, monkeypatch):

@@ -13,20 +13,15 @@ import time
 import pytest
 
 from storage_formats import TokenStore
-from storage_formats.codecs.threads import run_chunks
-from storage_formats.crew import Crew
 from storage_formats.format.layout import IndexSpec
-from storage_formats.interrupts import settle
 from storage_formats.reading import engines
-from storage_formats.reading.aio import AioQueue
-from storage_formats.reading.destination import DecodedDestination
+from storage_formats.reading.destination import Destination
 from storage_formats.reading.queues import QueuePool
-from storage_formats.reading.ring import Ring
+from storage_formats.threads import Crew, run_chunks, settle
 from tests.conftest import REPO, same_bits, write_random_index
-from tests.storage_formats.reading_cases import ALL, SPEC, linux
+from tests.storage_formats.reading_cases import ALL, SPEC, linux, queues, use_queue
 
 LARGE = IndexSpec(rows=200, shard_size=64, block_shape=(64, 384), embed_dim=4, precisions=("bf16", "fp8", "nvfp4"))
-QUEUES = {Ring: "io_uring", AioQueue: "direct"}
 
 
 class Interruption(BaseException):
@@ -90,13 +85,12 @@ def test_settling_goes_on_after_an_exception_and_raises_it_at_the_end():
     assert not pending
 
 
-@pytest.mark.parametrize("queue", QUEUES)
+@queues
 @pytest.mark.parametrize("method", ["put", "wait"])
 def test_a_queue_is_emptied_and_dropped_after_an_exception(built, whole, monkeypatch, queue, method):
     """The exception comes after the kernel has started or finished reads, and before the queue's caller knows."""
-    if QUEUES[queue] not in engines():
-        pytest.skip(f"no {QUEUES[queue]} here")
-    store, real = TokenStore.open(built[0], "bf16", QUEUES[queue]), getattr(queue, method)
+    use_queue(monkeypatch, queue)
+    store, real = TokenStore.open(built[0], "bf16", "direct"), getattr(queue, method)
     closed = []
     monkeypatch.setattr(queue, "close", lambda self, close=queue.close: (close(self), closed.append(self)))
 
@@ -116,19 +110,18 @@ def test_a_queue_is_emptied_and_dropped_after_an_exception(built, whole, monkeyp
     assert len(closed) == 3
 
 
-@pytest.mark.parametrize("queue", QUEUES)
+@queues
 def test_an_error_returns_no_queue_with_reads_in_flight(built, whole, monkeypatch, queue):
     """The decoder fails on the first piece while other pieces are read into memory that is freed afterwards."""
-    if QUEUES[queue] not in engines():
-        pytest.skip(f"no {QUEUES[queue]} here")
-    store = TokenStore.open(built[0], "fp8", QUEUES[queue])
+    use_queue(monkeypatch, queue)
+    store = TokenStore.open(built[0], "fp8", "direct")
     returned = []
     give_back = QueuePool.give_back
     monkeypatch.setattr(
         QueuePool, "give_back", lambda self, item: (returned.append(item.in_flight), give_back(self, item))
     )
     with monkeypatch.context() as patch:
-        patch.setattr(DecodedDestination, "take", lambda *_: 1 // 0)
+        patch.setattr(Destination, "take", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             store.fetch(range(SPEC.rows))
     assert not returned
@@ -136,10 +129,9 @@ def test_an_error_returns_no_queue_with_reads_in_flight(built, whole, monkeypatc
     assert returned == [0]
 
 
-@pytest.mark.parametrize("queue", QUEUES)
-def test_a_closed_queue_may_be_closed_again(queue):
-    if QUEUES[queue] not in engines():
-        pytest.skip(f"no {QUEUES[queue]} here")
+@queues
+def test_a_closed_queue_may_be_closed_again(monkeypatch, queue):
+    use_queue(monkeypatch, queue)
     before = len(os.listdir("/proc/self/fd"))
     opened = queue(8)
     opened.close()

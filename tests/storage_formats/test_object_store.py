@@ -80,7 +80,6 @@ def test_blocks_equal_those_of_a_local_fetch(stored, whole, precision):
         assert same_bits(remote.fetch(range(SPEC.rows)), whole[precision])
         assert (remote.fetch_records(row_ids) == local.fetch_records(row_ids)).all()
         assert same_bits(next(remote.iter_fetch([row_ids])), whole[precision][row_ids])
-        remote.prefetch(row_ids)
         assert len(remote.fetch([])) == 0
 
 

@@ -106,7 +106,7 @@ def test_deleted_rows_are_not_returned(index):
         with TokenStore.open(root, precision) as store:
             assert len(store) == 40
             assert store.row_ids().tolist() == kept
-            for read in (store.fetch, store.fetch_records, store.prefetch):
+            for read in (store.fetch, store.fetch_records):
                 with pytest.raises(DeletedRowError, match="row 17 and 1 more were deleted") as caught:
                     read([1, 17, 4, 17])
                 assert caught.value.row_ids == (17, 4)

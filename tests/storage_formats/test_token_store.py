@@ -76,7 +76,7 @@ def test_threads_share_a_store(built):
 )
 def test_row_ids_out_of_range_are_an_index_error_that_names_the_first(built, row_ids, named):
     store = TokenStore.open(built[0])
-    for call in (store.fetch, store.fetch_records, store.prefetch, lambda ids: list(store.iter_fetch([ids]))):
+    for call in (store.fetch, store.fetch_records, lambda ids: list(store.iter_fetch([ids]))):
         with pytest.raises(IndexError, match=f"row id {named} is out of range; the index has the row ids 0 to 36"):
             call(row_ids)
     with pytest.raises(RowIdError):

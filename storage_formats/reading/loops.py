@@ -1,4 +1,6 @@
-"""Compiled loops that compute the CRC-32C of records. Some of the loops also copy the records.
+"""Compiled loops that compute the CRC-32C of records. Two of the loops also copy the records.
+
+Copying and checking in one loop takes 2.0 us per BF16 record, where separate loops take 2.6 us (docs/lab).
 
 The loops process three records at a time, because the CRC-32C instruction of the processor (SSE 4.2) has a latency of
 three cycles. Importing this module imports Numba.
@@ -189,4 +191,4 @@ _COPY_ARGUMENTS = (_ADDRESS_ARRAY, _ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY,
 copy_checked = Kernel(_copy, _COPY_ARGUMENTS)
 """(sources, targets, size, checksums, start, stop): like `compute_checksums`, and copy the bytes to targets[i]."""
 copy_checked_nontemporal = Kernel(_copy_nontemporal, _COPY_ARGUMENTS)
-"""Like `copy_checked`, with non-temporal stores. `size` and all targets are multiples of `nontemporal.LINE_BYTES`."""
+"""Like `copy_checked`, with non-temporal stores. `size` and all targets are multiples of 64."""

@@ -1,0 +1,230 @@
+"""The engine `direct`, which reads with direct I/O through a queue of requests.
+
+Direct I/O bypasses the page cache. All offsets, lengths and memory addresses must be multiples of the sector size. If a
+record does not start and end at a sector boundary, or must be decoded, the engine reads the sectors into a buffer
+first.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.errors import cannot_read
+from storage_formats.format.layout import PAGE_BYTES
+from storage_formats.reading.batch import PIECE_RECORDS, Batch, Ints
+from storage_formats.reading.destination import Destination
+from storage_formats.reading.files import ShardFile, ShardFiles
+from storage_formats.reading.memory import BufferPool, Bytes
+from storage_formats.reading.queues import QueuePool
+from storage_formats.threads import settle, unsettled
+
+_GAP_BYTES = 32 << 10  # reading a gap of this length costs the device less than another request
+_PIECE_BYTES = 8 << 20  # limit for pieces of large records
+_BYTES_IN_FLIGHT = 32 << 20
+_BUFFERED_IN_FLIGHT = 16 << 20  # less, so that the buffers stay in the processor's cache
+_FEWER_REQUESTS = 4  # reading into a buffer is faster if it saves this factor of requests
+_PART_REQUESTS = 32  # few, so that little is left to do when the last requests of a batch are complete
+_PART_SHARE = 4  # with many requests in flight, a part is a fourth of these requests
+_NO_RESULT = np.iinfo(np.int64).min
+
+
+class DirectEngine:
+    """Reads records with direct I/O. Thread-safe.
+
+    Args:
+        files: shard files, opened for direct I/O.
+        buffers: pool of buffers for records that cannot be read directly into the destination.
+    """
+
+    name = "direct"
+
+    def __init__(self, files: ShardFiles, buffers: BufferPool) -> None:
+        self._files = files
+        self._buffers = buffers
+        self._queues = QueuePool()
+
+    def read(self, destination: Destination) -> None:
+        """Read all records of `destination.batch`, with several pieces in flight.
+
+        After this function returns or raises an exception, no read writes to the destination.
+
+        Raises:
+            CorruptIndexError: a file cannot be read, or a record is damaged.
+        """
+        pending = unsettled()
+        settle(pending)
+        reader = _Reader(destination, self._files, self._queues, self._buffers)
+        try:
+            reader.read()
+        except BaseException:
+            pending.append(reader.abandon)
+            settle(pending)
+            raise
+
+    def close(self) -> None:
+        """Free the idle queues."""
+        self._queues.close()
+
+
+@dataclass
+class _Flight:
+    """A piece that is being read with r requests.
+
+    Attributes:
+        start: index in the whole batch of the first record of the piece.
+        first: [r], index in the piece of the first record of each request.
+        count: [r], number of records of each request.
+        offsets: [r], byte offset in the file of each request.
+        needed: [r], number of bytes that each request must read, up to the end of its last record.
+        memory: memory that the requests write to.
+        memory_offsets: [r], byte offset in `memory` of each request.
+        results: [r], number of bytes read, a negative errno, or `_NO_RESULT`.
+        processed: bool [r], whether the destination has processed the records of each request.
+        missing: number of requests without a result.
+        buffer: buffer from the pool that contains `memory`. None if `memory` belongs to the destination.
+    """
+
+    batch: Batch
+    start: int
+    files: dict[int, ShardFile]
+    first: Ints
+    count: Ints
+    offsets: Ints
+    needed: Ints
+    memory: Bytes
+    memory_offsets: Ints
+    results: Ints
+    processed: NDArray[np.bool_]
+    missing: int
+    buffer: Bytes | None = None
+
+
+class _Reader:
+    """Reads the records of one destination."""
+
+    def __init__(self, destination: Destination, files: ShardFiles, queues: QueuePool, buffers: BufferPool) -> None:
+        self._destination = destination
+        self._files = files
+        self._size = files.record_bytes
+        self._queues = queues
+        self._queue = queues.borrow()
+        self._holds_queue = True
+        self._buffers = buffers
+        self._flights: dict[int, _Flight] = {}
+
+    def read(self) -> None:
+        length = min(PIECE_RECORDS, max(1, _PIECE_BYTES // self._size))
+        for number, piece in enumerate(self._destination.batch.pieces(length)):
+            while self._flights and self._is_full():
+                self._finish()
+            self._launch(number, piece)
+        while self._flights:
+            self._finish()
+        self._holds_queue = False  # first, so that `abandon` never closes a queue that another reader may have
+        self._queues.give_back(self._queue)
+
+    def abandon(self) -> None:
+        """Wait until the kernel has completed all requests of this reader, and release the files."""
+        # An exception may have come before the state of the queue and the buffers was recorded.
+        if self._holds_queue:
+            self._queue.close()
+        while self._flights:
+            self._files.release(self._flights.popitem()[1].files)
+
+    def _is_full(self) -> bool:
+        """Return True if the oldest piece must be finished before another is started."""
+        requests = sum(len(flight.needed) for flight in self._flights.values())
+        size = sum(int(flight.needed.sum()) for flight in self._flights.values())
+        buffered = any(flight.buffer is not None for flight in self._flights.values())
+        limit = _BUFFERED_IN_FLIGHT if buffered else _BYTES_IN_FLIGHT
+        return requests + PIECE_RECORDS > self._queue.entries or size >= limit
+
+    def _launch(self, number: int, piece: slice) -> None:
+        batch, records, size = self._destination.batch[piece], self._destination.records, self._size
+        files, sector = self._files.acquire(batch), self._files.sector
+        first, count = batch.runs(size, gap=_GAP_BYTES // size)
+        is_direct = records is not None and not (size | records.ctypes.data) % sector
+        if is_direct:
+            direct_first, direct_count = batch.runs(size, contiguous_output=True)
+            is_direct = len(direct_first) < _FEWER_REQUESTS * len(first)
+        if records is not None and is_direct:
+            first, count = direct_first, direct_count
+            offsets, lengths = batch.positions[first] * size, count * size
+            needed, memory, memory_offsets = lengths, records.reshape(-1), batch.out_indices[first] * size
+            buffer = None
+            # Every page must be present, because io_uring would pass requests for others to a slow worker thread.
+            pages = np.arange(0, size + PAGE_BYTES, PAGE_BYTES).clip(max=size - 1)
+            records[batch.out_indices[:, None], pages] = 0
+        else:
+            starts = batch.positions[first] * size
+            stops = (batch.positions[first + count - 1] + 1) * size
+            offsets = starts - starts % sector
+            lengths, needed = stops + -stops % sector - offsets, stops - offsets
+            memory = buffer = self._buffers.borrow(int(lengths.sum()))
+            memory_offsets = np.cumsum(lengths) - lengths
+        results, processed = np.full_like(lengths, _NO_RESULT), np.zeros(len(lengths), dtype=bool)
+        self._flights[number] = _Flight(
+            *(batch, piece.start, files, first, count, offsets, needed, memory, memory_offsets),
+            *(results, processed, len(lengths), buffer),
+        )
+        fds = batch.per_record([files[shard].fd for shard, _, _ in batch.shard_spans])[first]
+        tags = number * PIECE_RECORDS + np.arange(len(lengths))
+        self._queue.put(fds, offsets, memory.ctypes.data + memory_offsets, lengths, tags)
+
+    def _finish(self) -> None:
+        """Wait for the requests of the oldest piece. Meanwhile, process the records of every piece as they arrive."""
+        number = next(iter(self._flights))
+        while self._flights[number].missing:
+            in_flight = self._queue.in_flight
+            tags, results = self._queue.wait(min(in_flight, max(_PART_REQUESTS, in_flight // _PART_SHARE)))
+            numbers = tags // PIECE_RECORDS
+            for each in np.unique(numbers).tolist():
+                of_flight, flight = numbers == each, self._flights[each]
+                flight.results[tags[of_flight] % PIECE_RECORDS] = results[of_flight]
+                flight.missing -= int(of_flight.sum())
+            for flight in self._flights.values():
+                self._process(flight)
+        flight = self._flights.pop(number)
+        if flight.buffer is not None:
+            self._buffers.give_back(flight.buffer)
+        self._files.release(flight.files)
+
+    def _process(self, flight: _Flight) -> None:
+        """Process all unprocessed records of completed requests."""
+        is_ready = (flight.results != _NO_RESULT) & ~flight.processed
+        if not is_ready.any():
+            return
+        for request in np.flatnonzero(is_ready & (flight.results < flight.needed)).tolist():
+            self._read_again(flight, request)
+        indices = np.flatnonzero(np.repeat(is_ready, flight.count))
+        # While reads are in flight the device is the bottleneck: more threads would only cost processor time.
+        threads = 1 if self._queue.in_flight else None
+        if flight.buffer is None:
+            self._destination.check(flight.start + indices, threads)
+        else:
+            shifts = np.repeat(flight.memory_offsets - flight.offsets, flight.count)
+            record_offsets = (shifts + flight.batch.positions * self._size)[indices]
+            self._destination.take(flight.buffer, record_offsets, flight.start + indices, threads)
+        flight.processed |= is_ready
+
+    def _read_again(self, flight: _Flight, request: int) -> None:
+        """Read the records of a failed request again, with blocking reads."""
+        first, count = int(flight.first[request]), int(flight.count[request])
+        file = flight.files[int(flight.batch.shards[first])]
+        shift = int(flight.memory_offsets[request]) - int(flight.offsets[request])
+        try:
+            with open(file.path, "rb", buffering=0) as plain_file:
+                for position in flight.batch.positions[first : first + count].tolist():
+                    offset, stop = position * self._size, (position + 1) * self._size
+                    while offset < stop:
+                        rest = flight.memory[shift + offset : shift + stop].data
+                        read_bytes = os.preadv(plain_file.fileno(), [rest], offset)
+                        if not read_bytes:
+                            raise file.ends_early(position)
+                        offset += read_bytes
+        except OSError as error:
+            raise cannot_read(file.path, error) from error

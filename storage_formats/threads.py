@@ -1,0 +1,204 @@
+"""Threads that work on a task together with the calling thread, and cleanup after an exception of a signal handler.
+
+An exception that a signal handler raises, for example KeyboardInterrupt after Ctrl-C, can come between any two
+instructions of the main thread. It can end a function that has started a task but not recorded the task yet, and it can
+interrupt the cleanup. Code that starts helper threads or kernel requests that write to the caller's memory follows this
+pattern:
+
+    pending = unsettled()
+    settle(pending)
+    task = ...
+    try:
+        ...
+    except BaseException:
+        pending.append(task.abandon)  # one call of compiled code, which no signal handler interrupts
+        settle(pending)
+        raise
+
+`task.abandon` waits until the task has stopped writing, and may be called repeatedly. If another exception interrupts
+the cleanup, `task.abandon` remains in `pending`, and the next use of this pattern in the same thread calls it.
+
+Code with this pattern uses no locks except `threading.Lock` in a `with` statement and `queue.SimpleQueue`. An exception
+can leave the lock of a class written in Python taken for ever, so this module does not use `concurrent.futures`. The
+thread pools of Numba abort a process that forks or calls them from two threads. Without this pattern, each fetch would
+need a thread of its own, which no exception interrupts: a warm fetch of 100 blocks would take 5 % longer.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeAlias, TypeVar
+
+from storage_formats.cpus import usable_cpus
+
+_Item = TypeVar("_Item")
+Unsettled: TypeAlias = list[Callable[[], None]]
+
+_MAX_THREADS = max(64, os.cpu_count() or 1)
+_ATTEMPTS = 10_000  # reached only if an exception interrupts every attempt
+_CHUNK_BYTES = 2 << 20  # of bfloat16: about 0.3 ms of work, much longer than handing it to a thread
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.unsettled: Unsettled = []
+
+
+_per_thread = _PerThread()
+
+
+def unsettled() -> Unsettled:
+    """Return the `abandon` functions of this thread that have not completed yet. The list is almost always empty."""
+    return _per_thread.unsettled
+
+
+def settle(pending: Unsettled) -> None:
+    """Call each function in `pending` until the call succeeds, and remove the function from `pending`.
+
+    If an exception interrupts a function, the function is called again. The last exception is raised at the end. After
+    10,000 exceptions, the remaining functions are left in `pending` for the next call of `settle`.
+    """
+    interruption: BaseException | None = None
+    attempts = 0
+    while pending and attempts < _ATTEMPTS:
+        try:
+            pending[-1]()
+            pending.pop()
+        except BaseException as error:
+            interruption = error
+            attempts += 1
+    if interruption is not None:
+        raise interruption
+
+
+class _HelperThreads:
+    """Threads that stay for later tasks. They do not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle: list[None] = []
+        self._started = 0
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run `call` in a helper thread. `call` must not raise."""
+        if len(self._idle) <= self._calls.qsize() and self._started < _MAX_THREADS:
+            _thread.start_new_thread(self._run, ())
+            self._started += 1
+        self._calls.put(call)
+
+    def _run(self) -> None:
+        while True:
+            self._idle.append(None)
+            call = self._calls.get()
+            self._idle.pop()
+            call()
+            del call  # an idle thread must not keep the memory of its last task
+
+
+class Crew(Generic[_Item]):
+    """Calls `work(item)` once for each of `items`, in the calling thread and in helper threads.
+
+    Args:
+        work: thread-safe function that processes one item.
+        items: the items to process.
+    """
+
+    def __init__(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+        self._work = work
+        self._items = iter(items)
+        self._closed = False
+        self._running: list[None] = []  # one entry per running helper
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._errors: list[BaseException] = []
+
+    def start(self, helpers: int) -> None:
+        """Start up to `helpers` helper threads, which begin to process items."""
+        for _ in range(helpers):
+            _threads.submit(self._help)
+
+    def finish(self) -> None:
+        """Process items until none is left, and wait for the helper threads. Raise the first error of a helper."""
+        for item in self._items:
+            self._work(item)
+        self.abandon()
+        if self._errors:
+            raise self._errors[0]
+
+    def abandon(self) -> None:
+        """Stop each helper thread after its current item, and wait until all have stopped."""
+        self._closed = True
+        while self._running:  # a helper first leaves `_running`, then reports to `_ended`
+            self._ended.get()
+
+    def _help(self) -> None:
+        self._running.append(None)  # before reading `_closed`; `abandon` sets `_closed` before reading `_running`
+        try:
+            for item in self._items:
+                if self._closed:
+                    break
+                self._work(item)
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            self._running.pop()
+            self._ended.put(None)
+
+
+_threads = _HelperThreads()
+
+
+def _forget_threads() -> None:
+    global _threads
+    _threads = _HelperThreads()  # its threads did not survive the fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
+
+
+def run_threads(work: Callable[[_Item], None], items: Sequence[_Item], threads: int) -> None:
+    """Call `work(item)` for each of `items` on at most `threads` threads, including the calling thread.
+
+    If a call raises, the first exception is raised after all calls have ended.
+    """
+    if threads < 2:
+        for item in items:
+            work(item)
+        return
+    pending = unsettled()
+    crew = Crew(work, items)
+    try:
+        crew.start(threads - 1)
+        crew.finish()
+    except BaseException:
+        pending.append(crew.abandon)
+        settle(pending)
+        raise
+
+
+def default_threads() -> int:
+    """Return the number of CPUs that this process may use, at most the value of `$OMP_NUM_THREADS`."""
+    cpus = usable_cpus()
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return max(1, min(cpus, int(limit))) if limit.isdigit() else cpus
+
+
+def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, threads: int | None) -> None:
+    """Split range(count) into consecutive parts and call `work(start, stop)` for each part, see `run_threads`.
+
+    Args:
+        work: function `(start, stop)` that converts blocks [start, stop).
+        count: number of blocks.
+        block_bytes: length of one decoded block in bytes. This length determines the number of parts.
+        threads: maximum number of threads, including the calling thread. None means `default_threads()`.
+    """
+    limit = default_threads() if threads is None else threads
+    chunk_count = max(1, -(-count * block_bytes // _CHUNK_BYTES))
+    chunk_count += -chunk_count % min(limit, chunk_count)  # the same number for each thread
+    chunk = max(1, -(-count // chunk_count))
+    starts = range(0, count, chunk)
+    run_threads(lambda start: work(start, min(start + chunk, count)), starts, min(limit, len(starts)))
