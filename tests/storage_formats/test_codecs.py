@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from storage_formats import UsageError, codec, precisions
-from storage_formats.codecs import fill_record, kernel_compiler, threads
+from storage_formats.codecs import fill_record, kernel_compiler
+from storage_formats.threads import default_threads, run_chunks
 from tests.conftest import REPO, same_bits
 
 BF16 = ml_dtypes.bfloat16
@@ -274,11 +275,11 @@ def test_many_threads_may_convert_at_once():
 
 def test_threads_are_limited_by_omp_num_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    everything = threads.default_threads()
+    everything = default_threads()
     assert everything >= 1
     for setting, expected in [("1", 1), ("1,4", 1), ("0", 1), ("4096", everything), ("", everything)]:
         monkeypatch.setenv("OMP_NUM_THREADS", setting)
-        assert threads.default_threads() == expected
+        assert default_threads() == expected
 
 
 def test_an_error_in_a_thread_reaches_the_caller():
@@ -286,7 +287,7 @@ def test_an_error_in_a_thread_reaches_the_caller():
         raise ValueError(start)
 
     with pytest.raises(ValueError, match=r"\d"):
-        threads.run_chunks(fail, 100, 1 << 20, threads=2)
+        run_chunks(fail, 100, 1 << 20, threads=2)
 
 
 def run_python(script: str) -> str:
