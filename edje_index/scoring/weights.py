@@ -25,6 +25,8 @@ PART_NAMES = {
 """The parts in the order in which they are summed, with their names in reports."""
 JOINT_PARTS = (LOGIT, LATE, POOLED)
 """The parts that depend on the caption and on the stored tokens together."""
+MAX_WEIGHT = 1e30
+"""Largest absolute weight of a part: weighted sums of parts stay far below the largest float32, 3.4e38."""
 BUNDLE_SCORE = "bundle"
 """The value of `score` that selects the weights in the model bundle."""
 
@@ -200,12 +202,15 @@ def _part_weight(item: str) -> tuple[str, float]:
         weight = float(number) if equals else 1.0
     except ValueError:
         weight = math.nan
-    if not math.isfinite(weight):
-        raise UsageError(f"the weight of '{part}' must be a finite number, got '{number}'", parameter="score")
+    if not abs(weight) <= MAX_WEIGHT:
+        raise UsageError(
+            f"the weight of '{part}' must be a number from -1e30 to 1e30, got '{number}'",
+            parameter="score",
+        )
     return part, weight
 
 
 def _check_finite(weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
-        if not math.isfinite(weight):
-            raise ValueError(f"the weight of the part '{name}' must be a finite number, got {weight}")
+        if not abs(weight) <= MAX_WEIGHT:
+            raise ValueError(f"the weight of the part '{name}' must be a number from -1e30 to 1e30, got {weight}")

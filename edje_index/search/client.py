@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.search.query_arguments import query_text, query_texts
 from storage_formats.arguments import as_count, as_list, as_text
-from storage_formats.codecs import Blocks
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.row_ids import as_indices
 
 if TYPE_CHECKING:
     from edje_index.search.hits import Hit
@@ -175,24 +171,6 @@ class Client:
             for value in as_list(inputs, "inputs", "texts or images")
         ]
         return np.array(self._json("POST", "/embed", {"inputs": sent, "index": self._index}), dtype=np.float32)
-
-    def fetch(self, row_ids: Sequence[int], precision: str | None = None) -> Blocks:
-        """Return the token blocks of `row_ids`, bfloat16 [k, m, d]. The values of a hole are NaN.
-
-        Raises:
-            UsageError: an argument has a wrong type or value.
-            ServiceError: the service refused the request or cannot be reached.
-        """
-        import pyarrow as pa
-
-        body = {"row_ids": as_indices(row_ids, "row_ids").tolist(), "precision": precision, "index": self._index}
-        table = pa.ipc.open_stream(io.BytesIO(self._send("POST", "/fetch", body))).read_all()
-        m, d = json.loads(table.schema.metadata[b"block_shape"])
-        blocks = np.full((len(table), m, d), np.nan, dtype=ml_dtypes.bfloat16)
-        for position, value in enumerate(table["block"].to_pylist()):
-            if value is not None:
-                blocks[position] = np.frombuffer(value, dtype=ml_dtypes.bfloat16).reshape(m, d)
-        return blocks
 
     def thumbnail(self, row_id: int) -> bytes:
         """Return a thumbnail of the image of row `row_id`, as the bytes of a JPEG file.

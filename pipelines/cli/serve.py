@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 
 _KEYS_VARIABLE = "EDJE_API_KEYS"
+_MIN_KEY_LETTERS = 16
+_MAX_KEYS_BYTES = 1 << 20
 
 
 @click.command()
@@ -41,6 +44,7 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     multiple=True,
     help="Additional host name that clients may use for the service; repeatable.",
 )
+@click.option("--insecure", is_flag=True, help="Listen on an address that other machines can reach without API keys.")
 @click.option(
     "--queue",
     type=click.IntRange(1, 10_000),
@@ -64,6 +68,7 @@ def serve(
     dtype: str,
     key_file: Path | None,
     hosts: tuple[str, ...],
+    insecure: bool,
     queue: int,
     deadline: float,
 ) -> None:
@@ -72,7 +77,8 @@ def serve(
     The command prints the address of the service when the service is ready. On SIGTERM or Ctrl-C, the service answers
     the requests that have arrived, then exits. docs/serve.md and /openapi.json describe all requests.
 
-    Anyone who can reach the address can search and see thumbnails. On a network, use API keys and a proxy with TLS.
+    Without API keys, anyone who can reach the address can search and see thumbnails. On a network, use API keys and a
+    proxy with TLS.
 
     \b
     Examples:
@@ -80,28 +86,55 @@ def serve(
       edje-index serve photos.edje art.edje --port 9000
       edje-index serve photos.edje --host 0.0.0.0 --api-keys keys.txt --allowed-host photos.example.org
     """
-    with name_missing_extra("serve"):
-        from pipelines.service.indexes import open_indexes
-        from pipelines.service.server import address_of, listen, run_service
-    from pipelines.service.settings import Limits, ServiceSettings, hosts_to_answer, is_loopback
-
     keys = _api_keys(key_file)
-    if not is_loopback(host) and not keys:
-        note(f"warning: every machine that can reach {host} can search and see thumbnails: use --api-keys")
-    settings = ServiceSettings(Limits(waiting=queue, deadline_seconds=deadline), keys, hosts_to_answer(host, hosts))
-    listener = listen(host, port)
-    with listener:
+    is_local = host == "localhost" or _is_loopback_address(host)
+    if not (is_local or keys or insecure):
+        raise UsageError(
+            f"every machine that can reach {host} could search and see thumbnails: give --api-keys, or --insecure"
+        )
+    allowed = [] if not is_local and not hosts else ["localhost", "127.0.0.1", "[::1]", host, *hosts]
+    with name_missing_extra("serve"):
+        from pipelines.service.guard import Limits
+        from pipelines.service.indexes import open_indexes
+        from pipelines.service.server import address_of, create_app, listen, run_service
+
+    limits = Limits(waiting=queue, deadline_seconds=deadline)
+    with listen(host, port) as listener:
         note(f"loading {', '.join(map(str, indexes))}")
         opened = open_indexes(indexes, model, device=device, dtype=dtype)
-        run_service(opened, settings, listener, lambda: print_line(address_of(listener)))
+        app = create_app(opened, limits, keys, allowed, lambda: print_line(address_of(listener)))
+        run_service(app, limits, listener)
 
 
-def _api_keys(path: Path | None) -> tuple[str, ...]:
-    from pipelines.service.settings import read_api_key_file, read_api_keys
+def _is_loopback_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
-    text = os.environ.get(_KEYS_VARIABLE)
-    if path is not None and text is not None:
-        raise UsageError(f"give --api-keys or {_KEYS_VARIABLE}, not both")
+
+def _api_keys(path: Path | None) -> list[str]:
+    """Read API keys, on separate lines or separated by commas. An error message never contains a key."""
+    text, source = os.environ.get(_KEYS_VARIABLE), _KEYS_VARIABLE
     if path is not None:
-        return read_api_key_file(path)
-    return () if text is None else read_api_keys(text, _KEYS_VARIABLE)
+        if text is not None:
+            raise UsageError(f"give --api-keys or {_KEYS_VARIABLE}, not both")
+        source = str(path)
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MAX_KEYS_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot read API keys from {path}: {reason}; check the path and permissions") from error
+    if text is None:
+        return []
+    lines = [line.strip() for line in text.replace(",", "\n").splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise UsageError(f"{source} contains no API key; write one key per line")
+    if any(len(key) < _MIN_KEY_LETTERS or not key.isascii() or not key.isprintable() or " " in key for key in keys):
+        raise UsageError(
+            f"{source} contains an invalid API key; a key must have at least {_MIN_KEY_LETTERS} printable ASCII "
+            "characters and no spaces"
+        )
+    return keys

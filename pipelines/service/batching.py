@@ -7,35 +7,15 @@ maximum number of image tokens.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from pipelines.service.errors import ServiceError, overloaded
-from pipelines.service.settings import Limits
+from pipelines.service.guard import Limits, Metrics, overloaded
 
 _SMOOTHING = 0.3  # weight of the newest batch in the estimated rate
-
-
-@dataclass(frozen=True)
-class Work:
-    """An item of work for the model, made from one request.
-
-    Attributes:
-        kind: kind of the item; items of the same kind can be in one batch.
-        cost: number of image tokens that the model reads for this item.
-        payload: arguments of the item.
-        run: function that takes the payloads of several items of this kind and returns their results, in order.
-    """
-
-    kind: Hashable
-    cost: int
-    payload: Any
-    run: Callable[[Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -53,159 +33,106 @@ class Timing:
     batch: int
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Job:
-    work: Work
+    kind: Hashable
+    cost: int
+    payload: Any
+    run: Callable[[Sequence[Any]], Sequence[Any]]
     arrived: float
-    expires: float
-    answer: asyncio.Future[tuple[Any, Timing]] = field(repr=False)
+    answer: asyncio.Future[tuple[Any, Timing]]
 
 
 class Batcher:
-    """Runs the work of requests on one thread, in batches of items of the same kind.
+    """Runs the work of requests on one thread, in batches of work of the same kind.
 
     Args:
         limits: limits on the length of the queue, the image tokens per batch, and the duration of a request.
-        on_batch: called after each batch with the number of requests and the number of image tokens in the batch.
+        metrics: metrics that count the batches.
     """
 
-    def __init__(self, limits: Limits, on_batch: Callable[[int, int], None] = lambda requests, tokens: None) -> None:
+    def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self._limits = limits
-        self._on_batch = on_batch
-        self._jobs: deque[_Job] = deque()
-        self._arrival = asyncio.Event()
+        self._metrics = metrics
+        metrics.waiting.set_function(lambda: len(self._jobs))
+        self._jobs: list[_Job] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._task: asyncio.Task[None] | None = None
-        self._current: asyncio.Task[None] | None = None
+        self._batches: asyncio.Task[None] | None = None
         self._running_cost = 0
         self._tokens_per_second: float | None = None
 
-    @property
-    def waiting(self) -> int:
-        """Number of requests in the queue."""
-        return len(self._jobs)
+    async def submit(
+        self, payload: Any, run: Callable[[Sequence[Any]], Sequence[Any]], *, cost: int, kind: Hashable = None
+    ) -> tuple[Any, Timing]:
+        """Queue work for the model, wait for the result, and return (result, times).
 
-    async def start(self) -> None:
-        """Start to run batches. Call this in the event loop of the service."""
-        self._task = asyncio.create_task(self._run_batches())
+        Work whose caller is cancelled while it waits is not computed.
 
-    async def stop(self) -> None:
-        """End the waiting requests with HTTP status 503, and wait for the running batch."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        while self._jobs:
-            self._fail(self._jobs.popleft(), ServiceError(503, "the service is stopping; try again later"))
-        if self._current is not None:
-            await self._current
-        self._thread.shutdown()
-
-    async def submit(self, work: Work) -> tuple[Any, Timing]:
-        """Queue `work`, wait for the model, and return (result, times).
+        Args:
+            payload: what to compute.
+            run: function that takes the payloads of several requests and returns their results, in order.
+            cost: number of image tokens that the model reads for this work.
+            kind: work of equal kinds may share a batch. Its `run` must do the same. None is for work that runs alone.
 
         Raises:
-            ServiceError: status 429 if the queue is full or the request would take too long, 504 if the request took
-                too long, 503 if the service is stopping.
-            Exception: the error that `work.run` raised.
+            ServiceError: status 429 if the queue is full, or if the result would come after the deadline.
+            Exception: the error that `run` raised.
         """
-        self._check_queue(work)
-        now = time.monotonic()
-        job = _Job(work, now, now + self._limits.deadline_seconds, asyncio.get_running_loop().create_future())
-        self._jobs.append(job)
-        self._arrival.set()
-        try:
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._limits.deadline_seconds):
-                return await job.answer
-        except TimeoutError:
-            raise _too_late(self._limits) from None
-        finally:
-            job.answer.cancel()  # also if the client has left; `_next_batch` skips cancelled jobs
-
-    def _check_queue(self, work: Work) -> None:
-        seconds = self._estimated_seconds(work)
+        seconds = 0.0  # until this work is finished, as far as the batches so far tell
+        if self._tokens_per_second is not None:
+            seconds = (cost + self._running_cost + sum(job.cost for job in self._jobs)) / self._tokens_per_second
         if len(self._jobs) >= self._limits.waiting:
             raise overloaded(f"the queue is full with {len(self._jobs)} requests; try again later", seconds)
-        if self._jobs and seconds > self._limits.deadline_seconds:
+        deadline = self._limits.deadline_seconds
+        if self._jobs and seconds > deadline:
+            # Without this check, all requests of an overload would wait until their deadlines, and none be answered.
             raise overloaded(
                 f"this request would take about {seconds:.0f} s because other requests are waiting, longer than the "
-                f"deadline of {self._limits.deadline_seconds:g} s; try again later",
-                seconds - self._limits.deadline_seconds,
+                f"deadline of {deadline:g} s; try again later",
+                seconds - deadline,
             )
-
-    def _estimated_seconds(self, work: Work) -> float:
-        """Estimate the seconds until `work` is finished; 0 before the first batch."""
-        if self._tokens_per_second is None:
-            return 0.0
-        cost = work.cost + self._running_cost + sum(job.work.cost for job in self._jobs)
-        return cost / self._tokens_per_second
+        job = _Job(kind, cost, payload, run, time.monotonic(), asyncio.get_running_loop().create_future())
+        self._jobs.append(job)
+        if self._batches is None:
+            self._batches = asyncio.create_task(self._run_batches())
+        try:
+            return await job.answer
+        finally:
+            if job in self._jobs:
+                self._jobs.remove(job)
 
     async def _run_batches(self) -> None:
-        while True:
-            await self._arrival.wait()
-            batch = self._next_batch()
-            if not batch:
-                self._arrival.clear()
-                continue
-            self._current = asyncio.create_task(self._run_batch(batch))
-            await asyncio.shield(self._current)  # the thread cannot be interrupted: `stop` waits for it
-
-    def _next_batch(self) -> list[_Job]:
-        """Take the next batch from the queue."""
-        # The batch is the first job that is neither cancelled nor late, and later jobs of the same kind within the
-        # budget. Late jobs fail with status 504.
-        batch: list[_Job] = []
-        rest: deque[_Job] = deque()
-        cost, now = 0, time.monotonic()
-        for job in self._jobs:
-            if job.answer.done() or job.expires <= now:
-                self._fail(job, _too_late(self._limits))
-            elif batch and (job.work.kind != batch[0].work.kind or cost + job.work.cost > self._limits.batch_tokens):
-                rest.append(job)
-            else:
-                batch.append(job)
-                cost += job.work.cost
-        self._jobs = rest
-        return batch
-
-    async def _run_batch(self, batch: list[_Job]) -> None:
-        cost = sum(job.work.cost for job in batch)
-        self._running_cost = cost
-        started = time.monotonic()
-        try:
-            results = await asyncio.get_running_loop().run_in_executor(self._thread, _run, [job.work for job in batch])
-        finally:
-            self._running_cost = 0
-        seconds = time.monotonic() - started
-        self._learn_rate(cost, seconds)
-        self._on_batch(len(batch), cost)
-        for job, result in zip(batch, results, strict=True):
-            timing = Timing(started - job.arrived, seconds, len(batch))
-            if isinstance(result, Exception):
-                self._fail(job, result)
-            elif not job.answer.done():
-                job.answer.set_result((result, timing))
-
-    def _learn_rate(self, cost: int, seconds: float) -> None:
-        rate = cost / max(seconds, 1e-6)
-        known = self._tokens_per_second
-        self._tokens_per_second = rate if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * rate
-
-    @staticmethod
-    def _fail(job: _Job, error: Exception) -> None:
-        if not job.answer.done():
-            job.answer.set_exception(error)
+        """Run batches until the queue is empty."""
+        while self._jobs:
+            first, batch, cost = self._jobs[0], [self._jobs[0]], self._jobs[0].cost
+            for job in self._jobs[1:]:
+                if job.kind is not None and job.kind == first.kind and cost + job.cost <= self._limits.batch_tokens:
+                    batch.append(job)
+                    cost += job.cost
+            self._jobs = [job for job in self._jobs if job not in batch]
+            self._running_cost = cost
+            started = time.monotonic()
+            results = await asyncio.get_running_loop().run_in_executor(self._thread, _run, batch)
+            seconds = time.monotonic() - started
+            rate, known = cost / max(seconds, 1e-6), self._tokens_per_second
+            self._tokens_per_second = rate if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * rate
+            self._metrics.count_batch(len(batch), cost)
+            for job, result in zip(batch, results, strict=True):
+                if job.answer.done():
+                    continue  # the client has left, or the deadline has passed
+                if isinstance(result, Exception):
+                    job.answer.set_exception(result)
+                else:
+                    job.answer.set_result((result, Timing(started - job.arrived, seconds, len(batch))))
+        self._running_cost = 0
+        self._batches = None
 
 
-def _run(works: Sequence[Work]) -> list[Any]:
-    """Run the items as one batch. If the batch fails, run each item alone."""
+def _run(batch: Sequence[_Job]) -> list[Any]:
+    """Run the jobs as one batch. If the batch fails, run each job alone."""
     try:
-        return list(works[0].run([work.payload for work in works]))
+        return list(batch[0].run([job.payload for job in batch]))
     except Exception as error:
-        return [error] if len(works) == 1 else [result for work in works for result in _run([work])]
-
-
-def _too_late(limits: Limits) -> ServiceError:
-    return ServiceError(
-        504, f"no response within the deadline of {limits.deadline_seconds:g} s; send less or try again later"
-    )
+        return [error] if len(batch) == 1 else [result for job in batch for result in _run([job])]
+    except BaseException as error:  # a panic in Rust code; without a result, the queue would stand still
+        return [RuntimeError(f"{type(error).__name__}: {error}") for _ in batch]

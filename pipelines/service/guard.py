@@ -1,19 +1,27 @@
-"""Checks each request before its body is read. This is the outermost layer of the service."""
+"""The limits of the service, its errors and metrics, and the outermost layer, which checks each request."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
-from collections.abc import Iterable
-from urllib.parse import urlsplit
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipelines.service.errors import ServiceError, error_response, overloaded
-from pipelines.service.metrics import Metrics
-from pipelines.service.settings import ServiceSettings
+from edje_index.errors import ModelError
+from edje_index.search.row_filters import FilterTimeoutError
+from storage_formats.errors import EdjeError, RowIdError, UsageError
+
+logger = logging.getLogger("edje_index.service")
 
 OPEN_PATHS = frozenset({"/", "/app.js", "/style.css", "/favicon.svg", "/healthz"})
 """Paths that need no API key: the files of the page, which hold no data, and the health check."""
@@ -26,21 +34,169 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
 }
+_CODES = {
+    400: "bad_request",
+    401: "unauthorized",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "too_large",
+    415: "unsupported_media_type",
+    422: "invalid_request",
+    429: "overloaded",
+    500: "internal_error",
+    503: "unavailable",
+    504: "deadline_exceeded",
+}
+_SHOWN_PROBLEMS = 5
+_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper limits on the size and duration of requests.
+
+    Attributes:
+        body_bytes: number of bytes in the body of a request.
+        bodies_bytes: number of bytes of all bodies in memory at the same time.
+        connections: number of open connections.
+        query_letters: number of characters in a query or text.
+        documents: number of rows, images or texts in one request.
+        images: number of images in one request.
+        image_pixels: number of pixels of an image.
+        request_pixels: number of pixels of all images in one request.
+        pool: number of candidates of a search.
+        blocks: number of token blocks in one response.
+        waiting: number of requests that wait for the model.
+        batch_tokens: number of image tokens of all requests in one batch.
+        deadline_seconds: seconds from the arrival of the headers of a request to the response.
+    """
+
+    body_bytes: int = 12 << 20
+    bodies_bytes: int = 128 << 20
+    connections: int = 512
+    query_letters: int = 2000
+    documents: int = 1000
+    images: int = 16
+    image_pixels: int = 40_000_000
+    request_pixels: int = 100_000_000
+    pool: int = 1000
+    blocks: int = 1000
+    waiting: int = 64
+    batch_tokens: int = 32_768
+    deadline_seconds: float = 30.0
+
+
+class ServiceError(HTTPException):
+    """An error that the service sends to the client, as `{"error": {"code": ..., "message": ...}}`.
+
+    Args:
+        status: HTTP status.
+        message: text on what is wrong and what the client can do.
+        headers: additional headers of the response.
+    """
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(status, message, headers)
+
+
+def overloaded(message: str, retry_after: float) -> ServiceError:
+    """Return an error with status 429 that tells the client to try again after `retry_after` seconds."""
+    return ServiceError(429, message, {"Retry-After": str(max(1, round(retry_after)))})
+
+
+async def answer_error(_: Request | None, error: Exception) -> JSONResponse:
+    """Return the response for an exception. Details of internal errors are logged but not sent."""
+    status, headers = 500, dict(getattr(error, "headers", None) or {})
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+    elif isinstance(error, RequestValidationError):
+        status, message = _described(error)
+    elif isinstance(error, FilterTimeoutError):
+        status, message = 504, str(error)
+    elif isinstance(error, UsageError | RowIdError | ModelError):
+        status, message = 422, str(error)
+    elif isinstance(error, EdjeError):
+        logger.error("request failed: %s", error)
+        message = "the index cannot be read; see the log of the service"
+    elif isinstance(error, MemoryError):
+        status, message = 503, "not enough memory for this request; try again later, or send a smaller request"
+        headers = {"Retry-After": "5"}
+    else:
+        logger.error("request failed", exc_info=error)
+        message = "internal error; see the log of the service"
+    message = message.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
+    return JSONResponse({"error": {"code": _CODES.get(status, "error"), "message": message}}, status, headers)
+
+
+def _described(error: RequestValidationError) -> tuple[int, str]:
+    """Return the status of an invalid request, and why it is invalid, without the values that the client sent."""
+    problems = [
+        f"{'.'.join(str(part) for part in problem['loc'][1:]) or 'body'}: {problem['msg']}"[:300]
+        for problem in error.errors()
+    ]
+    more = f" (and {len(problems) - _SHOWN_PROBLEMS} more)" if len(problems) > _SHOWN_PROBLEMS else ""
+    is_json = all(problem["type"] != "json_invalid" for problem in error.errors())
+    return 422 if is_json else 400, "; ".join(problems[:_SHOWN_PROBLEMS]) + more
+
+
+class Metrics:
+    """The Prometheus metrics of one service.
+
+    Attributes:
+        registry: registry that holds the metrics.
+        waiting: number of requests that are waiting for the model.
+    """
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        labels = ["route", "method", "status"]
+        self._requests = Counter("edje_requests", "Answered requests.", labels, registry=registry)
+        self._seconds = Histogram(
+            "edje_request_seconds",
+            "Seconds from the arrival of a request to the end of its response.",
+            ["route"],
+            buckets=(0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+            registry=registry,
+        )
+        self._batches = Histogram(
+            "edje_batch_requests",
+            "Number of requests in a batch.",
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+            registry=registry,
+        )
+        self._tokens = Counter("edje_image_tokens", "Image tokens that the model read.", registry=registry)
+        self.waiting = Gauge("edje_waiting_requests", "Requests that are waiting for the model.", registry=registry)
+
+    def count_request(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count a response with its duration. Unknown paths and methods get the label "other"."""
+        route = getattr(scope.get("route"), "path", "other")
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self._requests.labels(route, method, str(status or "none")).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def count_batch(self, requests: int, tokens: int) -> None:
+        """Count a batch of the model."""
+        self._batches.observe(requests)
+        self._tokens.inc(tokens)
 
 
 class Guard:
-    """ASGI middleware that checks each request before the application sees it.
+    """ASGI middleware that checks the API key, limits bodies and durations, and cancels requests of absent clients.
 
     Args:
         app: the application.
-        settings: limits, API keys and accepted host names.
+        limits: limits on the size and duration of requests.
+        api_keys: valid API keys; if empty, requests need no key.
         metrics: metrics that count every request.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServiceSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, api_keys: Sequence[str], metrics: Metrics) -> None:
         self._app = app
-        self._settings = settings
+        self._limits = limits
+        self._api_keys = api_keys
         self._metrics = metrics
         self._body_bytes = 0  # of all requests together
 
@@ -48,122 +204,82 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(self._settings.limits.send_seconds, send)
-        started = time.perf_counter()
-        try:
-            await self._answer(scope, receive, exchange)
-        finally:
-            self._metrics.count_request(scope, exchange.status, time.perf_counter() - started)
+        limits, headers, started = self._limits, Headers(scope=scope), time.perf_counter()
+        body_bytes, status, is_abandoned, is_answered = 0, 0, False, False
+        is_received = not {"content-length", "transfer-encoding"} & set(headers.keys())
+        request, watch = asyncio.current_task(), None
+        assert request is not None
 
-    async def _answer(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
-        held = 0
-        try:
-            self._check(scope)
-            held = self._reserve(Headers(scope=scope))
-            body = await self._read_body(receive, held)
-        except ServiceError as error:
-            self._body_bytes -= held
-            response = error_response(error)
-            response.headers["Connection"] = "close"  # the rest of the body is not read
-            await response(scope, receive, exchange.send)
-            return
-        try:
-            await self._app(scope, _replay(body, receive), exchange.send)
-        finally:
-            self._body_bytes -= held
+        async def cancel_if_client_leaves() -> None:
+            nonlocal is_abandoned
+            await receive()  # after the body, the only message is the end of the connection
+            if not is_answered:
+                is_abandoned = True
+                request.cancel()
 
-    def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        allowed = self._settings.allowed_hosts
-        if allowed and _host_name(headers.get("host", "")) not in allowed:
-            raise ServiceError(
-                421,
-                "the host name of the request is not allowed; use another host name, or ask the operator to allow it",
-            )
-        if self._settings.api_keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
-            raise ServiceError(
-                401, "send a valid API key as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"}
-            )
-
-    def _has_key(self, headers: Headers) -> bool:
-        """Return True if the request has a valid API key. The comparison takes constant time."""
-        scheme, _, sent = headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._settings.api_keys]
-        return scheme.lower() == "bearer" and any(matches)
-
-    def _reserve(self, headers: Headers) -> int:
-        """Reserve memory for the body of a request. Return the number of reserved bytes."""
-        limits = self._settings.limits
-        length, chunked = headers.get("content-length"), "transfer-encoding" in headers
-        size = limits.body_bytes if chunked else int(length) if length and length.isdecimal() else 0
-        if size > limits.body_bytes:
-            raise ServiceError(
-                413, f"the body has {size:,} bytes, over the limit of {limits.body_bytes:,}; send a smaller request"
-            )
-        if size and self._body_bytes + size > limits.bodies_bytes:
-            raise overloaded("too many large requests are being received; try again later", 1)
-        self._body_bytes += size
-        return size
-
-    async def _read_body(self, receive: Receive, held: int) -> bytes:
-        if not held:
-            return b""
-        limits = self._settings.limits
-        body = bytearray()
-        try:
-            async with asyncio.timeout(limits.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ServiceError(400, "the client closed the connection before the end of the request")
-                    body += message.get("body", b"")
-                    if len(body) > limits.body_bytes:
-                        raise ServiceError(
-                            413, f"the body is over the limit of {limits.body_bytes:,} bytes; send a smaller request"
-                        )
-                    if not message.get("more_body"):
-                        return bytes(body)
-        except TimeoutError:
-            raise ServiceError(
-                408,
-                f"the body did not arrive within {limits.body_seconds:g} s; send a smaller request or send it faster",
-            ) from None
-
-
-class _Exchange:
-    """Sends one response. Raises TimeoutError if the client reads the response too slowly."""
-
-    def __init__(self, send_seconds: float, send: Send) -> None:
-        self._send = send
-        self._send_seconds = send_seconds
-        self.status = 0
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            for name, value in _HEADERS.items():
-                headers.setdefault(name, value)
-            headers.setdefault("Cache-Control", "no-store")
-        async with asyncio.timeout(self._send_seconds):
-            await self._send(message)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` function that returns `body` first, then the messages of `receive`."""
-    messages: Iterable[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def replay() -> Message:
-        for message in messages:
+        async def receive_body() -> Message:
+            nonlocal body_bytes, is_received, watch
+            message = await receive()
+            size = len(message.get("body", b""))
+            body_bytes += size
+            self._body_bytes += size
+            if body_bytes > limits.body_bytes:
+                raise _too_large(limits)
+            if self._body_bytes > limits.bodies_bytes:
+                raise overloaded("too many large requests are being received; try again later", 1)
+            if not message.get("more_body"):
+                is_received, watch = True, asyncio.create_task(cancel_if_client_leaves())
             return message
-        return await receive()
 
-    return replay
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status, is_answered
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                response_headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    response_headers.setdefault(name, value)
+                if not is_received:
+                    response_headers["Connection"] = "close"  # the rest of the body is not read
+            elif not message.get("more_body"):
+                is_answered = True
+            await send(message)
+
+        error: Exception | None = None
+        try:
+            self._check(scope, headers)
+            async with asyncio.timeout(limits.deadline_seconds):
+                await self._app(scope, receive_body, send_with_headers)
+        except TimeoutError:
+            seconds = f"{limits.deadline_seconds:g} s"
+            error = ServiceError(504, f"no response within the deadline of {seconds}; send less or try again later")
+            if not is_received:
+                error = ServiceError(408, f"the body did not arrive within {seconds}; send less, or send it faster")
+        except asyncio.CancelledError:
+            if not is_abandoned:
+                raise
+            request.uncancel()
+        except Exception as problem:  # a refusal, or a defect that the application has answered with status 500
+            error = problem
+        finally:
+            if watch is not None:
+                watch.cancel()
+            self._body_bytes -= body_bytes
+            if error is not None and not status:
+                await (await answer_error(None, error))(scope, receive, send_with_headers)
+            self._metrics.count_request(scope, status, time.perf_counter() - started)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raise ServiceError if the request has no valid API key, or announces a body that is too large."""
+        scheme, _, sent = headers.get("authorization", "").partition(" ")
+        if self._api_keys and scope["path"] not in OPEN_PATHS:
+            # Every key is compared, in constant time.
+            matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._api_keys]
+            if scheme.lower() != "bearer" or not any(matches):
+                authenticate = {"WWW-Authenticate": "Bearer"}
+                raise ServiceError(401, "send a valid API key as 'Authorization: Bearer KEY'", authenticate)
+        if int(headers.get("content-length", "0")) > self._limits.body_bytes:
+            raise _too_large(self._limits)
 
 
-def _host_name(header: str) -> str:
-    """Return the host name in a Host header in lower case; an empty text if the header is invalid."""
-    try:
-        return (urlsplit(f"//{header}").hostname or "").lower()
-    except ValueError:
-        return ""
+def _too_large(limits: Limits) -> ServiceError:
+    return ServiceError(413, f"the body is over the limit of {limits.body_bytes:,} bytes; send a smaller request")

@@ -2,59 +2,194 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import binascii
+import re
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
-from anyio import CapacityLimiter, fail_after, to_thread
-from fastapi import APIRouter, Path, Query, Request, Response
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
+from prometheus_client import generate_latest
 
-from edje_index.search.hits import Hit
-from edje_index.search.ranks import RankedHit, embedding_order, rank_hits
-from pipelines.service import works
-from pipelines.service.arrow import ARROW_TYPE, blocks_as_arrow
-from pipelines.service.batching import Timing, Work
-from pipelines.service.documents import Documents, read_documents, resolve_rows
-from pipelines.service.errors import ServiceError, overloaded
-from pipelines.service.images import image_bytes
+from edje_index import __version__
+from edje_index.images.decode import ImageError, decode_rgb
+from edje_index.images.thumbnails import read_thumbnails
+from edje_index.search.query_image import encode_images
+from edje_index.search.ranks import embedding_order, rank_hits
+from edje_index.search.requested_rows import requested_rows
+from pipelines.service.batching import Batcher, Timing
+from pipelines.service.guard import Limits, Metrics, ServiceError, overloaded
 from pipelines.service.indexes import ServedIndex
 from pipelines.service.schemas import (
     CohereAnswer,
     CohereRerankRequest,
     CohereResult,
     Document,
+    DocumentObject,
     EmbedRequest,
     ErrorAnswer,
-    FetchRequest,
     HitAnswer,
     ImageInput,
+    ImageUrl,
     SearchAnswer,
     SearchRequest,
     TeiRerankRequest,
     TeiResult,
-    TextHitAnswer,
     TextSearchAnswer,
     TextSearchRequest,
     TimingAnswer,
 )
-from pipelines.service.state import ServiceState
+from storage_formats.errors import RowIdError, UsageError
 
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from edje_index.search.search_options import SearchOptions
+    from edje_index.search.token_index import TokenIndex
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 421, 422, 429, 503, 504)
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 422, 429, 503, 504)
 }
 _MAX_ROW_ID = (1 << 53) - 1
+_MAX_DIGITS = 15
 _THUMBNAIL_SECONDS = 3600  # in the browser's cache; the photo of a row does not change
+_PAIRS_PER_IMAGE = 16  # one pass of the vision tower takes about as long as this many pairs of the joint encoder
+_DATA_URI = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(;[\w=-]+)*;base64,", re.ASCII | re.IGNORECASE)
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.ASCII | re.IGNORECASE)
 
-router = APIRouter(responses=_ERRORS)
+
+@dataclass
+class ServiceState:
+    """The state that all routes share.
+
+    Attributes:
+        indexes: the open indexes by name; the first index is the default.
+        limits: limits on the size and duration of requests.
+        metrics: metrics for Prometheus.
+        batcher: queue of requests for the model.
+        file_threads: limiter for the number of threads that read files.
+        image_requests: limiter for the number of requests whose images are decoded or encoded. Two requests with images
+            leave the model free for searches most of the time.
+        decoding: the thread that decodes the images of requests, one after the other. An image takes up to 400 MB.
+    """
+
+    indexes: Mapping[str, ServedIndex]
+    limits: Limits
+    metrics: Metrics
+    batcher: Batcher
+    file_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
+    image_requests: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
+    decoding: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="decoding"))
+
+    def index(self, name: str | None) -> ServedIndex:
+        """Return the index called `name`, or the default index if `name` is None.
+
+        Raises:
+            ServiceError: status 404 if no index has this name.
+        """
+        if name is None:
+            return next(iter(self.indexes.values()))
+        if name not in self.indexes:
+            raise ServiceError(404, f"there is no such index; choose one of: {', '.join(self.indexes)}")
+        return self.indexes[name]
+
+    async def in_thread(self, function: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
+        """Call `function`, which reads files, on another thread. The number of threads is limited."""
+        self._check_waiting(self.file_threads, "reading files")
+        return await to_thread.run_sync(lambda: function(*arguments, **options), limiter=self.file_threads)
+
+    def check_query(self, *texts: str) -> None:
+        """Raise ServiceError if a text is blank or too long."""
+        for text in texts:
+            if not text.strip():
+                raise ServiceError(422, "the query is empty; send a text")
+            if len(text) > self.limits.query_letters:
+                raise ServiceError(
+                    413,
+                    f"a text has {len(text)} characters, over the limit of {self.limits.query_letters}; send a shorter "
+                    "text",
+                )
+
+    async def on_images(
+        self,
+        index: TokenIndex,
+        images: Sequence[bytes],
+        run: Callable[[list[Image.Image]], Sequence[Any]],
+        pairs: int = 0,
+    ) -> tuple[list[Any], Timing]:
+        """Decode encoded images, and return the results of `run` for them, with the times of the last turn.
+
+        Args:
+            index: index whose vision tower encodes the images.
+            images: the encoded images of one request.
+            run: function that the model runs. It takes images as the vision tower reads them, and returns their
+                results.
+            pairs: number of pairs that `run` scores besides its images.
+        """
+        self._check_waiting(self.image_requests, "sending images")
+        encoder, left, small = index.model.image_encoder, self.limits.request_pixels, []
+        async with self.image_requests:
+            for data in images:
+                max_pixels = min(self.limits.image_pixels, left)
+                image, pixels = await asyncio.get_running_loop().run_in_executor(
+                    self.decoding, _decode, data, max_pixels, encoder.preprocess.resize
+                )
+                small.append(image)
+                left -= pixels
+            # On a CPU, a vision tower takes a third of a second per image, so the model answers searches in between.
+            at_once = 1 if encoder.device.type == "cpu" else len(small)
+            results: list[Any] = []
+            for start in range(0, len(small), at_once):
+                part = small[start : start + at_once]
+                cost = (pairs + len(part) * _PAIRS_PER_IMAGE) * index.manifest.spec.block_shape[0]
+                values, timing = await self.batcher.submit(part, lambda parts: [run(part) for part in parts], cost=cost)
+                results += values
+        return results, timing
+
+    def _check_waiting(self, limiter: CapacityLimiter, what: str) -> None:
+        if limiter.statistics().tasks_waiting >= self.limits.waiting:
+            raise overloaded(f"too many requests are {what}; try again later", 1)
+
+
+def _decode(data: bytes, max_pixels: int, resize: Callable[[Image.Image], Image.Image]) -> tuple[Image.Image, int]:
+    """Decode an image. Return the image as the vision tower reads it, and the number of pixels that were decoded."""
+    try:
+        image = decode_rgb(data, max_pixels)
+        return resize(image), image.width * image.height
+    except ImageError as error:
+        status = 413 if error.reason == "too-many-pixels" else 422
+        raise ServiceError(status, f"cannot read an image: {error}") from error
+
+
+def _image_bytes(text: str) -> bytes:
+    """Return the bytes of an image file that a client sent as a data URI with base64, or as base64 alone."""
+    match = _DATA_URI.match(text[:200])
+    if match is None and _ADDRESS.match(text[:40]):
+        raise ServiceError(422, "send an image as base64 or as a data URI with base64; URLs are not fetched")
+    try:
+        return base64.b64decode(text[match.end() if match else 0 :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ServiceError(422, "an image is not valid base64; send the bytes of the image file as base64") from error
 
 
 def _state(request: Request) -> ServiceState:
     state = request.app.state.service
     assert isinstance(state, ServiceState)
     return state
+
+
+router = APIRouter(responses=_ERRORS)
+State = Annotated[ServiceState, Depends(_state)]
 
 
 @router.get("/healthz")
@@ -64,75 +199,124 @@ async def health() -> dict[str, str]:
 
 
 @router.get("/info")
-async def info(request: Request) -> dict[str, Any]:
+async def info(state: State) -> dict[str, Any]:
     """Return the indexes with their precisions and scores, and the limits on requests."""
-    return _state(request).description
+    indexes, limits = [index.describe() for index in state.indexes.values()], state.limits
+    return {
+        "version": __version__,
+        "indexes": indexes,
+        "limits": asdict(limits),
+        # The other members are for clients of text-embeddings-inference.
+        "sha": None,
+        "docker_label": None,
+        "model_id": indexes[0]["name"],
+        "model_sha": indexes[0]["bundle_fingerprint"],
+        "model_dtype": indexes[0]["dtype"],
+        "model_type": {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}},
+        "max_concurrent_requests": limits.waiting,
+        "max_input_length": limits.query_letters,
+        "max_batch_tokens": limits.batch_tokens,
+        "max_batch_requests": None,
+        "max_client_batch_size": limits.documents,
+        "tokenization_workers": 1,
+    }
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
+async def metrics(state: State) -> Response:
     """Return the metrics in the Prometheus text format."""
-    return Response(_state(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = generate_latest(state.metrics.registry)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.post("/search")
-async def search(request: Request, body: SearchRequest) -> SearchAnswer:
+async def search(state: State, body: SearchRequest) -> SearchAnswer:
     """Search by text, or search for images that are similar to an image or to a row."""
-    state = _state(request)
-    served = state.indexes.get(body.index)
-    index = await _in_thread(state, served.at, body.precision)
-    if body.where is not None:  # the rows are read before the model is busy with the request
-        until = time.monotonic() + state.limits.deadline_seconds
-        await _in_thread(state, index.filters.passing, body.where, until)
-    hits, timing = await state.batcher.submit(_search_work(state, index, body))
-    ranked: list[RankedHit] | None = None
-    if body.query is not None and body.rerank and body.embedding_order:
-        ranked = rank_hits(hits)
+    served = state.index(body.index)
+    index = await state.in_thread(served.at, body.precision)
+    where, tokens = body.where, index.manifest.spec.block_shape[0]
     weights = index.model.weights("t2i", body.score or "bundle").by_part()
+    if where is not None:  # the rows are read before the model is busy with the request
+        await state.in_thread(index.filters.passing, where, time.monotonic() + state.limits.deadline_seconds)
+    if body.row_id is not None:
+        hits, timing = await state.batcher.submit(
+            body.row_id, lambda rows: [index.search_row(row, body.k, where=where) for row in rows], cost=tokens
+        )
+    elif body.image is not None:
+        (hits,), timing = await state.on_images(
+            index, [_image_bytes(body.image)], lambda images: [index.search_image(images[0], body.k, where=where)]
+        )
+    else:
+        assert body.query is not None
+        state.check_query(body.query)
+        if body.pool > state.limits.pool:
+            raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}; set a smaller pool")
+        options: SearchOptions = {
+            "rerank": body.rerank,
+            "score": body.score,
+            "where": where,
+            "joint_pool": body.joint_pool,
+        }
+
+        def search_texts(payloads: Sequence[tuple[str, int]]) -> list[Any]:
+            texts, counts = [text for text, _ in payloads], [count for _, count in payloads]
+            hits_of_each = index.search(texts, max(counts), body.pool, **options)
+            return [hits.first(count) for hits, count in zip(hits_of_each, counts, strict=True)]
+
+        pairs = min(body.joint_pool or body.pool, body.pool) if body.rerank else 1
+        hits, timing = await state.batcher.submit(
+            (body.query, body.pool if body.embedding_order and body.rerank else body.k),
+            search_texts,
+            cost=pairs * tokens,
+            kind=("search", id(index), body.pool, *options.values()),
+        )
+    best = [HitAnswer(**asdict(hit), rank=rank, embedding_rank=None) for rank, hit in enumerate(hits, 1)]
+    by_embedding = None
+    if body.query is not None and body.rerank and body.embedding_order and hits:
+        ranked = rank_hits(hits)
+        best, by_embedding = (
+            [HitAnswer(**asdict(each.hit), rank=each.rank, embedding_rank=each.embedding_rank) for each in order]
+            for order in (ranked[: body.k], embedding_order(ranked)[: body.k])
+        )
     return SearchAnswer(
         index=served.name,
         precision=index.precision,
-        hits=[_ranked(hit) for hit in ranked[: body.k]] if ranked else _plain(hits),
-        by_embedding=[_ranked(hit) for hit in embedding_order(ranked)[: body.k]] if ranked else None,
+        hits=best,
+        by_embedding=by_embedding,
         weights={part: weight for part, weight in weights.items() if weight},
-        timing=_timing(timing, hits.stages),
+        timing=TimingAnswer(
+            waited_ms=1000 * timing.waited,
+            computed_ms=1000 * timing.computed,
+            batch=timing.batch,
+            stages_ms={stage: 1000 * seconds for stage, seconds in hits.stages.items()},
+        ),
     )
 
 
-def _search_work(state: ServiceState, index: Any, body: SearchRequest) -> Work:
-    if body.row_id is not None:
-        return works.search_row(index, body.row_id, body.k, body.where)
-    if body.image is not None:
-        how = works.ImageOptions(body.k, state.limits.image_pixels, body.where)
-        return works.search_image(index, image_bytes(body.image), how)
-    assert body.query is not None
-    _check_query(state, body.query)
-    _check_pool(state, body.pool)
-    wanted = body.pool if body.embedding_order and body.rerank else body.k
-    options = works.ScoreOptions(body.pool, body.rerank, body.score, body.where, body.joint_pool)
-    return works.search_text(index, body.query, wanted, options)
-
-
 @router.post("/search/texts")
-async def search_texts(request: Request, body: TextSearchRequest) -> TextSearchAnswer:
+async def search_texts(state: State, body: TextSearchRequest) -> TextSearchAnswer:
     """Search for the texts that describe an image, or the image of a row, best."""
-    state = _state(request)
-    if len(body.texts) > state.limits.documents:
-        raise ServiceError(413, f"send fewer texts: {len(body.texts)} are over the limit of {state.limits.documents}")
-    for text in body.texts:
-        _check_query(state, text)
-    _check_pool(state, body.pool)
-    served = state.indexes.get(body.index)
-    index = await _in_thread(state, served.at, body.precision)
-    image = body.row_id if body.image is None else image_bytes(body.image)
-    assert image is not None
-    options = works.TextOptions(body.k, body.pool, body.score, state.limits.image_pixels)
-    hits, _ = await state.batcher.submit(works.search_texts(index, image, body.texts, options))
+    texts, limits = body.texts, state.limits
+    if len(texts) > limits.documents:
+        raise ServiceError(413, f"send fewer texts: {len(texts)} are over the limit of {limits.documents}")
+    state.check_query(*texts)
+    served = state.index(body.index)
+    index = await state.in_thread(served.at, body.precision)
+
+    def run(queries: Sequence[Any]) -> list[Any]:
+        return [index.search_texts(query, texts, body.k, body.pool, score=body.score) for query in queries]
+
+    pairs = min(body.pool, len(texts)) + len(texts)  # a text takes the text tower about as long as a pair takes
+    if body.image is None:
+        cost = pairs * index.manifest.spec.block_shape[0]
+        hits, _ = await state.batcher.submit(body.row_id, run, cost=cost)
+    else:
+        (hits,), _ = await state.on_images(index, [_image_bytes(body.image)], run, pairs)
     weights = index.model.weights("i2t", body.score or "bundle").by_part()
     return TextSearchAnswer(
         index=served.name,
         precision=index.precision,
-        hits=[TextHitAnswer(**asdict(hit)) for hit in hits],
+        hits=hits,
         weights={part: weight for part, weight in weights.items() if weight},
     )
 
@@ -140,34 +324,29 @@ async def search_texts(request: Request, body: TextSearchRequest) -> TextSearchA
 @router.post("/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
 @router.post("/v1/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
 @router.post("/v2/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
-async def rerank(request: Request, body: TeiRerankRequest | CohereRerankRequest) -> list[TeiResult] | CohereAnswer:
+async def rerank(state: State, body: TeiRerankRequest | CohereRerankRequest) -> list[TeiResult] | CohereAnswer:
     """Score documents for a query, best first.
 
     Requests and responses have the format of text-embeddings-inference, or the common format of Cohere, Jina and vLLM.
     A document is an image, or the row id or uri of a row of the index. Scores are final scores of the bundle. Scores
     can only be compared within one query, and are not limited to the range from 0 to 1.
     """
-    state = _state(request)
     if isinstance(body, TeiRerankRequest):
-        scores = await _rerank(state, state.indexes.default, body.query, body.texts)
-        texts = [text if isinstance(text, str) else None for text in body.texts]
-        return [
-            TeiResult(index=position, score=score, text=texts[position] if body.return_text else None)
-            for position, score in scores
-        ]
-    served = state.indexes.named_or_default(body.model)
+        scores = await _rerank(state, state.index(None), body.query, body.texts)
+        texts = [text if body.return_text and isinstance(text, str) else None for text in body.texts]
+        return [TeiResult(index=position, score=score, text=texts[position]) for position, score in scores]
+    # Clients of other services send the name of a model, which selects the default index.
+    served = state.index(body.model if body.model in state.indexes else None)
     scores = await _rerank(state, served, body.query, body.documents)
+    documents = [
+        {"text": document} if body.return_documents and isinstance(document, str) else None
+        for document in body.documents
+    ]
     return CohereAnswer(
         id=str(uuid.uuid4()),
         model=served.name,
         results=[
-            CohereResult(
-                index=position,
-                relevance_score=score,
-                document={"text": body.documents[position]}
-                if body.return_documents and isinstance(body.documents[position], str)
-                else None,
-            )
+            CohereResult(index=position, relevance_score=score, document=documents[position])
             for position, score in scores[: body.top_n]
         ],
     )
@@ -177,133 +356,115 @@ async def _rerank(
     state: ServiceState, served: ServedIndex, query: str, documents: list[Document]
 ) -> list[tuple[int, float]]:
     """Return (position, score) of each document, best first."""
-    _check_query(state, query)
-    index = served.at(None)
-    parsed: Documents = await _in_thread(state, read_documents, documents, state.limits)
+    limits, index = state.limits, served.at(None)
+    state.check_query(query)
+    if len(documents) > limits.documents:
+        raise ServiceError(413, f"send fewer documents: {len(documents)} are over the limit of {limits.documents}")
+    values = {position: _document(document, position) for position, document in enumerate(documents)}
+    rows = {position: value for position, value in values.items() if not isinstance(value, bytes)}
+    images = {position: value for position, value in values.items() if isinstance(value, bytes)}
+    if len(images) > limits.images:
+        raise ServiceError(413, f"send fewer images: {len(images)} are over the limit of {limits.images}")
     scores: dict[int, float] = {}
-    if parsed.rows:
-        row_ids = await _in_thread(state, resolve_rows, index.committed, parsed)
-        hits, _ = await state.batcher.submit(works.rerank_rows(index, query, sorted(set(row_ids.values()))))
+    tokens = index.manifest.spec.block_shape[0]
+    if rows:
+        try:
+            row_ids = (await state.in_thread(requested_rows, index.committed, list(rows.values()))).tolist()
+        except (RowIdError, UsageError) as error:
+            hint = "; URLs are not fetched" if "://" in str(error) else ""
+            raise ServiceError(422, f"{error}{hint}") from error
+
+        def rerank_rows(payloads: Sequence[tuple[str, Sequence[int]]]) -> list[Any]:
+            return index.rerank_each([text for text, _ in payloads], [its_rows for _, its_rows in payloads])
+
+        unique = sorted(set(row_ids))
+        hits, _ = await state.batcher.submit(
+            (query, unique), rerank_rows, cost=len(unique) * tokens, kind=("rerank", id(index))
+        )
         of_row = {hit.row_id: hit.score for hit in hits}
-        scores |= {position: of_row[row_id] for position, row_id in row_ids.items()}
-    if parsed.images:
-        images = list(parsed.images.values())
-        work = works.score_images(index, query, images, state.limits.image_pixels)
-        values, _ = await state.batcher.submit(work)
-        scores |= dict(zip(parsed.images, values, strict=True))
+        scores |= {position: of_row[row_id] for position, row_id in zip(rows, row_ids, strict=True)}
+    if images:
+        image_scores, _ = await state.on_images(
+            index, list(images.values()), lambda part: index.score_images(query, part), len(images)
+        )
+        scores |= dict(zip(images, image_scores, strict=True))
     return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
 
 
+def _document(document: Document, position: int) -> int | str | bytes:
+    """Return the row id, the uri or the image bytes of a document."""
+    text: str | None
+    if isinstance(document, DocumentObject):
+        part = document.content[0] if document.content else None
+        if document.row_id is not None:
+            return document.row_id
+        if document.uri is not None:
+            return document.uri
+        text = document.text or (part.text if part else None)
+        if text is None:
+            image = document.image or document.image_url or (part.image_url if part else None)
+            if isinstance(image, ImageUrl):
+                image = image.url
+            if not image:
+                raise ServiceError(
+                    422, f"document {position} is empty: set one of row_id, uri, text, image, image_url and content"
+                )
+            return _image_bytes(image)
+    elif isinstance(document, int):
+        return document
+    else:
+        text = document
+    if text[:5].lower() == "data:":
+        return _image_bytes(text)
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else text
+
+
 @router.post("/embed")
-async def embed(request: Request, body: EmbedRequest) -> list[list[float]]:
+async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
     """Return embeddings of unit length, one per text or image."""
-    state = _state(request)
+    limits = state.limits
     inputs = body.inputs if isinstance(body.inputs, list) else [body.inputs]
     texts = [value for value in inputs if isinstance(value, str)]
-    images = [image_bytes(value.image) for value in inputs if isinstance(value, ImageInput)]
-    if len(inputs) > state.limits.documents or len(images) > state.limits.images:
+    images = [_image_bytes(value.image) for value in inputs if isinstance(value, ImageInput)]
+    if len(inputs) > limits.documents or len(images) > limits.images:
         raise ServiceError(
-            413,
-            f"{len(inputs)} inputs: send at most {state.limits.documents} texts or {state.limits.images} images",
+            413, f"{len(inputs)} inputs: send at most {limits.documents} texts or {limits.images} images"
         )
     if texts and images:
         raise ServiceError(422, "a request cannot mix texts and images; send either texts or images")
-    for text in texts:
-        _check_query(state, text)
-    if not inputs:
-        return []
-    index = state.indexes.get(body.index).at(None)
-    work = works.embed_texts(index, texts)
-    if images:
-        work = works.embed_images(index, images, state.limits.image_pixels)
-    embeddings, _ = await state.batcher.submit(work)
-    assert isinstance(embeddings, list)
-    return embeddings
+    state.check_query(*texts)
+    index = state.index(body.index).at(None)
+    model, tokens = index.model, index.manifest.spec.block_shape[0]
+    embeddings: list[list[float]] = []
+    if texts:
 
+        def embed_texts(payloads: Sequence[Sequence[str]]) -> list[Any]:
+            every = iter(model.text.encode([text for texts in payloads for text in texts]).tolist())
+            return [list(islice(every, len(texts))) for texts in payloads]
 
-@router.post("/fetch", response_class=Response, responses={200: {"content": {ARROW_TYPE: {}}}})
-async def fetch(request: Request, body: FetchRequest) -> Response:
-    """Return token blocks as an Arrow stream with the columns `row_id` and `block`.
-
-    A block is the values [m, d] as little-endian bfloat16. The block of a hole is null.
-    """
-    state = _state(request)
-    if len(body.row_ids) > state.limits.blocks:
-        raise ServiceError(
-            413, f"{len(body.row_ids)} blocks are over the limit of {state.limits.blocks}; send fewer row ids"
+        # A text takes the text tower about as long as one pair takes the joint encoder.
+        embeddings, _ = await state.batcher.submit(
+            texts, embed_texts, cost=len(texts) * tokens, kind=("embed", id(index))
         )
-    served = state.indexes.get(body.index)
-    index = await _in_thread(state, served.at, body.precision)
-    return Response(await _in_thread(state, blocks_as_arrow, index, body.row_ids), media_type=ARROW_TYPE)
+    elif images:
+        embeddings, _ = await state.on_images(
+            index, images, lambda part: encode_images(model.image_encoder, part)[1].tolist()
+        )
+    return embeddings
 
 
 @router.get("/thumbnails/{row_id}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
 async def thumbnail(
-    request: Request,
+    state: State,
     row_id: int = Path(ge=0, le=_MAX_ROW_ID),
     index: str | None = Query(None, min_length=1, max_length=255),
 ) -> Response:
     """Return a small JPEG of the image of a row, or status 404 with the reason if there is no image."""
-    state = _state(request)
-    row_thumbnail = await _in_thread(state, state.indexes.get(index).thumbnail, row_id)
-    if row_thumbnail.jpeg is None:
-        raise ServiceError(404, f"row {row_id} has no thumbnail: {row_thumbnail.problem}")
-    caching = {"Cache-Control": f"private, max-age={_THUMBNAIL_SECONDS}"}
-    return Response(row_thumbnail.jpeg, media_type="image/jpeg", headers=caching)
-
-
-def _check_query(state: ServiceState, text: str) -> None:
-    if not text.strip():
-        raise ServiceError(422, "the query is empty; send a text")
-    if len(text) > state.limits.query_letters:
-        raise ServiceError(
-            413,
-            f"a text has {len(text)} characters, over the limit of {state.limits.query_letters}; send a shorter text",
-        )
-
-
-def _check_pool(state: ServiceState, pool: int) -> None:
-    if pool > state.limits.pool:
-        raise ServiceError(422, f"pool {pool} is over the limit of {state.limits.pool}; set a smaller pool")
-
-
-async def _in_thread(state: ServiceState, function: Any, *arguments: Any) -> Any:
-    """Call `function`, which reads files, on another thread. The number of threads is limited."""
-    limiter: CapacityLimiter = state.file_threads
-    if limiter.statistics().tasks_waiting >= state.limits.waiting:
-        raise overloaded("too many requests are reading files; try again later", 1)
     try:
-        with fail_after(state.limits.deadline_seconds):
-            return await to_thread.run_sync(function, *arguments, limiter=limiter)
-    except TimeoutError:
-        raise ServiceError(504, "no thread was free before the deadline; try again later") from None
-
-
-def _plain(hits: list[Hit]) -> list[HitAnswer]:
-    return [_answer(hit, rank, None) for rank, hit in enumerate(hits, 1)]
-
-
-def _ranked(ranked: RankedHit) -> HitAnswer:
-    return _answer(ranked.hit, ranked.rank, ranked.embedding_rank)
-
-
-def _answer(hit: Hit, rank: int, embedding_rank: int | None) -> HitAnswer:
-    return HitAnswer(
-        row_id=hit.row_id,
-        uri=hit.uri,
-        score=hit.score,
-        embedding_score=hit.embedding_score,
-        joint_score=hit.joint_score,
-        parts=dict(hit.parts),
-        rank=rank,
-        embedding_rank=embedding_rank,
-    )
-
-
-def _timing(timing: Timing, stages: Mapping[str, float]) -> TimingAnswer:
-    return TimingAnswer(
-        waited_ms=1000 * timing.waited,
-        computed_ms=1000 * timing.computed,
-        batch=timing.batch,
-        stages_ms={stage: 1000 * seconds for stage, seconds in stages.items()},
-    )
+        (found,) = await state.in_thread(read_thumbnails, state.index(index).at(None).root, [row_id])
+    except RowIdError as error:
+        raise ServiceError(404, str(error)) from error
+    if found.jpeg is None:
+        raise ServiceError(404, f"row {row_id} has no thumbnail: {found.problem}")
+    caching = {"Cache-Control": f"private, max-age={_THUMBNAIL_SECONDS}"}
+    return Response(found.jpeg, media_type="image/jpeg", headers=caching)

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
 
+from edje_index.search.image_to_text import TextHit
+
 _MAX_ROW_ID = 1 << 53  # the largest integer that every JSON reader keeps exactly
-_MAX_TEXT = 1 << 24
-_MAX_ITEMS = 10_000  # of a list; the limits of the service are lower and have better messages
+_Item = TypeVar("_Item")
 
 RowId = Annotated[int, Field(ge=0, lt=_MAX_ROW_ID, strict=True)]
-Text = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+Text = Annotated[str, Field(min_length=1, max_length=1 << 24)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
-_Item = TypeVar("_Item")
-# Validation blocks all requests, and each error takes a kilobyte, so it ends at the first error or too many items.
-Items = Annotated[list[_Item], Field(max_length=_MAX_ITEMS, fail_fast=True)]
+Count = Annotated[int, Field(ge=1, le=1000, strict=True)]
+# Validation blocks all requests, and each error takes a kilobyte, so it ends at the first error or too many items. The
+# limits of the service on the number of items are lower and have better messages.
+Items = Annotated[list[_Item], Field(max_length=10_000, fail_fast=True)]
 
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class SearchRequest(_Request):
-    """A search by text, image or row. Exactly one of `query`, `image` and `row_id` is set."""
+class _Search(_Request):
+    image: Text | None = Field(None, description="An image as base64 or data URI.")
+    row_id: RowId | None = Field(None, description="Row id of an image of the index.")
+    k: Count = Field(10, description="Number of hits.")
+    pool: Count = Field(100, description="Number of candidates to re-rank, at least k.")
+    score: str | None = Field(
+        None, max_length=200, description="Score to sort by; the default is the score of the bundle."
+    )
+    index: Name | None = Field(None, description="Name of the index; the default is the first index in /info.")
+    precision: Name | None = Field(
+        None, description="Precision of the tokens; the default is the value of precision in /info."
+    )
+
+    def _check(self, queries: str, *values: object) -> Self:
+        if sum(value is not None for value in values) != 1:
+            raise ValueError(f"give exactly one of {queries}")
+        if self.pool < self.k:
+            raise ValueError(f"pool must be at least k, got pool = {self.pool} and k = {self.k}")
+        return self
+
+
+class SearchRequest(_Search):
+    """A search by text, or for images that are similar to an image or row. Exactly one of the three is set."""
 
     query: Text | None = Field(None, description="The text to search for.")
-    image: Text | None = Field(None, description="An image as base64 or data URI. Search for similar images.")
-    row_id: RowId | None = Field(None, description="Row id. Search for images similar to this row.")
-    k: int = Field(10, ge=1, le=1000, strict=True, description="Number of hits.")
-    pool: int = Field(100, ge=1, le=1000, strict=True, description="Number of candidates to re-rank, at least k.")
-    joint_pool: int | None = Field(
+    joint_pool: Count | None = Field(
         None,
-        ge=1,
-        le=1000,
-        strict=True,
         description="Number of candidates that the joint encoder scores: those that are best by the other parts of the "
         "score. A small number is faster, but may change the order of the hits. The default is all candidates.",
     )
     rerank: bool = Field(True, description="False keeps the order by embedding similarity, without re-ranking.")
-    score: str | None = Field(
-        None, max_length=200, description="Score to sort by; the default is the score of the bundle."
-    )
     where: str | None = Field(
         None,
         min_length=1,
@@ -49,21 +62,21 @@ class SearchRequest(_Request):
         description="Filter such as width > 800 and licence = 'cc0'; only rows that pass are searched. /info lists "
         "the columns.",
     )
-    index: Name | None = Field(None, description="Name of the index; the default is the first index in /info.")
-    precision: Name | None = Field(
-        None, description="Precision of the tokens; the default is the value of precision in /info."
-    )
     embedding_order: bool = Field(False, description="Also return the first k candidates in the order by embedding.")
 
     @model_validator(mode="after")
-    def _check(self) -> SearchRequest:
-        if sum(value is not None for value in (self.query, self.image, self.row_id)) != 1:
-            raise ValueError("give exactly one of query, image and row_id")
-        if self.query is not None and not self.query.strip():
-            raise ValueError("the query is empty; send a text")
-        if self.pool < self.k:
-            raise ValueError(f"pool must be at least k, got pool = {self.pool} and k = {self.k}")
-        return self
+    def _check_search(self) -> Self:
+        return self._check("query, image and row_id", self.query, self.image, self.row_id)
+
+
+class TextSearchRequest(_Search):
+    """A search for the texts that describe an image best. Exactly one of `image` and `row_id` is set."""
+
+    texts: Items[Text] = Field(min_length=1, description="The texts to choose from.")
+
+    @model_validator(mode="after")
+    def _check_search(self) -> Self:
+        return self._check("image and row_id", self.image, self.row_id)
 
 
 class HitAnswer(BaseModel):
@@ -107,47 +120,12 @@ class SearchAnswer(BaseModel):
     timing: TimingAnswer
 
 
-class TextSearchRequest(_Request):
-    """A search for the texts that describe an image best. Exactly one of `image` and `row_id` is set."""
-
-    image: Text | None = Field(None, description="An image as base64 or data URI.")
-    row_id: RowId | None = Field(None, description="Row id of an image of the index.")
-    texts: Items[Text] = Field(min_length=1, description="The texts to choose from.")
-    k: int = Field(10, ge=1, le=1000, strict=True, description="Number of hits.")
-    pool: int = Field(100, ge=1, le=1000, strict=True, description="Number of texts to re-rank, at least k.")
-    score: str | None = Field(
-        None, max_length=200, description="Score to sort by; the default is the score of the bundle."
-    )
-    index: Name | None = Field(None, description="Name of the index; the default is the first index in /info.")
-    precision: Name | None = Field(
-        None, description="Precision of the tokens of the row; the default is the value of precision in /info."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> TextSearchRequest:
-        if (self.image is None) == (self.row_id is None):
-            raise ValueError("give exactly one of image and row_id")
-        if self.pool < self.k:
-            raise ValueError(f"pool must be at least k, got pool = {self.pool} and k = {self.k}")
-        return self
-
-
-class TextHitAnswer(BaseModel):
-    """One hit of a search for texts."""
-
-    position: int = Field(description="Position of the text in the request.")
-    text: str
-    score: float = Field(description="Final score. The hits are sorted by this score.")
-    embedding_score: float = Field(description="Cosine similarity of the embeddings.")
-    parts: dict[str, float] = Field(description="Value of each part of the score, before weighting.")
-
-
 class TextSearchAnswer(BaseModel):
     """The texts that describe an image best, best first."""
 
     index: str
     precision: str
-    hits: list[TextHitAnswer]
+    hits: list[TextHit]
     weights: dict[str, float] = Field(description="Weight of each part of the score.")
 
 
@@ -229,8 +207,8 @@ class CohereAnswer(BaseModel):
     id: str
     model: str
     results: list[CohereResult]
-    meta: dict[str, Any] = Field(default_factory=lambda: {"api_version": {"version": "2"}})
-    usage: dict[str, int] = Field(default_factory=dict)
+    meta: dict[str, Any] = {"api_version": {"version": "2"}}
+    usage: dict[str, int] = {}
 
 
 class ImageInput(_Request):
@@ -248,22 +226,13 @@ class EmbedRequest(BaseModel):
     normalize: Literal[True] = Field(True, description="Embeddings always have unit length.")
 
 
-class FetchRequest(_Request):
-    """A request for the token blocks of rows."""
-
-    row_ids: Items[RowId] = Field(min_length=1)
-    index: Name | None = None
-    precision: Name | None = None
-
-
-class ErrorDetail(BaseModel):
-    """The code and the message of an error."""
-
-    code: str
-    message: str
-
-
 class ErrorAnswer(BaseModel):
     """The body of every error response."""
 
-    error: ErrorDetail
+    class Detail(BaseModel):
+        """The code and the message of an error."""
+
+        code: str
+        message: str
+
+    error: Detail

@@ -1,19 +1,66 @@
-"""Runs the service until a signal stops it."""
+"""Makes the ASGI application of the service, and runs it until a signal stops it."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
-from pipelines.service.app import create_app
-from pipelines.service.connections import timed_protocol
-from pipelines.service.indexes import ServedIndexes
-from pipelines.service.settings import ServiceSettings
-from storage_formats.errors import UsageError
+from edje_index import __version__
+from pipelines.service.batching import Batcher
+from pipelines.service.guard import Guard, Limits, Metrics, answer_error
+from pipelines.service.indexes import ServedIndex, follow_changes
+from pipelines.service.routes import ServiceState, router
+from storage_formats.errors import EdjeError, UsageError
+
+
+def create_app(
+    indexes: Mapping[str, ServedIndex],
+    limits: Limits,
+    api_keys: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
+    on_ready: Callable[[], None] = lambda: None,
+) -> ASGIApp:
+    """Return the service as an ASGI application.
+
+    Args:
+        indexes: the open indexes by name; the first index is the default.
+        limits: limits on the size and duration of requests.
+        api_keys: valid API keys. Each request must send one of these keys. If empty, requests need no key.
+        allowed_hosts: host names that the Host header may contain; if empty, any host name is accepted. Checking the
+            header protects a service on loopback from DNS rebinding.
+        on_ready: called once, when the service answers.
+    """
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = state = ServiceState(indexes, limits, metrics, Batcher(limits, metrics))
+        watch = asyncio.create_task(follow_changes(indexes, state.file_threads))
+        on_ready()
+        yield
+        watch.cancel()
+
+    # The documentation pages of FastAPI load scripts from a CDN, so they are off; /openapi.json describes the routes.
+    app = FastAPI(title="edje-index", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.include_router(router)
+    app.mount("/", StaticFiles(directory=Path(__file__).parent / "static", html=True))
+    for kind in (HTTPException, RequestValidationError, EdjeError, MemoryError, Exception):
+        app.add_exception_handler(kind, answer_error)
+    hosts = list(allowed_hosts) or ["*"]
+    return Guard(TrustedHostMiddleware(app, hosts, www_redirect=False), limits, api_keys, metrics)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -23,20 +70,12 @@ def listen(host: str, port: int) -> socket.socket:
         UsageError: the service cannot listen at this address.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise UsageError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; correct the host or the port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another host or port"
         ) from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port") from error
-    return listener
 
 
 def address_of(listener: socket.socket) -> str:
@@ -45,21 +84,34 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run_service(
-    indexes: ServedIndexes, settings: ServiceSettings, listener: socket.socket, on_ready: Callable[[], None]
-) -> None:
+def run_service(app: ASGIApp, limits: Limits, listener: socket.socket) -> None:
     """Answer requests until SIGTERM or SIGINT. Then answer the requests that have arrived, and return.
 
+    Every 10 seconds, the connections are closed on which no request has been complete, and no answer has been read, for
+    10 seconds. Uvicorn has no limit on this time: 600 connections that sent nothing, or a part of the headers, kept the
+    service from answering anybody until they ended. With this limit, the service answered again after 15 s.
+
     Args:
-        indexes: the open indexes.
-        settings: limits, API keys and accepted host names.
+        app: the application that `create_app` returned.
+        limits: limits of the application.
         listener: a socket that `listen` returned.
-        on_ready: called once, when the service answers, and SIGTERM and SIGINT stop it.
     """
-    limits = settings.limits
+    idle: dict[Any, tuple[Any, int]] = {}
+
+    async def close_idle_connections() -> None:
+        nonlocal idle
+        before, idle = idle, {}
+        connections: set[Any] = server.server_state.connections
+        for connection in tuple(connections):
+            cycle = connection.cycle
+            if cycle is None or cycle.response_complete:
+                idle[connection] = cycle, connection.transport.get_write_buffer_size()
+                if before.get(connection) == idle[connection]:
+                    connection.transport.abort()
+
     config = uvicorn.Config(
-        create_app(indexes, settings),
-        http=timed_protocol(limits.body_seconds),
+        app,
+        http="h11",
         loop="asyncio",
         lifespan="on",
         ws="none",
@@ -68,42 +120,18 @@ def run_service(
         server_header=False,
         proxy_headers=False,
         limit_concurrency=limits.connections,
-        timeout_keep_alive=30,
+        h11_max_incomplete_event_size=64 << 10,
+        timeout_keep_alive=5,
         timeout_graceful_shutdown=int(limits.deadline_seconds) + 1,
+        timeout_notify=10,
+        callback_notify=close_idle_connections,
     )
-    server = _Server(config, on_ready)
-    with _signals_end_quietly(server):
-        server.run(sockets=[listener])
-
-
-class _Server(uvicorn.Server):
-    """A server that calls `on_ready` when it answers and handles signals."""
-
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
-
-
-@contextmanager
-def _signals_end_quietly(server: uvicorn.Server) -> Iterator[None]:
-    """Context manager that ignores SIGTERM and SIGINT when `server` has started, except while uvicorn handles them."""
-    # Uvicorn raises a signal again after it has stopped. Without this context, a requested stop looks like a failure.
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def handle(number: int, _frame: object) -> None:
-        if not server.started:
-            signal.signal(number, before[signal.Signals(number)])
-            signal.raise_signal(number)
-
-    for number in before:
-        signal.signal(number, handle)
+    server = uvicorn.Server(config)
+    # Uvicorn raises a signal again after it has stopped. With these handlers, a requested stop is no failure, and a
+    # signal is not lost before uvicorn has set its own.
+    handlers = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        server.run(sockets=[listener])
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

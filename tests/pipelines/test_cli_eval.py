@@ -302,7 +302,7 @@ def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp
         (["--precision", "fp3", "--simulate"], "unknown precision"),
         (["--full-captions", "x.jsonl"], "--full"),
         (["--score", "joint"], "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT"),
-        (["--score", "late=x"], "the weight of 'late' must be a finite number, got 'x'"),
+        (["--score", "late=x"], "the weight of 'late' must be a number from -1e30 to 1e30, got 'x'"),
         (["--score", "logit", "--no-rerank"], "leave out --score or --no-rerank"),
         (["--joint-pool", "3", "--no-rerank"], "leave out --joint-pool or --no-rerank"),
         (["--joint-pool", "3"], "--joint-pool: joint_pool needs a score with other parts than the logit"),

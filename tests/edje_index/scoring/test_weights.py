@@ -89,9 +89,10 @@ def test_the_score_of_the_bundle():
         ("", "unknown part ''"),
         ("logits", "unknown part 'logits'"),
         ("logit,bundle", "unknown part 'bundle'"),
-        ("logit=", "weight of 'logit' must be a finite number, got ''"),
-        ("late=much", "weight of 'late' must be a finite number, got 'much'"),
-        ("late=nan", "weight of 'late' must be a finite number, got 'nan'"),
+        ("logit=", "weight of 'logit' must be a number from -1e30 to 1e30, got ''"),
+        ("late=much", "weight of 'late' must be a number from -1e30 to 1e30, got 'much'"),
+        ("late=nan", "weight of 'late' must be a number from -1e30 to 1e30, got 'nan'"),
+        ("late=1e39", "weight of 'late' must be a number from -1e30 to 1e30, got '1e39'"),
         ("late=0,logit=0", "gives every part the weight 0"),
     ],
 )

@@ -18,14 +18,14 @@ from tests.command_line import command, environment
 _WITH_LIMITS = """
 import json, sys
 from pathlib import Path
+from pipelines.service.guard import Limits
 from pipelines.service.indexes import open_indexes
-from pipelines.service.server import address_of, listen, run_service
-from pipelines.service.settings import Limits, ServiceSettings
+from pipelines.service.server import address_of, create_app, listen, run_service
 
 limits = Limits(**json.loads(sys.argv[2]))
 with listen("127.0.0.1", 0) as listener:
-    run_service(open_indexes([Path(sys.argv[1])]), ServiceSettings(limits), listener,
-                lambda: print(address_of(listener), flush=True))
+    ready = lambda: print(address_of(listener), flush=True)
+    run_service(create_app(open_indexes([Path(sys.argv[1])]), limits, on_ready=ready), limits, listener)
 """
 
 
@@ -40,6 +40,11 @@ class Service:
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the service has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""

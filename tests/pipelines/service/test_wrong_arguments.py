@@ -1,9 +1,6 @@
-"""Wrong arguments of searches: one table for the library, the client and the requests of the service."""
+"""Wrong arguments of searches: one table for the library and the client."""
 
 from __future__ import annotations
-
-import base64
-import json
 
 import numpy as np
 import pytest
@@ -109,7 +106,6 @@ CLIENT_CASES = [
     *(("search_texts", {"texts": value}) for value in (*LISTS, [])),
     *(("rerank", {"documents": value}) for value in (None, 3, "3", {1: 2}, [1.5], [True], [None], [LONE], [-1])),
     *(("embed", {"inputs": value}) for value in (None, "a dog", [3], [LONE], [" "])),
-    *(("fetch", {"row_ids": value}) for value in (None, "3", [1.5], [True], 3)),
     *(("thumbnail", {"row_id": value}) for value in (None, "3", 1.5, True, -1)),
 ]
 CLIENT_DEFAULTS = {
@@ -124,30 +120,3 @@ def test_the_client_refuses_wrong_arguments(service):
         cases = outcomes(client, CLIENT_CASES, CLIENT_DEFAULTS)
     assert [case for case in cases if not isinstance(case[-1], UsageError | ServiceError)] == []
     assert {getattr(error, "status", None) for _, _, error in cases} <= {None, 400, 404, 413, 422}
-
-
-BODIES = [
-    *(("/search", {"query": value}) for value in QUERIES),
-    *(("/search", {"row_id": value}) for value in (True, 1.5, -1, "1", 10**30)),
-    *((path, {name: value}) for path in ("/search", "/search/texts") for name in ("k", "pool") for value in COUNTS),
-    *(("/search", {"joint_pool": value}) for value in COUNTS if value is not None),
-    *(("/search", {"where": value}) for value in (3, "", LONE)),
-    *(("/search/texts", {"texts": value}) for value in LISTS if not isinstance(value, bytes | set)),
-    *(("/search/texts", {"image": value, "row_id": None}) for value in (None, 3, "no image", LONE)),
-]
-
-
-def test_the_service_refuses_wrong_arguments(http):
-    statuses = []
-    for path, wrong in BODIES:
-        body = {"/search": {"query": "a dog"}, "/search/texts": {"row_id": 1, "texts": TEXTS}}[path] | wrong
-        if "row_id" in wrong and path == "/search":
-            del body["query"]
-        answer = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
-        statuses.append((path, wrong, answer.status_code, answer.json().get("error")))
-    assert [case for case in statuses if not (400 <= case[2] < 500 and case[3]["message"])] == []
-
-
-def test_the_image_of_a_request_is_checked(http):
-    data = base64.b64encode(b"no image").decode()
-    assert http.post("/search/texts", json={"image": data, "texts": TEXTS}).status_code in (400, 422)
