@@ -1,131 +1,187 @@
 """Compares the processor time and memory of an index build with a loop that only decodes and encodes images.
 
-The loop (`benchmarks.bare_loop`) and one build per engine run alternately. Each run is a new process. Beside them,
-`benchmarks.flop_limit` measures how many operations per second the processor executes at most.
+Linux only. The loop and one build per engine run alternately. Each run is a new process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
+import resource
 import shutil
 import statistics
+import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process_tree import measure_in_new_process
+import psutil
+
+from benchmarks.report import median_ratio
 from pipelines.environment import environment
+from storage_formats.errors import EdjeError
+
+_BATCH = 8
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_SAMPLE_SECONDS = 0.5
+_ORPHAN_SECONDS = 180.0
 
 
-@dataclass(frozen=True)
-class BuildBench:
-    """Settings of `bench_build`.
+def bench_build(
+    images: Sequence[Path],
+    model: Path,
+    folder: Path,
+    *,
+    threads: int = 2,
+    dtype: str = "float32",
+    repeats: int = 3,
+    engines: Sequence[str] = ("inline", "ray"),
+) -> dict[str, Any]:
+    """Measure all runs, and return a report that compares each engine with the loop.
 
-    Attributes:
+    Args:
         images: paths of images that can be decoded.
         model: directory of the model bundle.
         folder: folder for temporary indexes, which are removed.
         threads: CPU threads of the model.
-        batch_size: images per forward pass of the model.
         dtype: data type of the model's matrix products: "float32" or "bfloat16".
         repeats: number of runs of each engine and of the loop.
         engines: execution engines to compare with the loop.
     """
-
-    images: list[Path]
-    model: Path
-    folder: Path
-    threads: int = 2
-    batch_size: int = 8
-    dtype: str = "float32"
-    repeats: int = 3
-    engines: tuple[str, ...] = ("inline", "ray")
-
-
-def bench_build(bench: BuildBench) -> dict[str, Any]:
-    """Measure all runs, and return a report that compares each engine with the loop."""
-    bench.folder.mkdir(parents=True, exist_ok=True)
-    listing = bench.folder / "images.txt"
-    images = [str(path.absolute()) for path in bench.images]  # paths of a list are relative to the list
-    listing.write_text("".join(f"{path}\n" for path in images))
-    source = bench.folder / "images.jsonl"
-    source.write_text("".join(json.dumps({"path": path}) + "\n" for path in images))
-    subjects = {"bare loop": _bare_loop(bench, listing)}
-    subjects |= {engine: _build(bench, engine, source) for engine in bench.engines}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
-    limits: list[dict[str, float]] = []
-    for _ in range(bench.repeats):
-        limits.append(_flop_limit(bench))
-        for name, command in subjects.items():
-            shutil.rmtree(bench.folder / "index", ignore_errors=True)
-            runs[name].append(measure_in_new_process(command))
-    shutil.rmtree(bench.folder / "index", ignore_errors=True)
-    settings = {**asdict(bench), "images": len(bench.images), "model": bench.model.name}
-    settings.pop("folder")
-    summary = _summary(runs, limits)
-    return {"environment": environment(), "settings": settings, "limits": limits, "runs": runs, "summary": summary}
-
-
-def report_lines(report: dict[str, Any]) -> list[str]:
-    """Return the summary of the report of `bench_build` as lines of text."""
-    lines = []
-    for name, row in report["summary"].items():
-        stages = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in row["stage_seconds"].items())
-        lines += [
-            f"{name:10} cpu {row['cpu']:8.1f} s  x{row['cpu_ratio']:.3f}   wall {row['wall']:8.1f} s   "
-            f"memory {row['peak_pss'] / 2**20:6.0f} MiB ({row['extra_pss'] / 2**20:+.0f})",
-            f"{'':10} seconds per stage: {stages}   model {row['model_images_per_second']:.1f} images/s, "
-            f"{row['flop_share']:.0%} of the limit",
-        ]
-    limit = max(report["limits"], key=lambda measured: measured["flop_per_second"])
-    lines.append(
-        f"limit      {limit['flop_per_second'] / 1e9:.0f} GFLOP/s in a large matrix product; "
-        f"the model takes {limit['flop_per_image'] / 1e9:.2f} GFLOP per image"
-    )
-    return lines
-
-
-def _flop_limit(bench: BuildBench) -> dict[str, float]:
-    options = ["--threads", str(bench.threads), "--dtype", bench.dtype]
-    limit: dict[str, float] = measure_in_new_process(
-        [sys.executable, "-m", "benchmarks.flop_limit", str(bench.model), *options]
-    )["stdout"]
-    return limit
-
-
-def _bare_loop(bench: BuildBench, listing: Path) -> list[str]:
-    options = ["--threads", str(bench.threads), "--batch-size", str(bench.batch_size), "--dtype", bench.dtype]
-    return [sys.executable, "-m", "benchmarks.bare_loop", str(bench.model), str(listing), *options]
-
-
-def _build(bench: BuildBench, engine: str, source: Path) -> list[str]:
-    options = {"--out": bench.folder / "index", "--model": bench.model, "--engine": engine, "--device": "cpu"}
-    options |= {"--threads": bench.threads, "--batch-size": bench.batch_size, "--workers": 1, "--dtype": bench.dtype}
-    flat = [str(part) for pair in options.items() for part in pair]
-    return [sys.executable, "-m", "pipelines.cli", "build", str(source), *flat, "--json", "--quiet"]
-
-
-def _summary(runs: dict[str, list[dict[str, Any]]], limits: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """Return medians over the runs of the loop and of each engine."""
-    # `cpu_ratio` and `extra_pss` (bytes) compare each run with the bare-loop run of the same round.
-    bare_runs = runs["bare loop"]
-    images = bare_runs[0]["stdout"]["images"]
-    limit = max(limits, key=lambda measured: measured["flop_per_second"])
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [str(path.absolute()) for path in images]  # paths of a list are relative to the list
+    source, index = folder / "images.jsonl", folder / "index"
+    source.write_text("".join(json.dumps({"path": path}) + "\n" for path in paths))
+    options = ["--model", str(model), "--threads", str(threads), "--dtype", dtype]
+    commands = {"bare loop": _call("bare_loop", str(source), str(model), str(threads), dtype)}
+    for engine in engines:
+        of_engine = ["--engine", engine, "--device", "cpu", "--workers", "1", "--batch-size", str(_BATCH)]
+        build = [sys.executable, "-m", "pipelines.cli", "build", str(source), "--out", str(index)]
+        commands[engine] = [*build, *options, *of_engine, "--json", "--quiet"]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    for _ in range(repeats):
+        for name, command in commands.items():
+            shutil.rmtree(index, ignore_errors=True)
+            done = subprocess.run(_call("measure", *command), capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise EdjeError(f"a measured command failed: {done.stderr[-2000:]}")
+            runs[name].append(json.loads(done.stdout))
+    shutil.rmtree(index, ignore_errors=True)
+    settings = {"images": len(images), "model": model.name, "threads": threads, "batch_size": _BATCH}
+    settings |= {"dtype": dtype, "repeats": repeats, "engines": list(engines)}
     summary = {}
-    for name, subject_runs in runs.items():
-        pairs = list(zip(subject_runs, bare_runs, strict=True))
-        stages = [run["stdout"]["stage_seconds"] for run in subject_runs]
+    for name, of_name in runs.items():  # ratios and differences are of runs in the same round
+        cpu, memory = (
+            [[run[key] for run in each] for each in (of_name, runs["bare loop"])] for key in ("cpu", "peak_pss")
+        )
+        stages = [run["stdout"]["stage_seconds"] for run in of_name]
         median_stages = {stage: statistics.median(run[stage] for run in stages) for stage in stages[0]}
-        model_rate = images / median_stages["encode"]
         summary[name] = {
-            "wall": statistics.median(run["wall"] for run in subject_runs),
-            "cpu": statistics.median(run["cpu"] for run in subject_runs),
-            "peak_pss": statistics.median(run["peak_pss"] for run in subject_runs),
-            "cpu_ratio": statistics.median(run["cpu"] / bare["cpu"] for run, bare in pairs),
-            "extra_pss": statistics.median(run["peak_pss"] - bare["peak_pss"] for run, bare in pairs),
+            "wall": statistics.median(run["wall"] for run in of_name),
+            "cpu": statistics.median(cpu[0]),
+            "peak_pss": statistics.median(memory[0]),
+            "cpu_ratio": median_ratio(*cpu),
+            "extra_pss": statistics.median(a - b for a, b in zip(*memory, strict=True)),
             "stage_seconds": median_stages,
-            "model_images_per_second": model_rate,
-            "flop_share": model_rate * limit["flop_per_image"] / limit["flop_per_second"],
+            "model_images_per_second": len(images) / median_stages["encode"],
         }
-    return summary
+    return {"environment": environment(), "settings": settings, "runs": runs, "summary": summary}
+
+
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the report as text."""
+    for name, row in report["summary"].items():
+        yield (
+            f"{name:10} cpu {row['cpu']:8.1f} s  x{row['cpu_ratio']:.3f}   wall {row['wall']:8.1f} s   "
+            f"memory {row['peak_pss'] / 2**20:6.0f} MiB ({row['extra_pss'] / 2**20:+.0f})"
+        )
+        stages = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in row["stage_seconds"].items())
+        yield f"{'':10} seconds per stage: {stages}   model {row['model_images_per_second']:.1f} images/s"
+
+
+def _call(function: str, *arguments: str) -> list[str]:
+    """Return a command that calls a function of this module in a new process and prints the result as JSON."""
+    code = f"import json, sys; from benchmarks.build import {function}; print(json.dumps({function}(*sys.argv[1:])))"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def bare_loop(image_list: str, model: str, threads: str, dtype: str) -> dict[str, Any]:
+    """Do the minimum work of a build: decode and preprocess every image in the list, and run the model.
+
+    Returns:
+        The number of images, and the seconds of both stages.
+    """
+    import torch
+    from PIL import Image
+
+    from edje_index.indexing.image_encoder import ImageEncoder
+
+    encoder = ImageEncoder.open(model, device="cpu", threads=int(threads), dtype=dtype)
+    paths = [json.loads(line)["path"] for line in Path(image_list).read_text().splitlines()]
+    count, decode_seconds, model_seconds = 0, 0.0, 0.0
+    for start in range(0, len(paths), _BATCH):
+        started = time.perf_counter()
+        pixels = []
+        for path in paths[start : start + _BATCH]:
+            with Image.open(path) as image:
+                pixels.append(encoder.preprocess(image.convert("RGB")))
+        batch = torch.stack(pixels)
+        loaded = time.perf_counter()
+        count += len(encoder.encode(batch)[0])
+        decode_seconds += loaded - started
+        model_seconds += time.perf_counter() - loaded
+    return {"images": count, "stage_seconds": {"decode": decode_seconds, "encode": model_seconds}}
+
+
+def measure(*command: str) -> dict[str, Any]:
+    """Run a command that prints a JSON object, and return the cost of the command and its descendants.
+
+    Call this function only once in a process, and only in a process without other children.
+
+    Returns:
+        `wall`: seconds; `cpu`: user and system seconds; `peak_pss`: largest sampled sum of the proportional set sizes
+        of all processes, in bytes; `stdout`: the object that the command printed.
+
+    Raises:
+        EdjeError: the command failed, or a process of the command did not end.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons of Ray become children of this process
+    ended, peak, cpu_of_process = threading.Event(), 0, dict[int, float]()
+
+    def sample() -> None:
+        nonlocal peak
+        while not ended.wait(_SAMPLE_SECONDS):
+            pss = 0
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    cpu_of_process[process.pid] = max(cpu_of_process.get(process.pid, 0.0), times.user + times.system)
+                    pss += process.memory_full_info().pss
+            peak = max(peak, pss)
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        sampler.start()
+        stdout, stderr = process.communicate()
+    wall = time.perf_counter() - started
+    ended.set()
+    sampler.join()
+    if process.returncode:
+        raise EdjeError(
+            f"the command '{' '.join(command[:4])} ...' failed with exit code {process.returncode}: {stderr}"
+        )
+    deadline = time.monotonic() + _ORPHAN_SECONDS
+    with contextlib.suppress(ChildProcessError):  # the kernel counts the processor time of a process after its end
+        while time.monotonic() < deadline:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(0.1)
+        raise EdjeError(f"processes of the command still ran {_ORPHAN_SECONDS:.0f} s after its end; stop them")
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = max(usage.ru_utime + usage.ru_stime, sum(cpu_of_process.values()))
+    return {"wall": wall, "cpu": cpu, "peak_pss": peak, "stdout": json.loads(stdout)}

@@ -1,55 +1,100 @@
-"""The command group `edje-index bench`."""
+"""The command group `edje-index bench`: the options of each benchmark, and the printing of its results."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import signal
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
-from benchmarks.commands.end_to_end import end_to_end_command
-from benchmarks.commands.fetch import fetch_command
-from benchmarks.commands.output import show
-from benchmarks.commands.paper import paper_command
-from benchmarks.commands.rerank import rerank_command
-from benchmarks.commands.serve import serve_command
-from pipelines.cli.options import json_option, shard_size_option, stored_precisions_option
+from pipelines.cli.options import (
+    FILE,
+    PATH,
+    POSITIVE,
+    dtype_option,
+    images_option,
+    json_option,
+    location,
+    model_option,
+    quiet_option,
+    score_option,
+    seed_option,
+    shard_size_option,
+    stored_precisions_option,
+)
+from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec
+
+_EXISTING = click.Path(exists=True, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+def _several(option: str, name: str, kind: Any, text: str) -> Callable[[Any], Any]:
+    """Return an option that can be given several times."""
+    metavar = "NAME" if kind is str else None
+    return click.option(option, name, type=kind, metavar=metavar, multiple=True, help=text)
+
+
+def _repeats(default: int) -> Callable[[Any], Any]:
+    return click.option(
+        "--repeats", type=POSITIVE, default=default, show_default=True, help="Number of runs of each measurement."
+    )
+
+
+_report_option = click.option("--report", type=_FOLDER, help="Directory for the report, in Markdown and JSON.")
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options without those that were not given, so that the defaults of the benchmark apply."""
+    return {name: value for name, value in options.items() if value not in (None, ())}
+
+
+def _show(report: dict[str, Any], as_json: bool, lines: Iterable[str]) -> None:
+    """Print `report` as one JSON object if `as_json` is True; otherwise print `lines`."""
+    click.echo(json.dumps(report, default=str) if as_json else "\n".join(lines))
+
+
+def _write(
+    report: dict[str, Any],
+    folder: Path | None,
+    name: str,
+    lines: Sequence[str],
+    draw: Callable[[dict[str, Any], Path], None] | None = None,
+) -> None:
+    """Write the files of a report to `folder`, if it is given."""
+    from benchmarks.report import write_report
+
+    if folder is not None:
+        for path in write_report(report, folder, name, lines, draw):
+            click.echo(f"wrote {path}", err=True)
 
 
 @click.group()
 def bench() -> None:
-    """Run a benchmark: fetching, scoring, serving, building, codecs, whole systems, or the tables of the paper.
+    """Run a benchmark: fetching, codecs, building, scoring, serving, whole systems, or the tables of the paper.
 
     Results are medians over several runs. Ratios vary less between machines than seconds.
     """
 
 
-bench.add_command(fetch_command)
-bench.add_command(rerank_command)
-bench.add_command(paper_command)
-bench.add_command(serve_command)
-bench.add_command(end_to_end_command)
-
-
 @bench.command("make-synthetic")
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option("--rows", type=click.IntRange(min=1), required=True, help="Number of rows.")
+@click.argument("out", type=PATH)
+@click.option("--rows", type=POSITIVE, required=True, help="Number of rows.")
 @stored_precisions_option
 @shard_size_option
-@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Number of tokens per block.")
-@click.option("--width", type=click.IntRange(min=1), default=384, show_default=True, help="Width of a token.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random blocks.")
+@click.option("--tokens", type=POSITIVE, default=64, show_default=True, help="Number of tokens per block.")
+@click.option("--width", type=POSITIVE, default=384, show_default=True, help="Width of a token.")
 @json_option
 def make_synthetic_command(
-    out: Path,
-    rows: int,
-    precisions: tuple[str, ...],
-    shard_size: int,
-    tokens: int,
-    width: int,
-    seed: int,
-    as_json: bool,
+    out: Path, rows: int, precisions: tuple[str, ...], shard_size: int, tokens: int, width: int, as_json: bool
 ) -> None:
     """Write an index of random blocks to OUT for benchmarks.
 
@@ -60,27 +105,122 @@ def make_synthetic_command(
     from benchmarks.synthetic import make_synthetic
 
     spec = IndexSpec(rows, shard_size, (tokens, width), embed_dim=width, precisions=tuple(dict.fromkeys(precisions)))
-    make_synthetic(out, spec, seed)
-    show({"index": str(out), "rows": rows, "shards": spec.shards}, as_json, [f"{rows} rows in {spec.shards} shards"])
+    make_synthetic(out, spec)
+    _show({"index": str(out), "rows": rows, "shards": spec.shards}, as_json, [f"{rows} rows in {spec.shards} shards"])
+
+
+@bench.command("fetch")
+@click.argument("index", required=False, type=location)
+@click.option(
+    "--synthetic",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Number of random rows of a new index, which is measured instead of INDEX.",
+)
+@_several(
+    "--precision",
+    "precisions",
+    str,
+    "Precision to measure; repeatable.  [default: first precision of the index]",
+)
+@click.option(
+    "--pool",
+    type=POSITIVE,
+    default=50_000,
+    show_default=True,
+    help="Number of blocks per large fetch, limited to half the rows of the index.",
+)
+@click.option(
+    "--cold", "state", flag_value="cold", help="Measure only with a cold page cache.  [default: cold and warm]"
+)
+@click.option("--warm", "state", flag_value="warm", help="Measure only with all blocks in the page cache.")
+@click.option("--peers", is_flag=True, help="Also measure other libraries with the same blocks.")
+@_several("--engine", "engines", str, "I/O engine to measure; repeatable.  [default: auto]")
+@_repeats(5)
+@click.option(
+    "--seconds",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Target duration of a run of another library, in seconds. A slow library fetches fewer blocks.",
+)
+@click.option("--model", type=_EXISTING, help="Model bundle whose joint encoder is compared with the fetch rate.")
+@click.option(
+    "--scratch",
+    type=click.Path(path_type=Path),
+    help="Directory for temporary files. --synthetic needs this option.  [default: directory that contains INDEX]",
+)
+@_report_option
+@click.option("--targets", is_flag=True, help="Compare the results with the performance targets of this project.")
+@json_option
+def fetch_command(index: Path | str | None, report: Path | None, as_json: bool, **options: Any) -> None:
+    """Measure how fast blocks of INDEX are fetched, and compare the rate with the speed of the disk. Linux only.
+
+    Each run is a new process. Before a cold run, the command checks that the files are not in the page cache. If fio
+    is installed, fio measures the speed of the disk on the same files, alternating with the other runs.
+
+    INDEX may be the URL of an index on an object store. The command then measures the rate of large fetches. For
+    queries of 100 blocks, the command measures the latency, the number of requests and the cost. Unless the block cache
+    is off or too small, it also measures fetches of cached blocks.
+
+    \b
+    Examples:
+      edje-index bench fetch photos.edje
+      edje-index bench fetch s3://my-bucket/photos.edje --pool 5000 --peers --report out
+      edje-index bench fetch --synthetic 100000 --precision fp8 --peers --scratch /mnt/nvme --report out
+    """
+    if isinstance(index, str):
+        _fetch_url(index, report, as_json, options)
+        return
+    if (index is None) == (options["synthetic"] is None):
+        raise click.UsageError("give either INDEX or --synthetic N")
+    if options["scratch"] is None and index is None:
+        raise click.UsageError("--synthetic needs --scratch: give a directory on the disk to measure")
+    from benchmarks.fetch.bench import bench_fetch, report_lines
+    from storage_formats.reading import engines
+
+    for name in options["engines"]:
+        if name not in ("auto", *engines()):
+            raise click.UsageError(f"engine '{name}' is not available; choose one of: auto, {', '.join(engines())}")
+    state = options.pop("state")
+    given = _given(options) | ({"states": (state,)} if state else {})
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the temporary files
+    try:
+        result = bench_fetch(index, _say, **given)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    lines = list(report_lines(result))
+    _write(result, report, "fetch", lines)
+    _show(result, as_json, lines)
+
+
+def _fetch_url(url: str, report: Path | None, as_json: bool, options: dict[str, Any]) -> None:
+    """Measure the index at `url`. Raise click.UsageError for options that only apply to a disk."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        is_given = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
+        if is_given and option.name not in {"index", "precisions", "pool", "repeats", "peers", "report", "as_json"}:
+            raise click.UsageError(
+                f"{option.opts[0]} does not apply to an index on an object store; leave out the option"
+            )
+    if len(options["precisions"]) > 1:
+        raise click.UsageError("an index on an object store is measured in one precision; give --precision once")
+    from benchmarks.fetch.remote import bench_remote, report_lines
+
+    given = {name: options[name] for name in ("pool", "repeats", "peers")}
+    result = bench_remote(url, _say, precision=next(iter(options["precisions"]), None), **given)
+    lines = list(report_lines(result))
+    _write(result, report, "fetch-url", lines)
+    _show(result, as_json, lines)
 
 
 @bench.command("quantize")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Directory for temporary record files.")
-@click.option(
-    "--blocks",
-    type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
-    help="Number of blocks to encode and decode.",
-)
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="Number of threads of the codecs.  [default: number of CPUs]"
-)
-@click.option(
-    "--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Number of runs of each codec."
-)
+@click.option("--folder", type=PATH, required=True, help="Directory for temporary record files.")
+@click.option("--blocks", type=POSITIVE, default=512, show_default=True, help="Number of blocks to encode and decode.")
+@click.option("--threads", type=POSITIVE, help="Number of threads of the codecs.  [default: number of CPUs]")
+@_repeats(7)
 @json_option
-def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: int, as_json: bool) -> None:
+def quantize_command(as_json: bool, **options: Any) -> None:
     """Compare the speed of codecs with torch, torchao (if installed) and ml_dtypes.
 
     Rates are in GB/s of bfloat16 tokens.
@@ -89,49 +229,26 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     Example:
       edje-index bench quantize --folder /tmp/bench
     """
-    from benchmarks.codecs import bench_codecs
+    from benchmarks.quantize import bench_quantize, report_lines
 
-    folder.mkdir(parents=True, exist_ok=True)
-    report = bench_codecs(folder, blocks, repeats, threads)
-    lines = []
-    for task, rates in report["median"].items():
-        lines.append(f"{task:14} " + "  ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items()))
-        lines.append(" " * 15 + "  ".join(f"{name} {ratio:.2f}x" for name, ratio in report["ratios"][task].items()))
-    show(report, as_json, lines)
+    report = bench_quantize(**options)
+    _show(report, as_json, report_lines(report))
 
 
 @bench.command("build")
 @click.argument("photos", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--model", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of the model bundle."
-)
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Directory for temporary indexes.")
+@click.option("--model", type=_EXISTING, required=True, help="Directory of the model bundle.")
+@click.option("--folder", type=PATH, required=True, help="Directory for temporary indexes.")
 @click.option(
     "--images",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     default=1000,
     show_default=True,
     help="Number of images to index. If PHOTOS has fewer images, images are used several times.",
 )
-@click.option(
-    "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Number of CPU threads of the model."
-)
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Number of runs of each engine and of the comparison loop.",
-)
-@click.option(
-    "--engine",
-    "engines",
-    metavar="NAME",
-    multiple=True,
-    default=["inline", "ray"],
-    show_default=True,
-    help="Execution engine to measure: inline or ray; repeatable.",
-)
+@click.option("--threads", type=POSITIVE, default=2, show_default=True, help="Number of CPU threads of the model.")
+@_repeats(3)
+@_several("--engine", "engines", str, "Execution engine to measure; repeatable.  [default: inline, ray]")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
@@ -140,32 +257,212 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     help="Data type of the model's matrix products.",
 )
 @json_option
-def build_command(
-    photos: Path,
-    model: Path,
-    folder: Path,
-    images: int,
-    threads: int,
-    repeats: int,
-    engines: tuple[str, ...],
-    dtype: str,
-    as_json: bool,
-) -> None:
+def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> None:
     """Compare the cost of `edje-index build` with a loop that only decodes and encodes images. Linux only.
 
-    The cost is processor time and memory. A second line shows the seconds per stage, the images per second of the model
-    alone, and the share of the processor's limit that the model reaches. A large matrix product measures the limit. In
-    a build, "read" and "decode" run beside the model, and "wait" is the time that the model waits for them.
+    The cost is processor time and memory. A second line shows the seconds per stage, and the images per second of the
+    model alone. In a build, "read" and "decode" run beside the model, and "wait" is the time that the model waits for
+    them.
 
     \b
     Example:
       edje-index bench build ~/photos --model model/ --folder /tmp/bench --images 2000
     """
-    from benchmarks.build import BuildBench, bench_build, report_lines
+    from benchmarks.build import bench_build, report_lines
 
     paths = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
     if not paths:
         raise click.UsageError(f"{photos} contains no .jpg files; choose another directory")
-    chosen = list(itertools.islice(itertools.cycle(paths), images))
-    report = bench_build(BuildBench(chosen, model, folder, threads, dtype=dtype, repeats=repeats, engines=engines))
-    show(report, as_json, report_lines(report))
+    report = bench_build(list(itertools.islice(itertools.cycle(paths), images)), **_given(options))
+    _show(report, as_json, report_lines(report))
+
+
+@bench.command("rerank")
+@click.option(
+    "--model",
+    type=_EXISTING,
+    help="Directory of the model bundle.  [default: random weights with the sizes of MiniLM-L6 and MiniLM-L12]",
+)
+@click.option("--index", type=_EXISTING, help="Index on which each stage of a query is measured too.")
+@score_option
+@_several(
+    "--batch-size",
+    "batch_sizes",
+    POSITIVE,
+    "Number of pairs per forward pass; repeatable.  [default: 1, 32, 128]",
+)
+@_several("--threads", "threads", POSITIVE, "Number of CPU threads; repeatable.  [default: 1 and the number of CPUs]")
+@click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates per query.")
+@_repeats(5)
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="Device that runs the model: auto, cpu, cuda or cuda:N.",
+)
+@dtype_option
+@json_option
+def rerank_command(as_json: bool, **options: Any) -> None:
+    """Measure the joint encoder in pairs per second, and the duration of each stage of a query.
+
+    \b
+    Examples:
+      edje-index bench rerank --model model/ --index photos.edje
+      edje-index bench rerank --index photos.edje --score logit
+      edje-index bench rerank --threads 8 --batch-size 64
+    """
+    from benchmarks.rerank import bench_rerank, report_lines
+
+    report = bench_rerank(**_given(options))
+    _show(report, as_json, report_lines(report))
+
+
+@bench.command("serve")
+@click.argument("index", type=PATH)
+@click.option(
+    "--queries",
+    type=FILE,
+    required=True,
+    help="Text file with one query per line, or .jsonl file with the key `query`.",
+)
+@model_option
+@dtype_option
+@_several("--pool", "pools", POSITIVE, "Number of candidates per search; repeatable.  [default: 100]")
+@_several(
+    "--precision",
+    "precisions",
+    str,
+    "Precision of the tokens; repeatable.  [default: first precision of the index]",
+)
+@_several(
+    "--clients",
+    "clients",
+    POSITIVE,
+    "Number of clients that send one search at a time; repeatable.  [default: 1, 4, 16, 64]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1),
+    default=20.0,
+    show_default=True,
+    help="Duration of each measurement in seconds.",
+)
+@click.option(
+    "--overload",
+    "overload_seconds",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Duration of an overload test in seconds; 0 for no test.",
+)
+@_report_option
+@json_option
+def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool, **options: Any) -> int:
+    """Measure the latency of `edje-index serve` under increasing load.
+
+    The report also gives the highest load that the service keeps up with.
+
+    Searches are sent at random times (a Poisson process) and do not wait for earlier responses. The latency is measured
+    from the planned time of a search.
+
+    With --overload, clients send 1.5 times the highest load, and malformed, oversized and slow requests. Each response
+    is compared with the result of `TokenIndex.search`. The exit code is 1 if a response is wrong or late, or if the
+    service fails.
+
+    \b
+    Examples:
+      edje-index bench serve photos.edje --queries captions.txt
+      edje-index bench serve photos.edje --queries captions.txt --pool 10 --pool 100 --pool 1000 --report out
+      edje-index bench serve photos.edje --queries captions.txt --overload 600
+    """
+    with name_missing_extra("serve"):
+        from benchmarks.serve.bench import bench_serve, draw, report_lines
+    from pipelines.cli.search_queries import read_queries
+
+    result = bench_serve(index, read_queries(queries), _say, **_given(options))
+    lines = list(report_lines(result))
+    _write(result, report, "serve", lines, draw)
+    _show(result, as_json, lines)
+    return 1 if result.get("overload", {}).get("problems") else 0
+
+
+@bench.command("end-to-end")
+@click.argument("index", type=PATH)
+@click.argument("captions", type=PATH)
+@images_option
+@model_option
+@click.option("--folder", type=PATH, required=True, help="New directory for the files of all systems.")
+@_several("--system", "systems", str, "System to measure; repeatable.  [default: all]")
+@click.option("--queries", type=POSITIVE, default=200, show_default=True, help="Number of captions to search for.")
+@seed_option
+@_report_option
+@quiet_option
+@json_option
+def end_to_end_command(
+    index: Path, captions: Path, report: Path | None, quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Compare whole search systems on the same images: recall, latency, memory and bytes per image.
+
+    All systems get the embeddings and tokens of INDEX. The queries are the captions in the file CAPTIONS. Systems that
+    are not installed are left out.
+
+    These systems rank by late interaction: this package in two precisions, FAISS with np.memmap, a multivector column
+    of Lance, and Qdrant Edge. The last system is the search of this package with the joint encoder.
+
+    \b
+    Example:
+      edje-index bench end-to-end photos.edje captions.jsonl --folder /mnt/nvme/scratch --report out
+    """
+    from benchmarks.end_to_end.bench import bench_end_to_end, draw, report_lines
+
+    say = (lambda line: None) if quiet else _say
+    result = bench_end_to_end(index, captions, say=say, **_given(options))
+    lines = list(report_lines(result))
+    _write(result, report, "end-to-end", lines, draw)
+    _show(result, as_json, lines)
+
+
+@bench.command("paper")
+@click.argument("experiments", metavar="[EXPERIMENT]...", nargs=-1)
+@click.option("--data", type=_EXISTING, required=True, help="Directory of the data sets, towers and language models.")
+@click.option("--out", type=PATH, required=True, help="Directory for models, indexes and tables.")
+@click.option("--small", is_flag=True, help="Use a few Flickr8k images instead of the full data.")
+@click.option("--model", type=_EXISTING, help="Model bundle with the towers for --small.")
+@click.option("--config", type=_EXISTING, help="TOML file with settings for all training runs.")
+@click.option("--commands", "listing", is_flag=True, help="Print the remaining commands without running them.")
+@json_option
+def paper_command(experiments: tuple[str, ...], small: bool, as_json: bool, **options: Any) -> int:
+    """Repeat the tables and figures of the EDJE paper, and compare the results with the published values.
+
+    Without EXPERIMENT, the command lists the experiments. 'all' runs every experiment. To continue after an
+    interruption, run the same command again: finished models and indexes in --out are used again.
+
+    If data for a row are missing, the table says which files to put where. If no row could be measured, the exit code
+    is 1.
+
+    \b
+    Examples:
+      edje-index bench paper --data data --out study
+      edje-index bench paper tokens --data data --out study --commands
+      edje-index bench paper all --data flickr-data --small --model model --out study
+    """
+    from benchmarks.paper.experiments import EXPERIMENTS, run_experiments
+
+    if small != (options["model"] is not None):
+        raise click.UsageError("use --small and --model together: --small uses the towers of --model")
+    names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise click.UsageError(f"there is no experiment '{name}': choose from {', '.join(EXPERIMENTS)}, or 'all'")
+    if not names:
+        lines = [f"{name:16} {(function.__doc__ or '').splitlines()[0]}" for name, function in EXPERIMENTS.items()]
+        _show({"experiments": list(EXPERIMENTS)}, as_json, lines)
+        return 0
+    listing = options["listing"]
+    tables = run_experiments(names, lambda line: click.echo(line, err=not listing), **options)
+    if listing:
+        return 0
+    report = {name: table.as_json() for name, table in tables.items()}
+    _show(report, as_json, [line for table in tables.values() for line in (*table.lines(), "")])
+    return 1 if all(table.state == "needs data" for table in tables.values()) else 0

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +21,7 @@ from edje_index.scoring.weights import BUNDLE_SCORE
 from edje_index.search.reranking import Candidates, Reranker
 from edje_index.search.search_model import SearchModel
 from pipelines.environment import environment
+from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
@@ -32,115 +31,111 @@ CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
 MINILM_LAYERS = {"MiniLM-L6-H384": 6, "MiniLM-L12-H384": 12}
 _BLOCK_SHAPE = (64, 384)
 _VOCABULARY = 16000
-_T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class RerankBench:
-    """Settings of `bench_rerank`.
+def bench_rerank(
+    model: Path | None = None,
+    index: Path | None = None,
+    *,
+    score: str = BUNDLE_SCORE,
+    batch_sizes: Sequence[int] = (1, 32, 128),
+    threads: Sequence[int] = (),
+    pool: int = 100,
+    repeats: int = 5,
+    device: str = "auto",
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """Return pairs per second of each joint encoder, and milliseconds of each query stage.
 
-    Attributes:
+    Args:
         model: bundle with the joint encoder to measure; None for joint encoders with random weights and the sizes of
             MiniLM.
         index: index for measuring the stages of a query, built with the encoder of `model`; None to measure no query.
         score: final score of the query. See `edje_index.scoring.weights.parse_score`.
-        caption: text of every pair.
         batch_sizes: numbers of pairs per forward pass to measure.
-        threads: numbers of torch threads to measure. They have an effect only on a CPU.
+        threads: numbers of torch threads to measure; empty for 1 and the number of CPUs. They have an effect only on a
+            CPU.
         pool: number of candidates of the query.
         repeats: number of runs of each setting.
         device: "auto", "cpu" or "cuda".
         dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16".
     """
-
-    model: Path | None = None
-    index: Path | None = None
-    score: str = BUNDLE_SCORE
-    caption: str = CAPTION
-    batch_sizes: tuple[int, ...] = (1, 32, 128)
-    threads: tuple[int, ...] = (1, 2)
-    pool: int = 100
-    repeats: int = 5
-    device: str = "auto"
-    dtype: str = "float32"
-
-
-def bench_rerank(bench: RerankBench) -> dict[str, Any]:
-    """Return pairs per second of each joint encoder, and milliseconds of each query stage."""
-    device = resolve_device(bench.device)
-    dtype = resolve_dtype(bench.dtype, device)
-    models = {}
-    for name, joint, block_shape in _joint_encoders(bench, device):
-        joint.compute_dtype = dtype
-        models[name] = _rates(bench, joint, block_shape)
+    if index is None and score != BUNDLE_SCORE:
+        raise UsageError("--score has an effect only with --index: give the index to search, or leave out --score")
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device)
+    models: dict[str, Any] = {}
+    for name, joint, block_shape in _joint_encoders(model, torch_device):
+        joint.compute_dtype = torch_dtype
+        rates = {
+            f"batch {batch}, {count} threads": _pairs_per_second(joint, block_shape, batch, count, repeats)
+            for count in threads or sorted({1, usable_cpus()})
+            for batch in batch_sizes
+        }
+        medians = {setting: statistics.median(values) for setting, values in rates.items()}
+        models[name] = {
+            "parameters": sum(parameter.numel() for parameter in joint.parameters()),
+            "tokens_per_pair": joint.tokenizer.inputs([CAPTION], block_shape[0]).input_ids.shape[1],
+            "pairs_per_s": rates,
+            "median": medians,
+            "best": max(medians, key=lambda setting: medians[setting]),
+        }
     report: dict[str, Any] = {
         "environment": environment(),
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(torch_device),
+        "dtype": str(torch_dtype).removeprefix("torch."),
         "joint_encoders": models,
     }
-    if bench.index is not None:
-        report["query"] = _query(bench, bench.index)
+    if index is not None:
+        report["query"] = _query(index, model, score, pool, repeats, device, dtype)
     return report
 
 
-def _rates(bench: RerankBench, joint: JointEncoder, block_shape: tuple[int, int]) -> dict[str, Any]:
-    rates = {
-        f"batch {batch}, {threads} threads": pairs_per_second(joint, block_shape, bench, batch, threads)
-        for threads in bench.threads
-        for batch in bench.batch_sizes
-    }
-    medians = {setting: statistics.median(values) for setting, values in rates.items()}
-    return {
-        "parameters": sum(parameter.numel() for parameter in joint.parameters()),
-        "tokens_per_pair": joint.tokenizer.inputs([bench.caption], block_shape[0]).input_ids.shape[1],
-        "pairs_per_s": rates,
-        "median": medians,
-        "best": max(medians, key=lambda setting: medians[setting]),
-    }
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the report as text."""
+    for name, rates in report["joint_encoders"].items():
+        yield f"{name}, {rates['tokens_per_pair']} tokens per pair, {report['device']}, {report['dtype']}"
+        yield from (f"  {setting:24} {rate:10.1f} pairs/s" for setting, rate in rates["median"].items())
+    if "query" in report:
+        query = report["query"]
+        stages = ", ".join(f"{name} {value:.2f}" for name, value in query["ms"].items())
+        yield f"query of {query['pool']} candidates: {query['total_ms']:.1f} ms ({stages})"
 
 
-def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]:
+def needed_pairs_per_second(model: Path) -> dict[str, Any]:
     """Return the highest rate of the joint encoder in pairs per second, and the batch size with this rate."""
-    threads = (torch.get_num_threads(),)
-    report = bench_rerank(RerankBench(model=model, batch_sizes=(32, 128), threads=threads, repeats=3, device=device))
+    report = bench_rerank(model, batch_sizes=(32, 128), threads=(torch.get_num_threads(),), repeats=3)
     ((name, rates),) = report["joint_encoders"].items()
-    return {
-        "name": name,
-        "setting": rates["best"],
-        "device": report["device"],
-        "pairs_per_s": rates["median"][rates["best"]],
-    }
+    rate = rates["median"][rates["best"]]
+    return {"name": name, "setting": rates["best"], "device": report["device"], "pairs_per_s": rate}
 
 
 @torch.inference_mode()
-def pairs_per_second(
-    joint: JointEncoder, block_shape: tuple[int, int], bench: RerankBench, batch: int, threads: int
+def _pairs_per_second(
+    joint: JointEncoder, block_shape: tuple[int, int], batch: int, threads: int, repeats: int
 ) -> list[float]:
     """Return the pairs per second of each repeat. Tokenisation and copies to the device are included."""
     rng = np.random.default_rng(0)
     blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
-
-    scorer = joint.scorer()
-
-    def score() -> None:
-        scorer.score([bench.caption] * batch, blocks)
-
+    scorer, rates = joint.scorer(), []
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        score()
-        return [batch / _seconds(score) for _ in range(bench.repeats)]
+        for _ in range(1 + repeats):
+            started = time.perf_counter()
+            scorer.score([CAPTION] * batch, blocks)
+            rates.append(batch / (time.perf_counter() - started))
     finally:
         torch.set_num_threads(before)
+    return rates[1:]  # the first run is the warm-up
 
 
-def _joint_encoders(bench: RerankBench, device: torch.device) -> Iterable[tuple[str, JointEncoder, tuple[int, int]]]:
+def _joint_encoders(model: Path | None, device: torch.device) -> Iterator[tuple[str, JointEncoder, tuple[int, int]]]:
     """Yield (name, joint encoder, block shape) of each joint encoder to measure."""
-    if bench.model is not None:
-        bundle = ModelBundle.load(bench.model, device=str(device), verify=False)
+    if model is not None:
+        bundle = ModelBundle.load(model, device=str(device), verify=False)
         config = bundle.joint.config
-        name = f"{bench.model.name}: {config.num_hidden_layers} layers, width {config.hidden_size}"
+        name = f"{model.name}: {config.num_hidden_layers} layers, width {config.hidden_size}"
         yield name, bundle.joint, bundle.block_shape
         return
     for name, layers in MINILM_LAYERS.items():
@@ -168,47 +163,40 @@ def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> J
     return JointEncoder(bert_config(config), tokenizer, width)
 
 
-def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
+def _query(
+    index: Path, bundle: Path | None, score: str, pool: int, repeats: int, device: str, dtype: str
+) -> dict[str, Any]:
     """Return the median milliseconds of each stage of a query. The first run is not counted."""
     committed = CommittedIndex.open(index)
-    manifest = committed.manifest
-    if manifest.ann.get("kind") == "none":
+    if committed.manifest.ann.get("kind") == "none":
         raise UsageError(
             f"{index} has no nearest-neighbour index, so the index cannot be searched; choose an index that was "
             "built from images"
         )
-    path = bench.model or recorded_bundle(committed)
-    model = SearchModel(read_bundle_info(path), device=bench.device, dtype=bench.dtype)
-    ann, reranker = AnnIndex.open(index), Reranker(committed, model, score=bench.score)
-    precision = manifest.spec.precisions[0]
-    stages: dict[str, list[float]] = {"text": [], "nearest": [], "fetch": [], "score": []}
+    model = SearchModel(read_bundle_info(bundle or recorded_bundle(committed)), device=device, dtype=dtype)
+    ann, reranker = AnnIndex.open(index), Reranker(committed, model, score=score)
+    precision = committed.manifest.spec.precisions[0]
+    runs = []
     with TokenStore.open(index, precision) as store:
-        for _ in range(bench.repeats + 1):
-            query = _timed(stages["text"], lambda: model.text.encode([bench.caption])[0])
-            candidates = Candidates(*_timed(stages["nearest"], partial(ann.nearest, query, bench.pool)))
-            blocks = None
-            if reranker.reads_tokens:
-                blocks = _timed(stages["fetch"], partial(store.fetch, candidates.rows))
-            _timed(stages["score"], partial(reranker.scores, [bench.caption], [candidates], blocks))
-    medians = {name: statistics.median(times[1:]) * 1e3 for name, times in stages.items() if times}
+        for _ in range(repeats + 1):
+            times = [time.perf_counter()]
+            query = model.text.encode([CAPTION])[0]
+            times.append(time.perf_counter())
+            candidates = Candidates(*ann.nearest(query, pool))
+            times.append(time.perf_counter())
+            blocks = store.fetch(candidates.rows) if reranker.reads_tokens else None
+            times.append(time.perf_counter())
+            reranker.scores([CAPTION], [candidates], blocks)
+            times.append(time.perf_counter())
+            runs.append(np.diff(times) * 1e3)
+    medians = dict(zip(("text", "nearest", "fetch", "score"), np.median(runs[1:], axis=0).tolist(), strict=True))
+    if not reranker.reads_tokens:
+        del medians["fetch"]
     return {
         "index": str(index),
         "precision": precision,
-        "score": bench.score,
+        "score": score,
         "pool": len(candidates.rows),
         "ms": medians,
         "total_ms": sum(medians.values()),
     }
-
-
-def _timed(seconds: list[float], work: Callable[[], _T]) -> _T:
-    started = time.perf_counter()
-    result = work()
-    seconds.append(time.perf_counter() - started)
-    return result
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    seconds: list[float] = []
-    _timed(seconds, work)
-    return seconds[0]

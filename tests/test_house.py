@@ -19,7 +19,7 @@ ORDER = ["storage_formats", "edje_index", "pipelines", "benchmarks"]
 HOMES = {
     "ray": ["pipelines/engines/ray_cluster.py", "pipelines/engines/ray_train.py"],
     "faiss": ["edje_index/indexing/faiss_index.py"],
-    "click": ["pipelines/cli", "benchmarks/cli.py", "benchmarks/commands"],
+    "click": ["pipelines/cli", "benchmarks/cli.py"],
     # storage_formats stays light: the one module that converts blocks to tensors imports torch when it is called.
     "torch": ["storage_formats/torch_conversion.py", "edje_index", "benchmarks"],
     "open_clip": ["edje_index"],

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -35,19 +35,15 @@ _CHUNK = 256
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Query:
-    """A caption, and the row id of its image."""
-
-    text: str
-    row_id: int
+Query: TypeAlias = tuple[str, int]
+"""A caption, and the row id of its image."""
 
 
 def sample_queries(index: TokenIndex, captions: Path, images: Path | None, count: int, seed: int) -> list[Query]:
     """Return `count` random captions of images in the index."""
     items = read_captions(captions, images)
     items, rows = match_items(index.root, read_all_rows(index.committed, NAME_COLUMNS), items).indexed(items)
-    every = [Query(text, int(row)) for item, row in zip(items, rows, strict=True) for text in item.captions]
+    every = [(text, int(row)) for item, row in zip(items, rows, strict=True) for text in item.captions]
     chosen = np.random.default_rng(seed).permutation(len(every))[:count]
     return [every[position] for position in chosen]
 
@@ -132,21 +128,17 @@ def write_collection(folder: Path, index: TokenIndex, queries: Sequence[Query]) 
     bits.flush()
     np.save(folder / "embeddings.npy", embeddings)
     np.save(folder / "row_ids.npy", row_ids)
-    _write_queries(folder, index, queries, {int(row): position for position, row in enumerate(row_ids)})
-
-
-def _write_queries(folder: Path, index: TokenIndex, queries: Sequence[Query], positions: dict[int, int]) -> None:
-    joint = index.model.joint
+    positions = {int(row): position for position, row in enumerate(row_ids)}
     content = content_token_mask(joint.tokenizer)
     words: list[Floats] = []
     described: list[dict[str, Any]] = []
-    for query, ids in zip(queries, joint.tokenizer.caption_ids([query.text for query in queries]), strict=True):
+    all_ids = joint.tokenizer.caption_ids([text for text, _ in queries])
+    for (text, row_id), ids in zip(queries, all_ids, strict=True):
         kept = [token_id for token_id in ids if content[token_id]]
-        if kept:
+        if kept and row_id in positions:
             start = described[-1]["end"] if described else 0
             words.append(_unit(joint.word_vectors[kept], joint))
-            relevant = positions[query.row_id]
-            described.append({"text": query.text, "start": start, "end": start + len(kept), "relevant": relevant})
+            described.append({"text": text, "start": start, "end": start + len(kept), "relevant": positions[row_id]})
     if not described:
         raise UsageError("no query has a content word; give other captions")
     np.save(folder / "words.npy", np.concatenate(words))

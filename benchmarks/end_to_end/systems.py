@@ -1,8 +1,15 @@
-"""The systems that are compared. Each has the settings that its documentation recommends for late interaction."""
+"""The systems that are compared. Each has the settings that its documentation recommends for late interaction.
+
+`python -m benchmarks.end_to_end.systems build NAME FOLDER` and `... search NAME FOLDER EFFORT K` run one step of one
+system in a process of its own, and print its result as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+import time
 from abc import ABC, abstractmethod
 from importlib import import_module
 from pathlib import Path
@@ -229,3 +236,41 @@ SYSTEMS: dict[str, type[System]] = {
     "edje-index, joint encoder": FinalScoreSearch,
 }
 """The systems by name."""
+
+_WARM_UP = 3  # searches before the timed ones
+
+
+def main(step: str, name: str, folder: str, *numbers: str) -> dict[str, Any]:
+    """Build a system, or search for every query. Return the result, its duration, and the peak memory in bytes."""
+    system_class = SYSTEMS[name]
+    import_module(system_class.package or "faiss")  # so that its memory does not count as memory of the search
+    libraries_bytes, started = _peak_bytes(), time.monotonic()
+    system = system_class(Path(folder) / name.replace(" ", "-"), Collection.open(Path(folder)))
+    result: dict[str, Any] = {}
+    if step == "build":
+        system.build()
+        files = [path for path in system.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        result["bytes"] = sum(path.stat().st_size for path in files)
+    else:
+        effort, k = map(int, numbers)
+        system.open()
+        queries, positions, milliseconds = system.collection.queries, [], []
+        for query in queries[:_WARM_UP]:
+            system.search(query, k, effort)
+        for query in queries:
+            before = time.perf_counter()
+            positions.append(system.search(query, k, effort))
+            milliseconds.append(1e3 * (time.perf_counter() - before))
+        result |= {"positions": positions, "milliseconds": milliseconds}
+    used = {"libraries_bytes": libraries_bytes, "peak_bytes": _peak_bytes()}
+    return {**result, "seconds": time.monotonic() - started, **used}
+
+
+def _peak_bytes() -> int:
+    """Return the peak resident memory of this process. `getrusage` would include that of the parent before exec."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.fetch.workloads import Ids
+from benchmarks.fetch.subjects import Ids
+from benchmarks.report import Say, table
 from pipelines.environment import environment
 from storage_formats.codecs import Records, codec
 from storage_formats.errors import UsageError
@@ -40,25 +39,6 @@ Fetch = Callable[[Ids], Records]
 
 
 @dataclass(frozen=True)
-class RemoteBench:
-    """What to measure.
-
-    Attributes:
-        url: URL of the index.
-        precision: precision to read; None means the first of the index.
-        pool: number of blocks of a large fetch, at most half the rows of the index.
-        repeats: number of large fetches and of rounds of queries.
-        peers: whether to measure other libraries too.
-    """
-
-    url: str
-    precision: str | None = None
-    pool: int = 50_000
-    repeats: int = 5
-    peers: bool = False
-
-
-@dataclass(frozen=True)
 class CountingFolder(ObjectFolder):
     """Counts the range requests to the object store. A request that is repeated after an error counts once.
 
@@ -73,101 +53,88 @@ class CountingFolder(ObjectFolder):
         return super().read_range(key, start, stop, etag=etag)
 
 
-def bench_remote(bench: RemoteBench, on_line: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the index at `bench.url` and return the results as a JSON object.
+def bench_remote(
+    url: str, say: Say, *, precision: str | None = None, pool: int = 50_000, repeats: int = 5, peers: bool = False
+) -> dict[str, Any]:
+    """Measure the index at `url` and return the results as a JSON object.
+
+    Args:
+        url: URL of the index.
+        say: receives one line of text before each round.
+        precision: precision to read; None means the first of the index.
+        pool: number of blocks of a large fetch, at most half the rows of the index.
+        repeats: number of large fetches and of rounds of queries.
+        peers: whether to measure other libraries too.
 
     Raises:
         UsageError: the index does not have the precision, or has fewer than two rows.
     """
-    index = open_index(bench.url)
+    index = open_index(url)
     assert index.remote is not None
     folder, cached_folder = (CountingFolder(index.remote.url, index.remote.store) for _ in range(2))
-    precision = bench.precision or index.manifest.spec.precisions[0]
-    rng, pool = np.random.default_rng(_SEED), min(bench.pool, index.manifest.spec.used_rows // 2)
+    precision = precision or index.manifest.spec.precisions[0]
+    rng, pool = np.random.default_rng(_SEED), min(pool, index.manifest.spec.used_rows // 2)
     if not pool:
-        raise UsageError(f"the index at {bench.url} has fewer than two rows; measure a larger index")
+        raise UsageError(f"the index at {url} has fewer than two rows; measure a larger index")
     with contextlib.ExitStack() as stack:
-        with _no_cached_blocks():
+        limit = os.environ.get(SETTING)
+        os.environ[SETTING] = "0"  # opens a store without the block cache
+        try:
             store = stack.enter_context(TokenStore(replace(index, remote=folder), precision))
+        finally:
+            os.environ.pop(SETTING) if limit is None else os.environ.update({SETTING: limit})
         rows = store.row_ids()
         subjects: dict[str, Fetch] = {"edje": store.fetch_records}
         if cache_bytes():
             cached_store = stack.enter_context(TokenStore(replace(index, remote=cached_folder), precision))
             subjects[_CACHED] = cached_store.fetch_records
-        subjects |= dict(_peers(index, precision)) if bench.peers else {}
-        draws = [rng.choice(rows, pool, replace=False) for _ in range(bench.repeats)]
+        subjects |= dict(_peers(index, precision)) if peers else {}
+        draws = [rng.choice(rows, pool, replace=False) for _ in range(repeats)]
         queries = [rng.choice(rows, min(_QUERY_ROWS, pool), replace=False) for _ in range(_QUERIES)]
         for name in [name for name in subjects if name.startswith("edje")]:
             subjects[name](np.concatenate([*draws, *queries]))  # downloads the checksums, and fills the block cache
         cached_folder.lengths.clear()
-        _compare(subjects, queries[0])
+        expected = store.fetch_records(queries[0])
+        for name, fetch in subjects.items():
+            if not np.array_equal(np.asarray(fetch(queries[0])).reshape(expected.shape), expected):
+                raise RuntimeError(f"the library {name} reads other bytes than edje, so the two cannot be compared")
         seconds: dict[str, list[float]] = {name: [] for name in subjects}
         latencies: dict[str, list[float]] = {name: [] for name in subjects}
         for number, draw in enumerate(draws):
-            on_line(f"round {number + 1} of {bench.repeats}")
+            say(f"round {number + 1} of {repeats}")
             for name, fetch in subjects.items():
-                seconds[name].append(_timed(fetch, draw))
-                latencies[name] += [_timed(fetch, query) for query in queries]
-        requests, query_bytes = _requests(store, folder, queries)
+                times = []
+                for ids in (draw, *queries):
+                    started = time.perf_counter()
+                    fetch(ids)
+                    times.append(time.perf_counter() - started)
+                seconds[name].append(times[0])
+                latencies[name] += times[1:]
+        folder.lengths.clear()
+        for query in queries:
+            store.fetch_records(query)
     if cached_folder.lengths:
-        on_line(f"'{_CACHED}' is left out, because the block cache did not hold all blocks; {_CACHE_REMEDY}")
+        say(f"'{_CACHED}' is left out, because the block cache did not hold all blocks; {_CACHE_REMEDY}")
         del subjects[_CACHED]
+    requests = len(folder.lengths) / len(queries)
+    size = pool * store.record_bytes
+    readers = {}
+    for name in subjects:
+        p50, p99 = np.percentile(latencies[name], [50, 99])
+        rate = size / float(np.median(seconds[name])) / 1e9
+        readers[name] = {"gigabytes_per_second": rate, "query_p50_ms": p50 * 1e3, "query_p99_ms": p99 * 1e3}
     return {
-        "url": bench.url,
+        "url": url,
         "precision": precision,
         "blocks": pool,
         "query_blocks": len(queries[0]),
         "record_bytes": store.record_bytes,
         "requests_per_query": requests,
-        "bytes_per_query": query_bytes,
+        "bytes_per_query": sum(folder.lengths) / len(queries),
         "dollars_per_million_queries": requests * _DOLLARS_PER_REQUEST * 1e6,
-        "readers": {name: _summary(seconds[name], latencies[name], pool * store.record_bytes) for name in subjects},
+        "readers": readers,
         "environment": environment(),
     }
-
-
-@contextlib.contextmanager
-def _no_cached_blocks() -> Iterator[None]:
-    """Context manager in which stores are opened without the block cache."""
-    before = os.environ.get(SETTING)
-    os.environ[SETTING] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(SETTING)
-        if before is not None:
-            os.environ[SETTING] = before
-
-
-def _summary(seconds: list[float], latencies: list[float], size: int) -> dict[str, float]:
-    p50, p99 = np.percentile(latencies, [50, 99])
-    return {
-        "gigabytes_per_second": size / float(np.median(seconds)) / 1e9,
-        "query_p50_ms": float(p50) * 1e3,
-        "query_p99_ms": float(p99) * 1e3,
-    }
-
-
-def _timed(fetch: Fetch, ids: Ids) -> float:
-    started = time.perf_counter()
-    fetch(ids)
-    return time.perf_counter() - started
-
-
-def _compare(subjects: Mapping[str, Fetch], ids: Ids) -> None:
-    """Raise RuntimeError unless all readers return the same bytes for the rows `ids`."""
-    expected = subjects["edje"](ids)
-    for name, fetch in subjects.items():
-        if not np.array_equal(np.asarray(fetch(ids)).reshape(len(ids), -1), expected):
-            raise RuntimeError(f"the library {name} reads other bytes than edje, so the two cannot be compared")
-
-
-def _requests(store: TokenStore, folder: CountingFolder, queries: list[Ids]) -> tuple[float, float]:
-    """Return the mean number of requests per query, and the mean number of bytes per query."""
-    folder.lengths.clear()
-    for query in queries:
-        store.fetch_records(query)
-    return len(folder.lengths) / len(queries), sum(folder.lengths) / len(queries)
 
 
 def _peers(index: CommittedIndex, precision: str) -> Iterator[tuple[str, Fetch]]:
@@ -255,28 +222,19 @@ def _zarrs(index: CommittedIndex, precision: str) -> Fetch:
     return fetch
 
 
-def write_remote_report(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write `<date>-fetch-url.md` and `<date>-fetch-url.json` to `folder`. Return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{result['environment']['date']}-fetch-url"
-    text, data = folder / f"{stem}.md", folder / f"{stem}.json"
-    text.write_text("\n".join(describe_remote(result)) + "\n")
-    data.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
-    return [text, data]
-
-
-def describe_remote(result: Mapping[str, Any]) -> list[str]:
-    """Format the result of `bench_remote` as lines of Markdown."""
-    lines = [
+def report_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the result of `bench_remote` as lines of Markdown."""
+    yield (
         f"{result['url']}, {result['precision']}: random blocks of {result['record_bytes']:,} bytes; fetches of "
-        f"{result['blocks']:,} blocks, queries of {result['query_blocks']}",
-        "",
-        "| reader | GB/s | query p50, ms | query p99, ms |",
-        "|---|---|---|---|",
-    ]
-    for name, each in result["readers"].items():
-        values = each["gigabytes_per_second"], each["query_p50_ms"], each["query_p99_ms"]
-        lines.append(f"| {name} | {values[0]:.3f} | {values[1]:.1f} | {values[2]:.1f} |")
+        f"{result['blocks']:,} blocks, queries of {result['query_blocks']}\n"
+    )
+    yield from table(
+        ("reader", "GB/s", "query p50, ms", "query p99, ms"),
+        (
+            (name, f"{row['gigabytes_per_second']:.3f}", f"{row['query_p50_ms']:.1f}", f"{row['query_p99_ms']:.1f}")
+            for name, row in result["readers"].items()
+        ),
+    )
     cost = f"{result['dollars_per_million_queries']:.2f} USD per million queries at the price of S3 Standard"
     size = f"{result['bytes_per_query'] / 1e6:.2f} MB"
-    return [*lines, "", f"edje: {result['requests_per_query']:.1f} requests and {size} per query; {cost}"]
+    yield f"\nedje: {result['requests_per_query']:.1f} requests and {size} per query; {cost}"

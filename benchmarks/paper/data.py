@@ -20,7 +20,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from edje_index.captions.reading import read_captions
 
@@ -45,13 +44,6 @@ MAIN_TOWER = "siglip2-l16-384"
 MAIN_LANGUAGE = "minilm-l12"
 
 
-_SMALL_MODEL = (
-    *("--set", "loop.batch_size=8"),
-    *("--set", "architecture.language_layers=1"),
-    *("--set", "architecture.adapter_hidden=64"),
-)
-
-
 class MissingDataError(Exception):
     """The data folder lacks data for an experiment. The message names the path, and the data to put there."""
 
@@ -72,66 +64,32 @@ class Captions:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Options that limit the duration of the experiments.
-
-    Attributes:
-        train: options of `edje-index train` in both training phases.
-        pretrain: additional options of the first phase.
-        finetune: additional options of the second phase.
-        evaluation: options of `edje-index eval`.
-        fetch_rows: rows of the index in the experiment `io_test`.
-    """
-
-    train: tuple[str, ...]
-    pretrain: tuple[str, ...]
-    finetune: tuple[str, ...]
-    evaluation: tuple[str, ...] = ()
-    fetch_rows: int = 100_000
-
-
-class Data(Protocol):
-    """Interface of the data of all experiments. A method raises MissingDataError if its files are missing."""
-
-    @property
-    def budget(self) -> Budget:
-        """Options that limit the duration of the experiments."""
-
-    def pretraining(self) -> Captions:
-        """Return the captions of the first training phase."""
-
-    def finetuning(self) -> Captions:
-        """Return the captions of the second training phase."""
-
-    def benchmark(self, name: str) -> Captions:
-        """Return the test captions of the benchmark "flickr" or "coco"."""
-
-    def tower(self, name: str) -> Path:
-        """Return the path of a bundle; `name` is a key of `TOWERS`."""
-
-    def language(self, name: str) -> Path:
-        """Return the path of a language model; `name` is a key of `LANGUAGES`."""
-
-
-@dataclass(frozen=True)
 class FullData:
     """The full data of the EDJE paper. The module docstring lists the files.
 
+    All methods raise MissingDataError if their files are missing.
+
     Attributes:
         root: the data folder.
-        train_options: options of `edje-index train` for this machine, for example `--workers 8`.
+        train_options: options of `edje-index train` in both training phases, for example `--config FILE`.
+        pretrain_options: additional options of the first phase.
+        finetune_options: additional options of the second phase.
+        evaluation_options: options of `edje-index eval`.
+        fetch_rows: rows of the index in the experiment `io-test`.
     """
 
     root: Path
     train_options: tuple[str, ...] = ()
-
-    @property
-    def budget(self) -> Budget:
-        return Budget(self.train_options, ("--epochs", "10"), ("--epochs", "5"))
+    pretrain_options: tuple[str, ...] = ("--epochs", "10")
+    finetune_options: tuple[str, ...] = ("--epochs", "5")
+    evaluation_options: tuple[str, ...] = ()
+    fetch_rows: int = 100_000
 
     def pretraining(self) -> Captions:
+        """Return the captions of the first training phase."""
         folder = self.root / "pretrain"
-        files = sorted(path for path in _listing(folder) if path.suffix in (".jsonl", ".json", ".parquet", ".tar"))
+        kinds = (".jsonl", ".json", ".parquet", ".tar")
+        files = sorted(path for path in folder.iterdir() if path.suffix in kinds) if folder.is_dir() else []
         if not files:
             raise MissingDataError(
                 f"{folder} has no caption files; put the caption files of the pre-training images there"
@@ -139,12 +97,15 @@ class FullData:
         return Captions(tuple(files), folder)
 
     def finetuning(self) -> Captions:
+        """Return the captions of the second training phase."""
         return self._karpathy("coco", "train")
 
     def benchmark(self, name: str) -> Captions:
+        """Return the test captions of the benchmark "flickr" or "coco"."""
         return self._karpathy(name, "test")
 
     def tower(self, name: str) -> Path:
+        """Return the path of a bundle; `name` is a key of `TOWERS`."""
         path = self.root / "towers" / name
         if not path.is_dir():
             remedy = f"edje-index model from-open-clip {TOWERS[name]} --out {path}"
@@ -152,6 +113,7 @@ class FullData:
         return path
 
     def language(self, name: str) -> Path:
+        """Return the path of a language model; `name` is a key of `LANGUAGES`."""
         path = self.root / "languages" / name
         if not path.is_dir():
             raise MissingDataError(f"{path} is missing; download {LANGUAGES[name]} from the Hugging Face hub")
@@ -168,33 +130,31 @@ class FullData:
         return Captions((path,), self.root / folder / images, split)
 
 
+_PHOTOS = 64  # largest number of images in a part of the small data
+SMALL_MODEL = ("loop.batch_size=8", "architecture.language_layers=1", "architecture.adapter_hidden=64")
+
+
 @dataclass(frozen=True)
 class SmallData:
     """Parts of Flickr8k instead of the full data, to run every experiment within minutes.
 
-    The results only show that an experiment runs. They do not show how good the method is.
+    The results only show that an experiment runs. They do not show how good the method is. The attributes and methods
+    of `FullData` have the same meaning here.
 
     Attributes:
         root: the data folder.
         model: bundle with the towers to use instead of the main towers of the EDJE paper.
         folder: folder for the caption files of the parts.
-        train_options: additional options of `edje-index train`.
-        photos: largest number of images in a part.
-        steps: optimiser steps of a training run.
     """
 
     root: Path
     model: Path
     folder: Path
     train_options: tuple[str, ...] = ()
-    photos: int = 64
-    steps: int = 8
-
-    @property
-    def budget(self) -> Budget:
-        steps = ("--steps", str(self.steps))
-        evaluation = ("--queries", "32", "--bootstrap", "0")
-        return Budget((*_SMALL_MODEL, *self.train_options), steps, steps, evaluation, fetch_rows=2_000)
+    pretrain_options: tuple[str, ...] = ("--steps", "8")
+    finetune_options: tuple[str, ...] = ("--steps", "8")
+    evaluation_options: tuple[str, ...] = ("--queries", "32", "--bootstrap", "0")
+    fetch_rows: int = 2_000
 
     def pretraining(self) -> Captions:
         return self._part("train", "pretrain", half=0)
@@ -229,16 +189,12 @@ class SmallData:
         file = self.root / "flickr8k" / f"captions_{source}.jsonl"
         if not file.is_file():
             raise MissingDataError(f"{file} is missing; put the captions of Flickr8k there")
-        part = self.folder / f"{name}-{self.photos}.jsonl"
+        part = self.folder / f"{name}-{_PHOTOS}.jsonl"
         if not part.exists():
             items = read_captions(file)
             first = half * (len(items) // 2)
-            items = items[first : first + min(self.photos, len(items) // 2)]
+            items = items[first : first + min(_PHOTOS, len(items) // 2)]
             lines = [json.dumps({"image": item.path, "captions": item.captions}) + "\n" for item in items]
             self.folder.mkdir(parents=True, exist_ok=True)
             part.write_text("".join(lines))
         return Captions((part,), self.root)
-
-
-def _listing(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []

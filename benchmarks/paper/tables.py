@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks.paper.data import MissingDataError
+from benchmarks.report import table
 
-Values = Mapping[str, float | None]
+Values: TypeAlias = Mapping[str, float | None]
+"""Values by column; None for a value that was not measured."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class Row:
 
     Attributes:
         label: what was measured.
-        own: measured values by column; None for a value that was not measured.
-        paper: published values by column; a column may be missing.
+        own: measured values.
+        paper: published values; a column may be missing.
         missing: data that are missing to measure this row; empty if no data are missing.
     """
 
@@ -46,21 +48,15 @@ class Table:
     notes: tuple[str, ...] = ()
     rows: list[Row] = field(default_factory=list)
 
-    def add(self, label: str, measure: Callable[[], Values], paper: Values | None = None) -> None:
-        """Measure a row and add it to the table.
+    def add(self, label: str, paper: Values | None, measure: Callable[..., Values], *arguments: object) -> None:
+        """Measure a row with `measure(*arguments)`, and add it to the table.
 
         If `measure` raises MissingDataError, the row contains the error message and only the published values.
-
-        Args:
-            label: label of the row.
-            measure: function that returns the measured values by column.
-            paper: published values by column.
         """
         try:
-            own, missing = measure(), ""
+            self.rows.append(Row(label, measure(*arguments), paper or {}))
         except MissingDataError as error:
-            own, missing = {}, str(error)
-        self.rows.append(Row(label, own, paper or {}, missing))
+            self.rows.append(Row(label, {}, paper or {}, str(error)))
 
     @property
     def state(self) -> str:
@@ -70,14 +66,13 @@ class Table:
 
     def lines(self) -> list[str]:
         """Return the table as lines of Markdown."""
-        lines = [f"## {self.title}", "", f"{self.source}. Each cell: measured value (published value).", ""]
-        lines += ["| | " + " | ".join(self.columns) + " |", "|---" * (len(self.columns) + 1) + "|"]
-        for row in self.rows:
-            cells = (_cell(row.own.get(name), row.paper.get(name)) for name in self.columns)
-            lines.append(f"| {row.label} | " + " | ".join(cells) + " |")
-        missing = {row.missing: row.label for row in reversed(self.rows) if row.missing}
-        notes = [*self.notes, *(f"{label} was not measured: {text}" for text, label in reversed(missing.items()))]
-        return [*lines, "", *(f"- {note}" for note in notes)]
+        rows = [
+            [row.label, *(_cell(row.own.get(name), row.paper.get(name)) for name in self.columns)] for row in self.rows
+        ]
+        first_without = {row.missing: row.label for row in reversed(self.rows) if row.missing}
+        missing = [f"{label} was not measured: {text}" for text, label in reversed(first_without.items())]
+        head = [f"## {self.title}", "", f"{self.source}. Each cell: measured value (published value).", ""]
+        return [*head, *table(("", *self.columns), rows), "", *(f"- {note}" for note in (*self.notes, *missing))]
 
     def as_json(self) -> dict[str, Any]:
         """Return the table as a JSON object."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.block_device import storage
-from benchmarks.fetch.records import StoredRecords
+from benchmarks.disk import describe_disk
 from benchmarks.synthetic import make_synthetic
 from storage_formats.format.layout import IndexSpec
 
@@ -16,12 +15,7 @@ SPEC = IndexSpec(rows=300, shard_size=128, block_shape=(32, 64), embed_dim=8, pr
 def index(tmp_path_factory):
     """300 rows of 4,096 bytes (bf16) in three shards. The page cache can be emptied of its files."""
     root = tmp_path_factory.mktemp("fetch") / "random.edje"
-    if storage(root.parent)["file_system"] in ("tmpfs", "ramfs", None):
+    if describe_disk(root.parent)["file_system"] in ("tmpfs", "ramfs", None):
         pytest.skip("temporary files are in memory here, so nothing is ever read from a disk")
     make_synthetic(root, SPEC)
     return root
-
-
-@pytest.fixture
-def records(index):
-    return StoredRecords(index, "bf16")

@@ -8,16 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.end_to_end.bench import EndToEndBench, bench_end_to_end, figures
-from benchmarks.end_to_end.collection import Collection, Query, write_collection
-from benchmarks.end_to_end.report import table, write_report
+from benchmarks.end_to_end.bench import bench_end_to_end, draw, figures, report_lines
+from benchmarks.end_to_end.collection import Collection, write_collection
 from benchmarks.end_to_end.systems import SYSTEMS
+from benchmarks.report import write_report
 from edje_index.search.token_index import TokenIndex
 from storage_formats import UsageError
 from tests.conftest import REPO
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
-BENCH = EndToEndBench(GOLDEN / "index", GOLDEN / "captions.jsonl", GOLDEN, model=GOLDEN / "model")
 TEXTS = ["a dog plays in the snow", "of the", "two red boats on a lake"]
 
 
@@ -30,7 +29,7 @@ def index() -> TokenIndex:
 def collection(index, tmp_path_factory) -> Collection:
     folder = tmp_path_factory.mktemp("collection")
     row_id = index.search("a dog", 1, 4)[0].row_id
-    write_collection(folder, index, [Query(text, row_id) for text in TEXTS])
+    write_collection(folder, index, [(text, row_id) for text in TEXTS])
     return Collection.open(folder)
 
 
@@ -70,13 +69,12 @@ def test_the_report_has_a_row_for_each_effort(tmp_path, monkeypatch):
     systems = ("edje-index bf16", "edje-index, joint encoder")
     for name in systems:
         monkeypatch.setattr(SYSTEMS[name], "efforts", (4, 8))
-    bench = replace(BENCH, folder=tmp_path / "systems", images="/photos", systems=systems, queries=4)
-    report = bench_end_to_end(bench, lambda activity, done, total: None)
+    options = {"images": "/photos", "model": GOLDEN / "model", "systems": systems, "queries": 4}
+    report = bench_end_to_end(GOLDEN / "index", GOLDEN / "captions.jsonl", tmp_path / "systems", print, **options)
     assert [[run["effort"] for run in system["runs"]] for system in report["systems"]] == [[4, 8], [4, 8]]
-    assert len(table(report)) == 2 + 4
     assert all(run["memory_bytes"] > 0 for system in report["systems"] for run in system["runs"])
     assert not (tmp_path / "systems").exists()
-    text, data, plot = write_report(report, tmp_path / "report")
+    text, data, plot = write_report(report, tmp_path / "report", "end-to-end", list(report_lines(report)), draw)
     assert "| edje-index bf16 | pool 4 |" in text.read_text()
     assert json.loads(data.read_text())["collection"]["images"] > 0
     assert plot.stat().st_size > 0
@@ -84,6 +82,6 @@ def test_the_report_has_a_row_for_each_effort(tmp_path, monkeypatch):
 
 def test_senseless_requests_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    for changes, message in (({"systems": ("Solr",)}, "no system 'Solr'"), ({"folder": tmp_path}, "is not empty")):
+    for systems, message in ((("Solr",), "no system 'Solr'"), ((), "is not empty")):
         with pytest.raises(UsageError, match=message):
-            bench_end_to_end(replace(BENCH, **changes), lambda activity, done, total: None)
+            bench_end_to_end(GOLDEN / "index", GOLDEN / "captions.jsonl", tmp_path, print, systems=systems)

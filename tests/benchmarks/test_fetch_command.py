@@ -8,29 +8,18 @@ import signal
 import subprocess
 import sys
 
-import click
 import pytest
 
-from benchmarks.cli import bench
-from benchmarks.fetch import plan
 from tests.conftest import REPO
 
 EMPTY_RUN = {"repeat", "discarded", "resident"}
-FULL_RUN = EMPTY_RUN | {"blocks", "seconds", "cpu_seconds", "read_bytes", "requested_bytes", "page_bytes", "latencies"}
+FULL_RUN = EMPTY_RUN | {"blocks", "seconds", "cpu_seconds", "read_bytes", "requested_bytes", "latencies"}
 
 
 @pytest.fixture
 def bench_run(run):
     """Run `edje-index bench ARGUMENTS`; returns exit code, standard output and standard error."""
     return functools.partial(run, "bench")
-
-
-@pytest.mark.parametrize("name", ["fetch", "rerank"])
-def test_help_explains_every_option_and_gives_an_example(bench_run, name):
-    code, out, _ = bench_run(name, "--help")
-    assert code == 0
-    assert "Example" in out
-    assert all(option.help for option in bench.commands[name].params if isinstance(option, click.Option))
 
 
 def check_runs(report):
@@ -56,15 +45,11 @@ def test_everything_on_an_index(index, bench_run, tmp_path):
     assert set(sections["cold random"]["entries"]) >= {"device", "edje", "np.memmap"}
     assert list(sections)[-2:] == ["warm random", "warm queries"]
     assert list((tmp_path / "s").iterdir()) == []
-    images = sorted(path.name.split("fetch-")[1] for path in (tmp_path / "r").glob("*.png"))
-    names = ("latency", "peers", "throughput")
-    assert images == [f"{precision}-{name}.png" for precision in ("bf16", "fp8") for name in names]
+    assert {path.suffix for path in (tmp_path / "r").iterdir()} == {".md", ".json"}
 
 
 @pytest.mark.slow
-def test_cold_fetches_from_a_synthetic_index(index, bench_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "DEPTHS", (1, 4))
-    monkeypatch.setattr(plan, "READERS", (1, 2))
+def test_cold_fetches_from_a_synthetic_index(index, bench_run, tmp_path):
     options = ["--synthetic", 40, "--cold", "--repeats", 1, "--precision", "fp8", "--scratch", tmp_path / "s"]
     options += ["--targets"]
     code, out, err = bench_run("fetch", *options, "--report", tmp_path / "r", "--json")
@@ -75,7 +60,7 @@ def test_cold_fetches_from_a_synthetic_index(index, bench_run, tmp_path, monkeyp
         *("environment", "settings", "device", "notes", "precisions", "targets", "joint_encoder", "verdict")
     }
     entry = report["precisions"]["fp8"]
-    assert set(entry["sections"]) == {*("cold random", "cold contiguous", "cold queries", "cold sweep", "cold readers")}
+    assert set(entry["sections"]) == {"cold random", "cold contiguous", "cold queries"}
     assert entry["rows"] == 40
     assert {"device", "edje", "edje, rows in list order"} <= set(entry["sections"]["cold queries"]["entries"])
     assert "cold random bf16" not in err
@@ -119,8 +104,6 @@ def test_with_a_model_the_verdict_says_what_is_needed(index, bench_run, tmp_path
             "engine 'steam' is not available",
         ),
         (["nowhere"], "no index at nowhere"),
-        (["--synthetic", 10, "--scratch", "s", "--memory-cap", 1000], "GiB, but a run needs"),
-        (["--synthetic", 10, "--scratch", "s", "--memory-cap", 10**15], "GiB, but only"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_written(bench_run, tmp_path, monkeypatch, options, words):
@@ -150,18 +133,3 @@ def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):
     assert (process.returncode, out) == (1, "")
     assert err.splitlines()[-1] == "error: interrupted"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_pressure_holds_memory_until_stdin_ends():
-    command = [sys.executable, "-m", "benchmarks.fetch.memory_pressure", str(200 << 20)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO) as process:
-        assert process.stdout.readline().strip() in ("locked", "touched, not locked")
-        assert process_status(process.pid)["VmRSS"] >= 200 << 20
-        process.stdin.close()
-        assert process.wait(20) == 0
-
-
-def process_status(pid):
-    with open(f"/proc/{pid}/status") as file:
-        fields = (line.split() for line in file)
-        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in fields if row[-1] == "kB"}

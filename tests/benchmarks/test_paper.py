@@ -15,7 +15,6 @@ from PIL import Image
 
 from benchmarks.paper.data import LANGUAGES, TOWERS, FullData, MissingDataError
 from benchmarks.paper.experiments import EXPERIMENTS
-from benchmarks.paper.steps import Steps
 from benchmarks.paper.study import Study
 from benchmarks.paper.tables import Row, Table
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
@@ -87,7 +86,7 @@ def parse(line: str) -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_listed_command_is_a_command_of_this_version(name, full_data, tmp_path):
     lines: list[str] = []
-    table = EXPERIMENTS[name](Study(FullData(full_data), Steps(tmp_path / "steps", lines.append, listing=True)))
+    table = EXPERIMENTS[name](Study(FullData(full_data), tmp_path / "steps", lines.append, listing=True))
     commands = [line for line in lines if not line.startswith("measure ")]
     for line in commands:
         parse(line)
@@ -122,28 +121,20 @@ def test_without_an_experiment_the_list_is_printed(run, tmp_path):
     assert [line.split()[0] for line in out.splitlines()] == list(EXPERIMENTS)
 
 
-def test_a_step_runs_once_and_a_failed_step_runs_again(tmp_path):
+def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(tmp_path):
     lines: list[str] = []
-    steps = Steps(tmp_path / "steps", lines.append)
-    calls = iter([{"x": 1}])
-    first = steps.measure("count", [1], lambda: next(calls))
-    again = Steps(tmp_path / "steps", lines.append).measure("count", [1], lambda: next(calls))
-    assert (first, again.report, len(lines)) == (again, {"x": 1}, 1)
+    study = Study(FullData(tmp_path), tmp_path / "a", lines.append)
+    calls = iter([{"x": 1}, {"x": 2}])
+    inputs = tmp_path / "a" / "model"
+    assert [study.measure("count", [inputs], lambda: next(calls)) for _ in range(2)] == [{"x": 1}] * 2
     missing = tmp_path / "none.edje"
     with pytest.raises(EdjeError, match=rf"edje-index info ended with exit code .*the command was: .*{missing}"):
-        steps.command("info", "info", missing)
-    with pytest.raises(StopIteration):
-        steps.measure("count", [2], lambda: next(calls))
-    assert not list((tmp_path / "steps").glob("info-*/report.json"))
-
-
-def test_a_moved_folder_keeps_its_steps(tmp_path):
-    steps = Steps(tmp_path / "a", [].append)
-    model = steps.measure("model", [], dict).folder
-    steps.measure("time", [model], lambda: {"ms": 3})
+        study.command("info", "info", missing)
+    assert not list((tmp_path / "a").glob("info-*/report.json"))
     (tmp_path / "a").rename(tmp_path / "b")
-    moved = Steps(tmp_path / "b", [].append)
-    assert moved.measure("time", [moved.measure("model", [], dict).folder], dict).report == {"ms": 3}
+    moved = Study(FullData(tmp_path), tmp_path / "b", lines.append)
+    assert moved.measure("count", [tmp_path / "b" / "model"], lambda: next(calls)) == {"x": 1}
+    assert len(lines) == 2
 
 
 def test_a_table_shows_own_figures_beside_those_of_the_paper():
@@ -151,11 +142,11 @@ def test_a_table_shows_own_figures_beside_those_of_the_paper():
         raise MissingDataError("towers/x is missing; make this bundle")
 
     table = Table("Title", "Table 9", ("R@1", "kB"), notes=("note",))
-    table.add("first", lambda: {"R@1": 12.345, "kB": None}, {"R@1": 50.0})
-    table.add("second", missing, {"kB": 49})
+    table.add("first", {"R@1": 50.0}, lambda: {"R@1": 12.345, "kB": None})
+    table.add("second", {"kB": 49}, missing)
     assert table.lines()[4:] == [
-        "| | R@1 | kB |",
-        "|---|---|---|",
+        "|  | R@1 | kB |",
+        "| --- | --- | --- |",
         "| first | 12.3 (50) | - |",
         "| second | - | - (49) |",
         "",

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.rerank import RerankBench, bench_rerank, random_joint_encoder
+from benchmarks.rerank import bench_rerank
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.models.bert import Bert
 from pipelines.cli import main
@@ -19,8 +19,7 @@ def model(tmp_path_factory):
 
 
 def test_every_setting_of_a_bundle_is_measured(model):
-    bench = RerankBench(model=model, batch_sizes=(1, 4), threads=(1, 2), repeats=2, device="cpu")
-    report = bench_rerank(bench)
+    report = bench_rerank(model, batch_sizes=(1, 4), threads=(1, 2), repeats=2, device="cpu")
     ((name, found),) = report["joint_encoders"].items()
     assert name == "model: 1 layers, width 16"
     settings = {f"batch {batch}, {threads} threads" for batch in (1, 4) for threads in (1, 2)}
@@ -41,17 +40,8 @@ def test_pairs_are_scored_in_the_type_asked_for(model, monkeypatch, dtype):
         return attend(bert, layer, states, *options)
 
     monkeypatch.setattr(Bert, "_attend", watched)
-    bench_rerank(RerankBench(model=model, batch_sizes=(2,), threads=(1,), repeats=1, device="cpu", dtype=dtype))
+    bench_rerank(model, batch_sizes=(2,), threads=(1,), repeats=1, device="cpu", dtype=dtype)
     assert seen == {getattr(torch, dtype)}
-
-
-def test_random_joint_encoders_have_the_shape_of_minilm():
-    joint = random_joint_encoder(layers=2, width=384, words=50)
-    assert joint.width == 384
-    assert len(joint.language_model.bert.encoder.layer) == 2
-    layer = joint.language_model.bert.encoder.layer[0]
-    assert layer.intermediate.dense.out_features == 1536
-    assert layer.attention.self.num_attention_heads == 12
 
 
 def test_the_command_prints_one_object(model, capsys):
@@ -65,12 +55,9 @@ def test_the_command_prints_one_object(model, capsys):
     assert report["dtype"] == "bfloat16"
 
 
-def test_an_index_without_neighbours_has_no_query_to_measure(model, index, capsys):
+def test_senseless_requests_are_refused(model, index, capsys):
     arguments = ["--model", model, "--index", index, "--batch-size", 1, "--threads", 1, "--repeats", 1]
     assert main(["bench", "rerank", *map(str, arguments)]) == 2
     assert "no nearest-neighbour index" in capsys.readouterr().err
-
-
-def test_a_score_without_a_query_is_refused(model, capsys):
     assert main(["bench", "rerank", "--model", str(model), "--score", "logit"]) == 2
     assert "--score has an effect only with --index" in capsys.readouterr().err

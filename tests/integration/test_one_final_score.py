@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.rerank import RerankBench, bench_rerank
+from benchmarks.rerank import bench_rerank
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.evaluation.config import EvaluationConfig
 from edje_index.evaluation.evaluate import evaluate
@@ -153,7 +153,7 @@ def test_every_score_is_summed_in_one_place(bundle, one_caption, monkeypatch, tm
         lambda: TokenIndex.open(INDEX, MODEL).search(QUERY, k=2, pool=4),
         lambda: evaluation_scores(bundle.score.t2i, one_caption, monkeypatch),
         lambda: measure_precisions(ReportConfig(INDEX, ("fp8",), model=MODEL, device="cpu")),
-        lambda: bench_rerank(RerankBench(MODEL, INDEX, batch_sizes=(1,), threads=(1,), repeats=1, device="cpu")),
+        lambda: bench_rerank(MODEL, INDEX, batch_sizes=(1,), threads=(1,), repeats=1, device="cpu"),
         lambda: DevPools({"logit": np.ones((1, 2))}, np.ones((1, 2), bool), np.zeros(1, np.int64)).hits(ScoreWeights()),
     ]
     for call in calls:

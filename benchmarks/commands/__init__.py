@@ -1,1 +1,0 @@
-"""The commands of `edje-index bench`, one per module."""

@@ -1,0 +1,136 @@
+"""Measures the encoding and decoding rates of each precision, and compares the rates with torch, torchao and ml_dtypes.
+
+Rates are in GB/s of bfloat16 tokens. Casts with `ml_dtypes` and `torch` compute no scales, so they do less work than
+the codecs of this project. The entry `torch scaled` encodes and decodes fp8 with scales.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from benchmarks.report import median_ratio
+from pipelines.environment import environment
+from storage_formats.codecs import BF16, Blocks, codec, precisions
+
+BLOCK_SHAPE = (64, 384)
+_CASTS = {"fp8": "float8_e4m3fn", "mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn", "nvfp4": "float4_e2m1fn"}
+Subjects: TypeAlias = dict[str, Callable[[], Any]]
+
+
+def bench_quantize(folder: Path, *, blocks: int = 512, repeats: int = 7, threads: int | None = None) -> dict[str, Any]:
+    """Measure each codec and each compared library `repeats` times on `blocks` blocks.
+
+    The task `gather` decodes random records of a memory-mapped file in `folder`.
+
+    Returns:
+        Rates of each run, median rates, and median ratios: of the codec to each compared library, and in `gather` of
+        each precision to bfloat16.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((blocks, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)
+    tasks: dict[str, Subjects] = {}
+    for name in precisions():
+        if name != "bf16":
+            tasks[f"encode {name}"], tasks[f"decode {name}"] = _conversions(name, tokens, threads)
+    tasks["gather"] = _gathers(folder, tokens, threads)
+    all_rates, medians, ratios = {}, {}, {}
+    for task, subjects in tasks.items():
+        for convert in subjects.values():
+            convert()  # compiles the kernels and touches the output
+        rates: dict[str, list[float]] = {name: [] for name in subjects}
+        for _ in range(repeats):
+            for name, convert in subjects.items():
+                started = time.perf_counter()
+                convert()
+                rates[name].append(tokens.nbytes / 1e9 / (time.perf_counter() - started))
+        all_rates[task] = rates
+        medians[task] = {name: statistics.median(values) for name, values in rates.items()}
+        if task == "gather":
+            ratios[task] = {
+                f"{name} / bf16": median_ratio(rates[name], rates["bf16"]) for name in rates if name != "bf16"
+            }
+        else:
+            ratios[task] = {
+                f"edje / {name}": median_ratio(rates["edje"], rates[name]) for name in rates if name != "edje"
+            }
+    return {
+        "environment": environment(),
+        "settings": {"blocks": blocks, "block_shape": BLOCK_SHAPE, "repeats": repeats, "threads": threads},
+        "gb_per_s": all_rates,
+        "median": medians,
+        "ratios": ratios,
+    }
+
+
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the report as text."""
+    for task, rates in report["median"].items():
+        yield f"{task:14} " + "  ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
+        yield " " * 15 + "  ".join(f"{name} {ratio:.2f}x" for name, ratio in report["ratios"][task].items())
+
+
+def _conversions(name: str, tokens: Blocks, threads: int | None) -> tuple[Subjects, Subjects]:
+    """Return the encoders and the decoders of a precision: ours, and those of the installed libraries."""
+    ours = codec(name, BLOCK_SHAPE)
+    records, out = ours.encode(tokens), np.empty_like(tokens)
+    encoders: Subjects = {"edje": lambda: ours.encode(tokens, threads)}
+    decoders: Subjects = {"edje": lambda: ours.decode(records, out, threads)}
+    if name in _CASTS:
+        element = getattr(ml_dtypes, _CASTS[name])
+        narrow = tokens.astype(element)
+        encoders["ml_dtypes cast"] = lambda: tokens.astype(element)
+        decoders["ml_dtypes cast"] = lambda: np.copyto(out, narrow, casting="unsafe")
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return encoders, decoders
+    source, target = (torch.from_numpy(each.view(np.int16)).view(torch.bfloat16) for each in (tokens, out))
+    if name == "fp8":
+
+        def scaled() -> tuple[Any, Any]:
+            """Return E4M3 codes and one bfloat16 scale per token."""
+            largest = source.abs().amax(dim=-1, keepdim=True).float()
+            scales = torch.exp2(torch.ceil(torch.log2(largest / 448))).to(torch.bfloat16)
+            return (source / scales).to(torch.float8_e4m3fn), scales
+
+        codes, scales = scaled()
+        encoders |= {"torch cast": lambda: source.to(torch.float8_e4m3fn), "torch scaled": scaled}
+        decoders |= {
+            "torch cast": lambda: target.copy_(codes),
+            "torch scaled": lambda: torch.mul(codes.to(torch.bfloat16), scales, out=target),
+        }
+    if name in ("mxfp8", "mxfp4", "nvfp4"):
+        try:
+            mx = import_module("torchao.prototype.mx_formats.mx_tensor").MXTensor
+            nvfp4 = import_module("torchao.prototype.mx_formats.nvfp4_tensor").NVFP4Tensor
+        except ImportError:
+            return encoders, decoders
+        flat = source.reshape(-1, BLOCK_SHAPE[1])
+        kind = torch.float8_e4m3fn if name == "mxfp8" else torch.float4_e2m1fn_x2
+        encoders["torchao"] = lambda: nvfp4.to_nvfp4(flat) if name == "nvfp4" else mx.to_mx(flat, kind)
+        packed = encoders["torchao"]()
+        decoders["torchao"] = lambda: packed.dequantize(torch.bfloat16)
+    return encoders, decoders
+
+
+def _gathers(folder: Path, tokens: Blocks, threads: int | None) -> Subjects:
+    """Return one function per precision that decodes all records of a memory-mapped file in random order."""
+    rows = np.random.default_rng(1).permutation(len(tokens))
+    out = np.empty_like(tokens)
+    subjects: Subjects = {}
+    for name in precisions():
+        entry = codec(name, BLOCK_SHAPE)
+        path = folder / f"records-{name}"
+        entry.encode(tokens).tofile(path)
+        mapped = np.memmap(path, dtype=np.uint8, mode="r", shape=(len(tokens), entry.record_bytes))
+        subjects[name] = lambda entry=entry, mapped=mapped: entry.decode_rows(mapped, rows, out, threads)  # type: ignore[misc]
+    return subjects

@@ -1,0 +1,53 @@
+"""`bench make-synthetic`, `bench quantize` and `bench build`."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.quantize import bench_quantize
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from storage_formats import TokenStore, precisions, verify_index
+from tests.command_line import run_process
+from tests.integration.builds import make_photos
+
+
+def test_a_synthetic_index_is_sound_and_repeatable(tmp_path, run):
+    options = ("--rows", 300, "--shard-size", 128, "--tokens", 4, "--width", 16, "--precision", "fp8", "--json")
+    for name in "ab":
+        code, out, _ = run("bench", "make-synthetic", tmp_path / name, *options)
+        assert (code, json.loads(out)["shards"]) == (0, 3)
+        assert verify_index(tmp_path / name) == []
+    a, b = (TokenStore.open(tmp_path / name, "fp8").fetch(range(300)).view(np.uint16) for name in "ab")
+    assert (a == b).all()
+    code, _, err = run("bench", "make-synthetic", tmp_path, *options)
+    assert (code, "not empty" in err) == (2, True)
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's, where it is installed
+def test_every_precision_is_measured_beside_its_peers(tmp_path):
+    report = bench_quantize(tmp_path, blocks=2, repeats=2, threads=1)
+    tasks = {f"{task} {name}" for task in ("encode", "decode") for name in precisions() if name != "bf16"}
+    assert set(report["median"]) == tasks | {"gather"}
+    assert set(report["median"]["gather"]) == set(precisions())
+    for task, rates in report["gb_per_s"].items():
+        assert all(len(each) == 2 and min(each) > 0 for each in rates.values()), task
+    assert {"edje / torch cast", "edje / torch scaled", "edje / ml_dtypes cast"} <= set(report["ratios"]["decode fp8"])
+    assert report["ratios"]["gather"]["fp8 / bf16"] > 0
+
+
+@pytest.mark.slow
+def test_a_build_is_compared_with_a_bare_loop(tmp_path, monkeypatch):
+    make_photos(tmp_path / "photos", 4)
+    create_untrained_bundle(tmp_path / "model", sizes=TINY)
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", "model", "--folder", "bench", "--images", 8, "--repeats", 1, "--engine", "inline"]
+    report = run_process("bench", "build", "photos", *map(str, options))
+    assert report["runs"]["inline"][0]["stdout"]["indexed"] == 8
+    assert report["runs"]["bare loop"][0]["stdout"]["images"] == 8
+    assert set(report["summary"]) == {"bare loop", "inline"}
+    assert set(report["summary"]["bare loop"]["stage_seconds"]) == {"decode", "encode"}
+    for row in report["summary"].values():
+        assert min(row["wall"], row["cpu"], row["peak_pss"], row["model_images_per_second"]) > 0
