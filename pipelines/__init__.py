@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.repair import RepairResult
     from pipelines.jobs.retry_failed import RetryResult
     from pipelines.jobs.snapshots import DeleteResult
-    from pipelines.jobs.training.result import TrainResult
+    from pipelines.jobs.training.run import TrainResult
     from pipelines.jobs.update import UpdateResult
     from pipelines.progress.events import JobStopped
 
@@ -46,7 +46,7 @@ _MODULES = {
     "QuantizeResult": "pipelines.jobs.quantize",
     "RepairResult": "pipelines.jobs.repair",
     "RetryResult": "pipelines.jobs.retry_failed",
-    "TrainResult": "pipelines.jobs.training.result",
+    "TrainResult": "pipelines.jobs.training.run",
     "UpdateResult": "pipelines.jobs.update",
     "append_index": "pipelines.api",
     "build_index": "pipelines.api",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.repair import RepairResult
     from pipelines.jobs.retry_failed import RetryResult
     from pipelines.jobs.snapshots import DeleteResult
-    from pipelines.jobs.training.result import TrainResult
+    from pipelines.jobs.training.run import TrainResult
     from pipelines.jobs.update import UpdateResult
     from pipelines.progress.events import Event, OnEvent, ShouldStop
 
@@ -494,7 +494,7 @@ def train(
     Args:
         captions: one or several caption files; `edje_index.captions.reading.read_captions` lists the formats.
         out: directory of the bundle to write.
-        preset: name of the preset to start from, a key of `edje_index.training.presets.PRESETS`.
+        preset: name of the preset to start from, a key of `edje_index.training.config.PRESETS`.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
         settings: settings that override the preset. Each keyword names a group of settings, such as `loop`. Each value
@@ -518,19 +518,9 @@ def train(
         >>> result.images, result.steps
         (6, 2)
     """
-    from edje_index.training.config import TrainConfig, validated
-    from edje_index.training.presets import PRESETS
-    from pipelines.jobs.training.request import TrainRequest
+    from edje_index.training.config import TrainSettings, merge_settings, validated
     from pipelines.jobs.training.run import run_training
-    from storage_formats.errors import UsageError
 
-    if preset not in PRESETS:
-        raise UsageError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
-    groups = {
-        name: {**PRESETS[preset].get(name, {}), **settings.get(name, {})} for name in {*PRESETS[preset], *settings}
-    }
     files = [captions] if isinstance(captions, str | Path) else list(captions)
-    inputs = {**groups.pop("inputs", {}), "captions": files}
-    run = {**groups.pop("run", {}), "out": out}
-    request = validated(TrainRequest, {"inputs": inputs, "run": run})
-    return run_training(request, validated(TrainConfig, groups), on_event, should_stop)
+    values = merge_settings(preset, settings, {"inputs": {"captions": files}, "run": {"out": out}})
+    return run_training(validated(TrainSettings, values), on_event, should_stop)

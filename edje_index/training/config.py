@@ -1,4 +1,4 @@
-"""Training settings: one frozen pydantic model per group of settings.
+"""Training settings: one frozen pydantic model per group of settings, and the presets.
 
 The defaults are the hyperparameters of the EDJE paper.
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,6 +22,9 @@ MAX_TEXT_LENGTH = 64  # maximum tokens per caption that the joint encoder reads
 AdapterKind: TypeAlias = Literal[
     "compressed", "local", "strided", "clustered", "pruned", "frame-embeddings", "frame-tokens"
 ]
+ONLINE = "online"
+SettingPath = Annotated[Path, Field(strict=False)]
+Values = dict[str, dict[str, Any]]
 Model = TypeVar("Model", bound="Settings")
 
 
@@ -152,11 +156,6 @@ class AlignmentConfig(Settings):
     steps: int = Field(default=0, ge=0, description="Number of alignment steps; 0 skips the alignment phase.")
     batch_size: int = Field(default=256, ge=2, description="Images per alignment step.")
     captions: int = Field(default=5, ge=1, description="Captions per image in an alignment step.")
-    adapter_init: Literal["clusters", "kept"] = Field(
-        default="clusters",
-        description="Initial queries of a new compressed adapter. clusters: cluster centres of patch features. "
-        "kept: random queries.",
-    )
     lr: float = Field(default=1e-3, ge=0, description="Learning rate after warm-up.")
 
 
@@ -240,8 +239,103 @@ class FittingConfig(Settings):
     dev_pool: int = Field(default=20, ge=2, description="Candidates re-ranked per dev query.")
 
 
+class TrainingInputs(Settings):
+    """Files that a training run reads."""
+
+    captions: tuple[SettingPath, ...] = Field(
+        min_length=1, strict=False, description="Caption files: JSONL, COCO or Karpathy JSON, Parquet, WebDataset tar."
+    )
+    images: SettingPath | None = Field(
+        default=None,
+        description="Base directory of relative image paths. None uses the directory of each caption file.",
+    )
+    split: str | None = Field(default=None, description="Split of the captions to train on. None takes all splits.")
+    dev: SettingPath | None = Field(
+        default=None,
+        description="Captions of other images. The weights of the final score are fitted to these captions.",
+    )
+    dev_split: str | None = Field(default=None, description="Split of the dev captions to use. None takes all splits.")
+    model: SettingPath | None = Field(
+        default=None, description="Bundle with the frozen towers. Set either inputs.model or inputs.vision."
+    )
+    vision: str | None = Field(default=None, description="Name of the frozen towers in open_clip.")
+    language: SettingPath | None = Field(
+        default=None, description="Initial language model: directory of a Hugging Face BERT model, or a bundle."
+    )
+    init: SettingPath | None = Field(
+        default=None,
+        description="Bundle with the initial joint encoder. The adapter of the bundle is used too if its sizes match.",
+    )
+    features: Literal["online"] | SettingPath | None = Field(
+        default=None,
+        description="Index that stores the features of the vision tower. None computes and stores the features before "
+        "the training. online computes the features in every step, and stores no features.",
+    )
+    feature_precision: Literal["bf16", "fp8", "nvfp4"] = Field(
+        default="bf16",
+        description="Precision in which the run stores the features. fp8 takes half the disk space of bf16, and nvfp4 "
+        "about 28 %. Given features are read in bf16, or else in the first precision of their index.",
+    )
+    teacher: SettingPath | None = Field(default=None, description="Bundle of the teacher model, for distillation.")
+    teacher_features: SettingPath | None = Field(
+        default=None,
+        description="Index that the teacher built. None gives the features of the student to the teacher's adapter.",
+    )
+    miner: SettingPath | None = Field(
+        default=None, description="Bundle of the mining model for hard negatives. None uses the frozen towers."
+    )
+
+
+class RunSettings(Settings):
+    """Output, hardware and checkpoints. These settings change the trained weights only by rounding errors."""
+
+    out: SettingPath = Field(description="Directory of the bundle to write.")
+    dir: SettingPath | None = Field(
+        default=None, description="Run folder for checkpoints and the log. None uses OUT.run."
+    )
+    workers: int = Field(default=1, ge=1, description="Number of worker processes. Two or more workers run on Ray.")
+    address: str | None = Field(
+        default=None,
+        description="Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None starts a local Ray.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Device to train on. auto uses cuda if a CUDA device is available."
+    )
+    threads: int | None = Field(default=None, ge=1, description="CPU threads per worker. None uses PyTorch's default.")
+    checkpoint_every: int = Field(default=200, ge=1, description="Number of steps between checkpoints.")
+    log_every: int = Field(default=10, ge=1, description="Number of steps between log lines.")
+    compile: bool = Field(default=False, description="Use torch.compile.")
+    evaluate_every: int | None = Field(
+        default=None,
+        ge=0,
+        description="Number of steps between evaluations on the dev captions. None: evaluate after every epoch. "
+        "0: never evaluate.",
+    )
+    keep_best: int = Field(
+        default=0,
+        ge=0,
+        description="Number of checkpoints with the highest dev recall to keep. The last two checkpoints are kept too.",
+    )
+    export: bool = Field(default=False, description="Write a bundle from the last checkpoint without further training.")
+    step: int | None = Field(
+        default=None,
+        ge=1,
+        description="Step of the checkpoint to export, with run.export. None exports the last checkpoint.",
+    )
+
+    @property
+    def folder(self) -> Path:
+        """The run folder as an absolute path."""
+        return (self.dir or self.out.with_name(f"{self.out.name}.run")).absolute()
+
+    @property
+    def distributed(self) -> bool:
+        """True if the training run uses Ray."""
+        return self.workers > 1 or self.address is not None
+
+
 class TrainConfig(Settings):
-    """All settings of a training run that affect the trained weights."""
+    """All settings of a training run that affect the trained weights, except its inputs."""
 
     architecture: ArchitectureConfig = ArchitectureConfig()
     augmentation: AugmentationConfig = AugmentationConfig()
@@ -254,9 +348,75 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        if contradictions := _contradictions(self):
+        if contradictions := [line for line, is_wrong in self._problems().items() if is_wrong]:
             raise ValueError("\n".join(contradictions))
         return self
+
+    def _problems(self) -> dict[str, bool]:
+        """Return whether each contradiction between settings exists, by the line that describes it."""
+        loop, negatives, architecture = self.loop, self.negatives, self.architecture
+        is_temporal = architecture.adapter.startswith("frame-")
+        return {
+            f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs or 0:g}; set one of them": (
+                loop.steps is not None and loop.epochs is not None
+            ),
+            f"loop.batch_size is {loop.batch_size} and negatives.count is {negatives.count}; loop.batch_size must be "
+            "larger": loop.batch_size <= negatives.count,
+            "negatives.temperature is set, but negatives.selection is 'top'; set negatives.selection to softmax": (
+                negatives.temperature is not None and negatives.selection == "top"
+            ),
+            "fitting.pooled_weight is set, but fitting.pooled_dim is 0; set both or neither": (
+                bool(self.fitting.pooled_weight) and not self.fitting.pooled_dim
+            ),
+            f"augmentation.patch_dropout needs a compressed adapter, but architecture.adapter is "
+            f"{architecture.adapter!r}; set augmentation.patch_dropout to 0": (
+                self.augmentation.patch_dropout > 0 and architecture.adapter != "compressed"
+            ),
+            f"architecture.adapter is {architecture.adapter!r} and architecture.frames is {architecture.frames}; set "
+            "architecture.frames for a frame-embeddings or frame-tokens adapter only": (
+                is_temporal != (architecture.frames is not None)
+            ),
+            "augmentation.views makes views of photos, not of clips; set augmentation.views to 0": (
+                is_temporal and self.augmentation.views > 0
+            ),
+        }
+
+
+class TrainSettings(TrainConfig):
+    """All settings of a training run."""
+
+    inputs: TrainingInputs
+    run: RunSettings
+
+    def _problems(self) -> dict[str, bool]:
+        inputs, objective, fitting, loop = self.inputs, self.objective, self.fitting, self.loop
+        no_loss = inputs.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight
+        return super()._problems() | {
+            "set exactly one of inputs.model and inputs.vision, which give the frozen towers": (
+                (inputs.model is None) == (inputs.vision is None)
+            ),
+            "the number of steps is missing; set loop.steps or loop.epochs": loop.steps is None and loop.epochs is None,
+            f"loop.batch_size is {loop.batch_size} and run.workers is {self.run.workers}; the batch size must be a "
+            "multiple of the number of workers": loop.batch_size % self.run.workers != 0,
+            "there is nothing to train: all losses have weight 0; raise a weight or set inputs.teacher": no_loss,
+            "fitting.pooled_dim has no effect without a weight; set inputs.dev or fitting.pooled_weight": (
+                fitting.pooled_dim > 0 and inputs.dev is None and not fitting.pooled_weight
+            ),
+            "fitting.hubness_bank needs inputs.dev: the weight of the hubness correction is fitted to dev captions": (
+                fitting.hubness_bank > 0 and inputs.dev is None
+            ),
+            "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev captions": (
+                self.run.keep_best > 0 and inputs.dev is None
+            ),
+            "inputs.features is online, but clips have stored features only; leave inputs.features out": (
+                inputs.features == ONLINE and self.architecture.frames is not None
+            ),
+            f"inputs.feature_precision is {inputs.feature_precision}, but inputs.features is set, so the run stores no "
+            "features; leave inputs.feature_precision out": (
+                inputs.feature_precision != "bf16" and inputs.features is not None
+            ),
+            "run.step needs run.export": self.run.step is not None and not self.run.export,
+        }
 
 
 def make_config(values: Mapping[str, Any]) -> TrainConfig:
@@ -318,33 +478,56 @@ def groups(model: type[Settings]) -> dict[str, type[Settings]]:
     return {name: kind for name, kind in annotations.items() if isinstance(kind, type) and issubclass(kind, Settings)}
 
 
-def _contradictions(config: TrainConfig) -> list[str]:
-    lines = []
-    if config.loop.steps is not None and config.loop.epochs is not None:
-        lines.append(f"loop.steps is {config.loop.steps} and loop.epochs is {config.loop.epochs:g}; set one of them")
-    if config.loop.batch_size <= config.negatives.count:
-        lines.append(
-            f"loop.batch_size is {config.loop.batch_size} and negatives.count is {config.negatives.count}; "
-            "loop.batch_size must be larger"
-        )
-    if config.negatives.temperature is not None and config.negatives.selection == "top":
-        lines.append(
-            "negatives.temperature is set, but negatives.selection is 'top'; set negatives.selection to softmax"
-        )
-    if config.fitting.pooled_weight and not config.fitting.pooled_dim:
-        lines.append("fitting.pooled_weight is set, but fitting.pooled_dim is 0; set both or neither")
-    if config.augmentation.patch_dropout and config.architecture.adapter != "compressed":
-        lines.append(
-            "augmentation.patch_dropout needs a compressed adapter, but architecture.adapter is "
-            f"{config.architecture.adapter!r}; set augmentation.patch_dropout to 0"
-        )
-    architecture = config.architecture
-    is_temporal = architecture.adapter.startswith("frame-")
-    if is_temporal != (architecture.frames is not None):
-        lines.append(
-            f"architecture.adapter is {architecture.adapter!r} and architecture.frames is {architecture.frames}; set "
-            "architecture.frames for a frame-embeddings or frame-tokens adapter only"
-        )
-    if is_temporal and config.augmentation.views:
-        lines.append("augmentation.views makes views of photos, not of clips; set augmentation.views to 0")
-    return lines
+def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Values:
+    """Merge the settings of `preset` and of `sources`, each ``{group: {key: value}}``. Later values win.
+
+    If a source sets one of ``loop.steps`` and ``loop.epochs``, the other of an earlier source is dropped.
+
+    Raises:
+        UsageError: there is no such preset.
+    """
+    if preset not in PRESETS:
+        raise UsageError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    merged: Values = {"inputs": {}, "run": {}}
+    for source in (PRESETS[preset], *sources):
+        for group, values in source.items():
+            merged.setdefault(group, {}).update(values)
+        for length, other in (("steps", "epochs"), ("epochs", "steps")):
+            if length in source.get("loop", {}) and other not in source["loop"]:
+                merged["loop"].pop(other, None)
+    return merged
+
+
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    # The defaults: the first phase of the EDJE paper.
+    "paper": {},
+    # The second phase of the EDJE paper: starts from the bundle of the first phase, with the matching and
+    # distillation losses only.
+    "paper-finetune": {"objective": {"mlm_weight": 0.0, "recovery_weight": 0.0}, "optimizer": {"lr": 2e-5}},
+    # The recipe of the shipped model, for thousands of images and hours on a CPU. The adapter is aligned first and then
+    # frozen. The joint encoder is small and trained on the matching loss alone.
+    "small-data": {
+        "architecture": {
+            "canonical_captions": False,
+            "adapter_hidden": 1536,
+            "language_layers": 4,
+            "word_embeddings": "frozen",
+            "dropout": 0.1,
+            "attention_dropout": 0.0,
+        },
+        "augmentation": {"views": 4, "patch_dropout": 0.4, "step_tokens": 48},
+        "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
+        "negatives": {"count": 1, "selection": "softmax", "curriculum_steps": 240},
+        "alignment": {"steps": 800, "batch_size": 128},
+        "optimizer": {
+            "lr": 2e-4,
+            "adapter_lr_factor": 0.0,
+            "decayed": "matrices",
+            "decay": "cosine",
+            "warmup_steps": 40,
+            "clip_norm": 1.0,
+        },
+        "loop": {"steps": 400, "epoch_of": "images", "batch_size": 32},
+        "fitting": {"pooled_dim": 300, "hubness_bank": 2500, "dev_captions": 1000},
+    },
+}

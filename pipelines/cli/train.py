@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,32 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edje_index.scoring.weights import ScoreWeights
-from edje_index.training.presets import PRESETS
+from edje_index.training.config import PRESETS, TrainSettings, validated
 from pipelines.cli.options import DEVICE, PATH, images_option, json_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
-from pipelines.jobs.training.result import BLANK_CAPTION
+from pipelines.cli.train_settings import DEDICATED_OPTIONS, describe_settings, read_settings
 from pipelines.progress.wording import counted
+from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipelines.jobs.training.result import TrainResult
+    from pipelines.jobs.training.run import TrainResult
 
 
-class _TrainCommand(click.Command):
-    """Command whose error message for a removed option names the replacement."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = list(args)  # the parser empties `args`
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            from pipelines.cli.train_settings import removed_options
-
-            if lines := removed_options(given):
-                raise click.UsageError("\n".join(lines), ctx) from error
-            raise
-
-
-@click.command(cls=_TrainCommand)
+@click.command()
 @click.argument("captions", nargs=-1, type=PATH, metavar="CAPTIONS...")
 @click.option("--out", type=PATH, help="Directory of the bundle to write.")
 @images_option
@@ -122,24 +109,22 @@ def train(
       edje-index train captions.jsonl --model clip --init teacher --teacher teacher --epochs 5 --out student
       edje-index train --preset small-data --show-settings > settings.toml
     """
-    from pipelines.cli.train_settings import (
-        describe_settings,
-        make_request,
-        options_named,
-        read_settings,
-        settings_json,
-    )
-
     values = read_settings(preset, config_file, assignments, options)
     if show_settings:
-        print_json(settings_json(values)) if as_json else click.echo(describe_settings(values))
+        print_json({"settings": describe_settings(values)}) if as_json else click.echo(describe_settings(values))
         return
     from pipelines.jobs.training.run import run_training
 
-    with options_named():
-        request, config = make_request(values)
+    try:
+        settings = validated(TrainSettings, values)
         with running_job(quiet=quiet) as (on_event, should_stop):
-            result = run_training(request, config, on_event, should_stop)
+            result = run_training(settings, on_event, should_stop)
+    except UsageError as error:  # an option is named beside its setting, for example "loop.steps (--steps)"
+        flags = {name: f"--{option.replace('_', '-')}" for option, name in DEDICATED_OPTIONS.items()}
+        flags["inputs.captions"] = "CAPTIONS"
+        names = "|".join(map(re.escape, flags))
+        message = re.sub(rf"\b({names})\b", lambda match: f"{match[1]} ({flags[match[1]]})", str(error))
+        raise UsageError(message) from error
     if as_json:
         print_json(asdict(result))
     else:
@@ -154,18 +139,8 @@ def describe_result(result: TrainResult) -> list[str]:
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
         f"{result.seconds:.1f} s"
     )
-    lines += _describe_inputs(result)
-    lines += [f"{direction} score: {ScoreWeights.from_json(w).described()}" for direction, w in result.score.items()]
-    lines += [_describe_choice(candidates, choice) for candidates, choice in (result.dev or {}).items()]
-    if result.bank_unused:
-        lines.append("the hubness correction did not improve the likelihood of the dev captions and was left out")
-    return lines
-
-
-def _describe_inputs(result: TrainResult) -> list[str]:
-    """Return lines on blank captions, images that were left out, and images that were used only in part."""
-    images = {reason: count for reason, count in result.left_out.items() if reason != BLANK_CAPTION}
-    blank, lines = result.left_out.get(BLANK_CAPTION, 0), []
+    images = dict(result.left_out)
+    blank = images.pop("blank-caption", 0)
     if images:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in images.items())
         lines.append(f"{counted(sum(images.values()), 'image')} left out: {reasons}")
@@ -173,6 +148,11 @@ def _describe_inputs(result: TrainResult) -> list[str]:
         lines.append(f"{counted(blank, 'blank caption')} left out")
     if result.truncated:
         lines.append(f"{counted(result.truncated, 'truncated image')} used, but decoded only in part")
+    weights = {direction: ScoreWeights.from_json(values) for direction, values in result.score.items()}
+    lines += [f"{direction} score: {part.described()}" for direction, part in weights.items()]
+    lines += [_describe_choice(candidates, choice) for candidates, choice in (result.dev or {}).items()]
+    if result.fitting.get("hubness_bank") and not any(part.hubness for part in weights.values()):
+        lines.append("the hubness correction did not improve the likelihood of the dev captions and was left out")
     return lines
 
 

@@ -23,7 +23,7 @@ from storage_formats.errors import EdjeError, UsageError
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
-    from edje_index.training.loop.task import TrainTask
+    from edje_index.training.task import TrainTask
 
 STOP_FILE = "stop"
 RAY_FOLDER = "ray"
@@ -56,11 +56,11 @@ def train_on_ray(
         UsageError: the cluster cannot run the requested number of workers at the same time.
         EdjeError: Ray or the training run failed; the message gives the reason.
     """
-    workers, cpus, gpus = task.runtime.workers, task.runtime.threads or 1, _gpus(task)
-    stop_file = task.runtime.run_dir / STOP_FILE
+    workers, cpus, gpus = task.config.run.workers, task.config.run.threads or 1, _gpus(task)
+    stop_file = task.config.run.folder / STOP_FILE
     stop_file.unlink(missing_ok=True)
     try:
-        with connected_ray(task.runtime.address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
+        with connected_ray(task.config.run.address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
             if (room := cluster.room(cpus=cpus, gpus=gpus)) < workers:
                 raise UsageError(f"the Ray cluster has room for only {room} of {workers} workers; use fewer workers")
             nodes = RayNodes(cluster, cpus=cpus, gpus=gpus, min_workers=workers, wait_seconds=node_wait_seconds)
@@ -72,13 +72,13 @@ def train_on_ray(
                 _report_nodes(nodes, on_notice)
                 if should_stop():
                     stop_file.touch()
-                records_shown = _show_new_record(task.runtime.run_dir, records_shown, on_record)
+                records_shown = _show_new_record(task.config.run.folder, records_shown, on_record)
     except RayDied as died:
         raise JobStopped(f"{died}; the last checkpoint is kept, so the training run can be resumed") from died
     except EngineUnavailableError as unavailable:  # no other engine can train on several workers
         raise EdjeError(str(unavailable)) from unavailable.__cause__
     finally:
-        shutil.rmtree(task.runtime.run_dir / RAY_FOLDER, ignore_errors=True)
+        shutil.rmtree(task.config.run.folder / RAY_FOLDER, ignore_errors=True)
     if fit.error is not None:
         raise EdjeError(f"training on Ray failed: {_cause(fit.error)}") from fit.error
     if stop_file.exists():
@@ -98,7 +98,7 @@ def _report_nodes(nodes: RayNodes, on_notice: Callable[[str], None]) -> None:
 def _gpus(task: TrainTask) -> int:
     from pipelines.planning.machine import cuda_devices
 
-    device = task.runtime.device
+    device = task.config.run.device
     return 1 if device == "cuda" or (device == "auto" and cuda_devices()) else 0
 
 
@@ -114,13 +114,13 @@ def _make_trainer(task: TrainTask, *, cpus: int, gpus: int) -> TorchTrainer:
         train_loop_config={"task": task},
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=task.runtime.workers,
+            num_workers=task.config.run.workers,
             use_gpu=gpus > 0,
             resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})},
         ),
         run_config=RunConfig(
             name=uuid.uuid4().hex,  # a new name, because a run resumes from our own checkpoints
-            storage_path=str(task.runtime.run_dir / RAY_FOLDER),
+            storage_path=str(task.config.run.folder / RAY_FOLDER),
             failure_config=FailureConfig(max_failures=_RESTARTS),
         ),
     )
@@ -144,18 +144,21 @@ class _Fit(threading.Thread):
 
 def _worker_loop(config: dict[str, Any]) -> None:
     """Run the training steps of one Ray worker."""
-    from edje_index.training.loop.distributed import WorkerGroup
-    from edje_index.training.loop.train_worker import run_worker
-    from edje_index.training.loop.training_loop import TrainingStopped
+    import ray.train
+
+    from edje_index.training.loop import TrainingStopped, run_worker
+    from edje_index.training.task import WorkerGroup
 
     task: TrainTask = config["task"]
+    context = ray.train.get_context()
+    group = WorkerGroup(context.get_world_rank(), context.get_world_size(), context.get_local_world_size())
     with contextlib.suppress(TrainingStopped):
-        run_worker(task, WorkerGroup.of_process_group(), (task.runtime.run_dir / STOP_FILE).exists)
+        run_worker(task, group, (task.config.run.folder / STOP_FILE).exists)
 
 
 def _show_new_record(run_dir: Path, records_shown: int, on_record: Callable[[dict[str, Any]], None]) -> int:
     """Pass the newest record of the log to `on_record`. Return the number of records in the log."""
-    from edje_index.training.loop.log import read_log
+    from edje_index.training.checkpoints import read_log
 
     records = read_log(run_dir)
     if len(records) > records_shown:

@@ -15,14 +15,12 @@ import psutil
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.training.data import caption_table
-from edje_index.training.data.dataset import CaptionSet
-from pipelines.jobs.training import caption_shards
-from pipelines.jobs.training.caption_shards import CaptionJob
-from pipelines.jobs.training.matching import MiningModel
+from edje_index.training import captions as caption_shards
+from edje_index.training.captions import CaptionSet
+from pipelines.engines import open_engine
+from pipelines.jobs.training import captions as caption_job
 from pipelines.progress.events import Progress
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import CommittedIndex
 from tests.command_line import command, environment, run_here
 from tests.conftest import write_random_index
 from tests.edje_index.training.conftest import captions, prepare
@@ -34,16 +32,21 @@ IMAGES = 600
 
 
 @pytest.fixture
-def small_shards(monkeypatch):
-    monkeypatch.setattr(caption_table, "SHARD_CAPTIONS", 100)
-
-
-@pytest.fixture
-def job(tmp_path, tiny_bundle):
+def run(tmp_path, tiny_bundle, monkeypatch):
+    """A function that prepares captions in shards of 100, and returns the folder of the data."""
+    monkeypatch.setattr(caption_shards, "SHARD_CAPTIONS", 100)
     write_random_index(tmp_path / "index", IndexSpec(IMAGES, 256, (4, 16), embed_dim=24))
     items = CaptionSet(np.arange(IMAGES), captions(IMAGES))
-    mining = MiningModel(tiny_bundle, CommittedIndex.open(tmp_path / "index"), items.rows)
-    return lambda name: CaptionJob(tmp_path / name, items, tiny_bundle, mining)
+
+    def prepared(name: str, engine: str, on_event=lambda _: None, workers: int = 1) -> Path:
+        monkeypatch.setattr(
+            caption_job, "open_engine", lambda _, *args, **options: open_engine(engine, *args, **options)
+        )
+        options = {"miner": tiny_bundle, "on_event": on_event, "workers": workers}
+        prepare(tmp_path / name, items, tiny_bundle, tmp_path / "index", **options)
+        return tmp_path / name
+
+    return prepared
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -51,19 +54,14 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_engines_and_workers_give_the_same_bytes(job, small_shards, monkeypatch, workers):
-    prepare(job("inline"))
-    monkeypatch.setattr(caption_shards, "_uses_ray", lambda run, device: True)
+def test_engines_and_workers_give_the_same_bytes(run, workers):
     events = []
-    prepare(job("ray"), events.append, workers=workers)
-    assert contents(job("ray").folder) == contents(job("inline").folder)
+    assert contents(run("ray", "ray", events.append, workers)) == contents(run("inline", "inline"))
     last = [event for event in events if isinstance(event, Progress) and event.shards][-1]
-    assert (last.done, last.total, last.finished_shards, last.shards) == (1200, 1200, 12, 12)
+    assert (last.done, last.total, last.shards.finished, last.shards.total) == (1200, 1200, 12, 12)
 
 
-def test_a_killed_worker_is_replaced(job, small_shards, monkeypatch):
-    prepare(job("calm"))
-    monkeypatch.setattr(caption_shards, "_uses_ray", lambda run, device: True)
+def test_a_killed_worker_is_replaced(run):
     killed: list[int] = []
 
     def kill_once(event):
@@ -76,9 +74,8 @@ def test_a_killed_worker_is_replaced(job, small_shards, monkeypatch):
             killed.append(workers[0].pid)
             workers[0].kill()
 
-    prepare(job("killed"), kill_once, workers=2)
+    assert contents(run("killed", "ray", kill_once, workers=2)) == contents(run("calm", "inline"))
     assert killed
-    assert contents(job("killed").folder) == contents(job("calm").folder)
 
 
 @pytest.fixture(scope="module")

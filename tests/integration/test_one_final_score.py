@@ -20,7 +20,7 @@ from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
 from edje_index.search.token_index import TokenIndex
-from edje_index.training.fitting.fit_weights import DevPools, HubnessProducts
+from edje_index.training.fit_weights import DevPools, HubnessProducts
 from storage_formats import TokenStore
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.training.loop.log import read_log
+from edje_index.training.checkpoints import read_log
 from tests.command_line import run_here, run_process
 from tests.integration.ray_nodes import RayNodes, ray_nodes
 from tests.integration.test_training import training, wait_for_steps, write_captions

@@ -37,7 +37,7 @@ from edje_index.models.text_tower import TextTower, text_tokenizer
 from edje_index.models.vision_tower import vision_tower
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
-from edje_index.training.model.language_model import load_language_model
+from edje_index.training.start import load_language_model
 from models.embedding import (
     TOWER_WEIGHTS,
     EmbeddingModel,

@@ -1,14 +1,7 @@
 """The training job: trains a model bundle from captions and a frozen vision tower.
 
-`request` defines the request. `run` calls these stages. Each stage is a function in its own module:
-
-1. `read_inputs` reads the captions and the given indexes.
-2. `start` makes the initial model.
-3. `indexes` builds the indexes of features that the request does not give.
-4. `matching` finds the rows of the captioned images.
-5. `data` prepares the token ids and embeddings of the captions. `caption_shards` does so in shards, on an engine.
-6. `preparation` runs stages 2 to 5 and returns a `task`.
-7. `steps` runs the optimiser steps, and `pipelines.jobs.train_finish` writes the bundle. Both read only this task.
+`run` prepares the run folder, trains, and writes the bundle. It calls `features`, which finds or builds the indexes of
+features, and `captions`, which prepares the captions on an engine.
 
 Files in the run folder:
 
@@ -21,7 +14,7 @@ Files in the run folder:
     unreadable-*.jsonl  images that the training steps could not read, one file per worker
     views.edje/       index of the features of augmented views
     miner.edje/       index of the mining model's embeddings
-    data/             token ids and embeddings of the captions
+    data/, dev/       token ids and embeddings of the training captions and of the dev captions
     .data.part/       finished shards of `data/`, until `data/` is complete
     checkpoints/      checkpoints
     log.jsonl         one record per logged step

@@ -2,51 +2,540 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from edje_index.training.config import ONLINE, TrainSettings
 from pipelines.jobs.lock import locked_index
-from pipelines.jobs.train_finish import finish_training
-from pipelines.jobs.training.finished import finished_result
-from pipelines.jobs.training.preparation import prepare_training
-from pipelines.jobs.training.read_inputs import read_inputs
-from pipelines.jobs.training.record import training_record
-from pipelines.jobs.training.request import TrainRequest, check_request
-from pipelines.jobs.training.result import TrainResult
-from pipelines.jobs.training.run_folder import begin_run
-from pipelines.jobs.training.steps import run_steps
-from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
-from storage_formats.errors import UsageError
+from pipelines.jobs.training.captions import prepare_captions, stoppable_progress
+from pipelines.jobs.training.features import (
+    INPUT_TABLE,
+    Preparation,
+    check_encoder,
+    match_rows,
+    online_features,
+    rows_of_all,
+    stored_features,
+    stored_views,
+)
+from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
+from storage_formats.atomic import write_json_atomic
+from storage_formats.errors import EdjeError, UsageError
 
 if TYPE_CHECKING:
-    from edje_index.training.config import TrainConfig
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.info import BundleInfo
+    from edje_index.captions.reading import CaptionedImage
+    from edje_index.training.captions import CaptionSet
+    from edje_index.training.task import TrainTask
+    from storage_formats.format.manifest import CommittedIndex
+
+FORMAT = 4  # of the record in `run.json`
+BLANK_CAPTION = "blank-caption"
+"""The key of `TrainResult.left_out` that counts blank captions instead of images."""
+_LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
+_REPORT_SECONDS = 5.0
+_LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
 
-def run_training(
-    request: TrainRequest, config: TrainConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False
-) -> TrainResult:
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of a training run.
+
+    Attributes:
+        bundle: path of the trained bundle.
+        fingerprint: fingerprint of the bundle.
+        run: fingerprint of the settings and data of the training run.
+        images, captions: numbers of training images and training captions.
+        left_out: number of images without features, by reason. Images that became unreadable during the training are
+            counted too. The entry `BLANK_CAPTION` counts blank captions.
+        steps: number of finished steps of the phase that trains the joint encoder.
+        seconds: wall time of this run.
+        last: the last log record; empty if there is none.
+        score: weights of the final score by direction; see `edje_index.scoring.weights.DirectionWeights`.
+        fitting: settings of the final score.
+        dev: fitted weights and recalls on the dev captions; see `edje_index.training.fit_weights`. The key "images" is
+            for text-to-image search, "captions" for image-to-text search. None without dev captions.
+        truncated: number of training images that could be decoded only in part.
+        already_finished: True if an earlier run had finished the training run. Nothing was done in this case.
+
+    Example:
+        >>> from pipelines import TrainResult
+        >>> TrainResult("model", "f" * 64, "e" * 64, images=6, captions=6, left_out={}, steps=2, seconds=1.5).steps
+        2
+    """
+
+    bundle: str
+    fingerprint: str
+    run: str
+    images: int
+    captions: int
+    left_out: dict[str, int]
+    steps: int
+    seconds: float
+    last: dict[str, Any] = field(default_factory=dict)
+    score: dict[str, Any] = field(default_factory=dict)
+    fitting: dict[str, Any] = field(default_factory=dict)
+    dev: dict[str, Any] | None = None
+    truncated: int = 0
+    already_finished: bool = False
+
+
+def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> TrainResult:
     """Train a model bundle, or resume an interrupted training run with the same settings.
 
     Raises:
-        UsageError: a setting is invalid, an input cannot be read, or the run folder belongs to another training run.
+        UsageError: an input cannot be read, or the run folder belongs to another training run.
         ModelError: a bundle or language model cannot be used.
         JobStopped: `should_stop()` returned True. The last checkpoint is kept.
         EdjeError: another process uses the run folder, or a file in the run folder is damaged.
     """
+    from edje_index.captions.reading import check_apart, check_image_directory, read_caption_file
+    from storage_formats.format.manifest import CommittedIndex
+
     started = time.monotonic()
-    run = request.run
-    check_request(request, config)
+    inputs, run = settings.inputs, settings.run
     with locked_index(run.folder):
         if run.export and not (run.folder / "checkpoints").is_dir():
             raise UsageError(f"{run.folder} has no checkpoint to export; set run.dir to the folder of a training run")
         on_event(StatusMessage("reading captions"))
-        given = read_inputs(request.inputs)
-        fingerprint = begin_run(run.folder, training_record(request.inputs, given, config))
-        if (finished := finished_result(run, config.fitting, fingerprint)) is not None:
+        given = {
+            name: CommittedIndex.open(path)
+            for name, path in (("features", inputs.features), ("teacher_features", inputs.teacher_features))
+            if path is not None and path != ONLINE
+        }
+        check_image_directory(inputs.images)
+        files = [read_caption_file(path, inputs.images, inputs.split) for path in inputs.captions]
+        items = [item for file in files for item in file.items]
+        dev_files = [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)] if inputs.dev else []
+        dev_items = [item for file in dev_files for item in file.items]
+        check_apart(items, dev_items)
+        fingerprint = begin_run(run.folder, training_record(settings, given))
+        if (finished := finished_result(settings, fingerprint)) is not None:
             return finished
         if run.out.exists():
             raise UsageError(f"{run.out} exists already; remove this folder, or set run.out to another folder")
-        task = prepare_training(request, config, given, fingerprint, on_event, should_stop)
+        blank = sum(file.blank for file in (*files, *dev_files))
+        task, result = prepare_training(settings, items, dev_items, blank, given, fingerprint, on_event, should_stop)
         if not run.export:
-            run_steps(task.train, on_event, should_stop)
-        return finish_training(task, on_event, should_stop, started)
+            run_steps(task, on_event, should_stop)
+        return finish_training(task, result, on_event, should_stop, started)
+
+
+def training_record(settings: TrainSettings, given: dict[str, CommittedIndex]) -> dict[str, Any]:
+    """Return everything that determines the trained weights: settings, and digests of all input files."""
+    # The settings in `fitting` are applied to the last checkpoint and do not change the trained weights.
+    groups = settings.model_dump(exclude={"fitting", "inputs", "run"})
+    record = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
+    inputs = settings.inputs
+    inputs_record = {
+        "captions": [_file_digest(path) for path in inputs.captions],
+        "images": None if inputs.images is None else str(inputs.images.absolute()),
+        "split": inputs.split,
+        "dev": None if inputs.dev is None else _file_digest(inputs.dev),  # the features include the dev images
+        "dev_split": inputs.dev_split,
+        "vision": inputs.vision,
+        "features": given["features"].manifest.plan if "features" in given else inputs.features,
+        "feature_precision": inputs.feature_precision,
+        "teacher_features": given["teacher_features"].manifest.plan if "teacher_features" in given else None,
+    }
+    for name in ("model", "language", "init", "teacher", "miner"):
+        inputs_record[name] = _model_digest(getattr(inputs, name))
+    return {"format": FORMAT, **record, **{f"inputs.{key}": value for key, value in inputs_record.items()}}
+
+
+def _model_digest(path: Path | None) -> str | None:
+    from edje_index.bundles.info import INFO_FILE, read_bundle_info
+
+    if path is None:
+        return None
+    files = [path / name for name in _LANGUAGE_FILES if (path / name).is_file()]
+    if (path / INFO_FILE).exists() or not files:
+        return read_bundle_info(path).fingerprint
+    return hashlib.sha256("".join(map(_file_digest, files)).encode()).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; check the path and the permissions") from error
+
+
+def begin_run(folder: Path, record: dict[str, Any]) -> str:
+    """Write `record` to the run folder, or compare `record` with the stored record. Return the fingerprint of `record`.
+
+    Raises:
+        UsageError: the stored record differs, or the folder contains other files but no record.
+        EdjeError: the stored record is damaged.
+    """
+    path = folder / "run.json"
+    if not path.exists():
+        names = {entry.name for entry in folder.iterdir()} - {"build"}  # holds the lock
+        others = sorted(name for name in names if not name.startswith(f".{path.name}."))  # an unfinished write
+        if others:
+            raise UsageError(f"{folder} is not a run folder: it contains {others[0]}; set run.dir to another folder")
+        write_json_atomic(path, record)
+        return _fingerprint(record)
+    try:
+        stored = json.loads(path.read_bytes())
+        if not isinstance(stored, dict):
+            raise ValueError(f"it must contain a JSON object, but contains a {type(stored).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise EdjeError(f"cannot read {path}: {error}; restore the file, or set run.dir to another folder") from error
+    if stored.get("format") != FORMAT:
+        raise UsageError(
+            f"the training run in {folder} was started by another version of edje-index, so it cannot be "
+            "resumed; set run.dir to another folder"
+        )
+    lines = [
+        f"{name} was {stored.get(name)}, is {record.get(name)}"
+        for name in sorted(stored.keys() | record.keys())
+        if stored.get(name) != record.get(name)
+    ]
+    if lines:
+        raise UsageError(
+            f"the run in {folder} was begun with other settings; restore the earlier settings, or set run.dir to "
+            "another folder:\n" + "\n".join(lines)
+        )
+    return _fingerprint(record)
+
+
+def _fingerprint(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | None:
+    """Return the result of the training run if an earlier call finished it, else None.
+
+    `fingerprint` is the fingerprint of the record in `run.json`.
+
+    Raises:
+        UsageError: the run was finished with other settings of the final score.
+        EdjeError: `result.json` in the run folder cannot be read.
+    """
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.errors import ModelError
+
+    out, path = settings.run.out, settings.run.folder / "result.json"
+    if not path.exists() or not out.exists():
+        return None
+    try:
+        result = TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValidationError) as error:
+        problem = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            problem = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+        raise EdjeError(
+            f"cannot read {path}: {problem}; restore the file, or remove {out} to write the bundle again from the "
+            "last checkpoint"
+        ) from error
+    try:
+        bundle = read_bundle_info(out).fingerprint
+    except ModelError:
+        return None
+    if (result.run, result.bundle, result.fingerprint) != (fingerprint, str(out), bundle):
+        return None  # the bundle was replaced
+    if result.fitting != settings.fitting.model_dump():
+        raise UsageError(
+            f"{out} was trained with other settings of the final score (group 'fitting'); remove this folder to "
+            "write the bundle again from the last checkpoint, or set run.out to another folder"
+        )
+    return replace(result, already_finished=True)
+
+
+def prepare_training(
+    settings: TrainSettings,
+    items: list[CaptionedImage],
+    dev_items: list[CaptionedImage],
+    blank: int,
+    given: dict[str, CommittedIndex],
+    fingerprint: str,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> tuple[TrainTask, TrainResult]:
+    """Make the missing parts of the run folder.
+
+    Args:
+        settings: settings of the training run.
+        items: captioned images to train on.
+        dev_items: captioned images to which the weights of the final score are fitted; may be empty.
+        blank: number of blank captions in the files. Blank captions are skipped.
+        given: open indexes by the name of their setting in the group `inputs`.
+        fingerprint: fingerprint of everything that determines the trained weights.
+        on_event: called with each progress event.
+        should_stop: the preparation stops once `should_stop()` returns True.
+
+    Returns:
+        The task of the optimiser steps, and the result as far as it is known.
+
+    Raises:
+        UsageError: a caption file or an index cannot be used for the request.
+        ModelError: a bundle or language model cannot be used.
+        JobStopped: `should_stop()` returned True; finished parts are kept.
+    """
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.training.batches import TrainingData
+    from edje_index.training.loop import total_steps
+    from edje_index.training.start import make_start
+    from edje_index.training.task import TrainTask
+
+    inputs, folder = settings.inputs, settings.run.folder
+    is_online = inputs.features == ONLINE
+    on_event(StatusMessage("loading the initial model"))
+    start = folder / "start"
+    if not start.exists():
+        origin = {name: getattr(inputs, name) for name in ("model", "vision", "language", "init")}
+        make_start(settings.architecture, settings.loop.seed, **origin).save(start)
+    bundle = ModelBundle.load(start)
+    assert bundle.info is not None
+    job = Preparation(settings, bundle, on_event, should_stop)
+    if is_online:
+        features = online_features(job, [*items, *dev_items])
+    else:
+        features = stored_features(job, [*items, *dev_items], given.get("features"))
+    kept, captions, dev, left_out, truncated = match_captions(features, items, dev_items, on_event)
+    if blank:
+        on_event(StatusMessage(f"blank captions left out: {blank:,}"))
+        left_out = {**left_out, BLANK_CAPTION: blank}
+    steps = total_steps(settings.loop, captions.pairs(settings.loop.epoch_of))
+    mining = features, captions.rows
+    if inputs.miner is not None:
+        index = job.build("miner.edje", inputs.miner, job.sources("miner.edje.jsonl", kept), "embeddings for mining")
+        mining = index, rows_of_all(index, kept)
+    teacher_tokens = None
+    if inputs.teacher is not None:
+        teacher_tokens = _teacher_tokens(inputs.teacher, bundle, given.get("teacher_features"), features, kept)
+    views = stored_views(job, kept) if settings.augmentation.views and not is_online else None
+    prepare_captions(folder / "data", captions, start, inputs.miner, mining, settings.run, on_event, should_stop)
+    if not (TrainingData.open(folder / "data").rows == captions.rows).all():
+        raise UsageError(
+            f"{folder / 'data'} contains the training data of other images: the features have changed, or another "
+            "version of edje-index chose the images; set run.dir to another folder"
+        )
+    if dev is not None:
+        prepare_captions(folder / "dev", dev, start, None, (features, dev.rows), settings.run, on_event, should_stop)
+    temperature = 0.0 if settings.negatives.selection == "top" else settings.negatives.temperature
+    if temperature is None:  # that of the mining model
+        miner = bundle if inputs.miner is None else ModelBundle.load(inputs.miner)
+        temperature = 1 / float(miner.clip.get_parameter("logit_scale").exp())
+    task = TrainTask(
+        config=settings,
+        run=fingerprint,
+        start=start,
+        features=features,
+        data=folder / "data",
+        temperature=temperature,
+        steps=steps,
+        new_adapter=inputs.init is None or read_bundle_info(inputs.init).adapter != bundle.info.adapter,
+        inputs=folder / INPUT_TABLE if is_online else None,
+        views=views,
+        teacher=None if inputs.teacher is None else inputs.teacher.absolute(),
+        teacher_tokens=teacher_tokens,
+        dev=None if dev is None else (dev, folder / "dev"),
+    )
+    result = TrainResult(
+        bundle=str(settings.run.out),
+        fingerprint="",
+        run=fingerprint,
+        images=len(kept),
+        captions=captions.pairs("captions"),
+        left_out=left_out,
+        steps=0,
+        seconds=0.0,
+        truncated=truncated,
+    )
+    return task, result
+
+
+def match_captions(
+    index: CommittedIndex, items: list[CaptionedImage], dev_items: list[CaptionedImage], on_event: OnEvent
+) -> tuple[list[CaptionedImage], CaptionSet, CaptionSet | None, dict[str, int], int]:
+    """Find the captioned images that have features in `index`.
+
+    Returns:
+        The images to train on; their captions; the dev captions, None if there are none; the number of images without
+        features, by reason; and the number of training images that could be decoded only in part.
+
+    Raises:
+        UsageError: an image is missing from the index, no training image has features, or no dev image has features.
+    """
+    from edje_index.captions.matching import NOT_IN_INDEX
+    from edje_index.training.captions import CaptionSet
+
+    matched = match_rows(index, [*items, *dev_items])
+    if absent := matched.missing().get(NOT_IN_INDEX):
+        raise UsageError(
+            f"{absent:,} of {len(matched.rows):,} captioned images are not in {index.root}; build that "
+            "index from all training and dev images, or leave inputs.features out"
+        )
+    sets = []
+    for setting, part, rows in zip(
+        ("inputs.captions", "inputs.dev"), (items, dev_items), matched.split(len(items)), strict=True
+    ):
+        kept, row_ids = rows.indexed(part)
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in rows.missing().items())
+        if part and not kept:
+            raise UsageError(
+                f"none of the {len(part):,} images of {setting} has features ({reasons}); correct the image files"
+            )
+        if setting == "inputs.captions" and reasons:
+            on_event(StatusMessage(f"images left out because they have no features: {reasons}"))
+        sets.append((kept, CaptionSet(row_ids, [item.captions for item in kept]), rows))
+    (kept, captions, rows), (dev_kept, dev, _) = sets
+    if truncated := int(rows.truncated.sum()):
+        on_event(StatusMessage(f"truncated images that are used in part: {truncated:,}"))
+    return kept, captions, dev if dev_kept else None, rows.missing(), truncated
+
+
+def _teacher_tokens(
+    teacher: Path,
+    start: ModelBundle,
+    given: CommittedIndex | None,
+    features: CommittedIndex,
+    items: list[CaptionedImage],
+) -> tuple[CommittedIndex, NDArray[np.int64]] | None:
+    """Return the index of the teacher's tokens and the row of each image; None if its adapter reads `features`.
+
+    Raises:
+        UsageError: student and teacher convert a caption to different token ids, or the adapter of the teacher cannot
+            read the features of the student.
+    """
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.models.adapter import AdapterConfig
+    from edje_index.training.start import feature_fingerprints
+
+    info, student = read_bundle_info(teacher), start.info
+    assert student is not None
+    if student.canonical_captions != info.canonical_captions:
+        raise UsageError(
+            f"architecture.canonical_captions is {student.canonical_captions} for the student, but "
+            f"{info.canonical_captions} for the teacher {teacher}; use the value of the teacher"
+        )
+    digests = [bundle.files.get("joint/tokenizer.json", {}).get("sha256") for bundle in (student, info)]
+    if None in digests or digests[0] != digests[1]:
+        raise UsageError(
+            f"the teacher {teacher} has another tokenizer than the student; set inputs.language or "
+            "inputs.init to a model with the tokenizer of the teacher"
+        )
+    if given is not None:
+        check_encoder(given, [info.encoder_fingerprint], "tokens of the teacher")
+        return given, rows_of_all(given, items)
+    # The features of a step: those of the student's adapter, also if `features` stores all patches.
+    read = feature_fingerprints(student, start.adapter.config)[0]
+    if read != feature_fingerprints(info, AdapterConfig.from_json(info.adapter))[0]:
+        raise UsageError(
+            f"the adapter of the teacher {teacher} cannot read the features of the student, because another tower "
+            "computes them or they have too few patches; set inputs.teacher_features to an index that the teacher built"
+        )
+    return None
+
+
+def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> None:
+    """Train from the last checkpoint to the last step, in this process or on Ray.
+
+    Raises:
+        JobStopped: `should_stop()` returned True. The last checkpoint contains all finished steps.
+    """
+    from edje_index.training.loop import TrainingStopped, run_worker
+    from edje_index.training.task import WorkerGroup
+
+    last = -_REPORT_SECONDS
+
+    def report(record: dict[str, Any]) -> None:
+        nonlocal last
+        is_important = "lr" not in record or record["step"] == record["steps"]
+        if is_important or time.monotonic() - last >= _REPORT_SECONDS:
+            last = time.monotonic()
+            on_event(StatusMessage(describe_record(record)))
+
+    try:
+        if task.config.run.distributed:
+            from pipelines.engines.ray_train import train_on_ray
+
+            train_on_ray(task, should_stop, report, on_notice=lambda text: on_event(StatusMessage(text)))
+        else:
+            run_worker(task, WorkerGroup(), should_stop, report)
+    except TrainingStopped as error:
+        raise JobStopped(str(error)) from None  # with a cause, the stop would not count as requested
+
+
+def describe_record(record: dict[str, Any]) -> str:
+    """Return a log record as one line of text."""
+    parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
+    if "lr" not in record:  # an evaluation
+        return ", ".join(parts + [f"{name} R@1 {100 * record[name]:.1f}" for name in ("t2i", "i2t")])
+    parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
+    parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
+    parts.append(f"{(record['steps'] - record['step']) * record['step_seconds'] / 60:.0f} min left")
+    if record["data_wait"] > 0.1 * record["seconds"]:
+        parts.append(f"waiting for data {record['data_wait'] / record['seconds']:.0%} of the time")
+    if record["skipped"]:
+        parts.append(f"skipped {record['skipped']}")
+    if record.get("unreadable"):
+        parts.append(f"unreadable images {record['unreadable']}")
+    return ", ".join(parts)
+
+
+def finish_training(
+    task: TrainTask, result: TrainResult, on_event: OnEvent, should_stop: ShouldStop, started: float
+) -> TrainResult:
+    """Fit the weights of the final score for a checkpoint. Then write the bundle and `result.json`.
+
+    Args:
+        task: task of the optimiser steps.
+        result: the result as far as it is known.
+        on_event: called with each progress event.
+        should_stop: the job stops once `should_stop()` returns True.
+        started: value of `time.monotonic` when the job began.
+
+    Raises:
+        JobStopped: `should_stop()` returned True. The next run repeats this stage.
+    """
+    from edje_index.training.checkpoints import read_log
+    from edje_index.training.features import unreadable_by_reason
+    from edje_index.training.finish import finish_model
+
+    config, folder, inputs = task.config, task.config.run.folder, task.config.inputs
+    bundle, steps, choices = finish_model(task, config.run.step, stoppable_progress(on_event, should_stop))
+    records = read_log(folder)
+    dev = None
+    if choices:  # by what is ranked: images in text-to-image search, captions in image-to-text search
+        dev = {"images": asdict(choices["t2i"]), "captions": asdict(choices["i2t"])}
+    result = replace(
+        result,
+        left_out=dict(Counter(result.left_out) + Counter(unreadable_by_reason(folder))),
+        steps=steps,
+        last=records[-1] if records else {},
+        score=bundle.score.to_json(),
+        fitting=config.fitting.model_dump(),
+        dev=dev,
+    )
+
+    def record(info: BundleInfo) -> None:
+        # Written before the bundle appears: a bundle without its record would look like another run's.
+        if not config.run.export:
+            finished = replace(result, fingerprint=info.fingerprint, seconds=time.monotonic() - started)
+            write_json_atomic(folder / "result.json", asdict(finished))
+
+    names = ", ".join(path.name for path in inputs.captions)
+    teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
+    notes = (
+        f"trained {steps} steps of {config.loop.batch_size * config.loop.accumulate} pairs on {result.images} images "
+        f"with {result.captions} captions of {names}{teacher}; run {task.run}"
+    )
+    info = replace(bundle, notes=notes).save(config.run.out, record)
+    return replace(result, fingerprint=info.fingerprint, seconds=time.monotonic() - started)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edje_index.scoring.late_interaction import late_interaction
-from edje_index.training.model.losses import alignment_scores
+from edje_index.training.step import alignment_scores
 
 
 def test_pairs_score_as_in_the_alignment_phase():

@@ -10,18 +10,14 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.training.config import TrainConfig, make_config
-from edje_index.training.data.batches import BatchSource
-from edje_index.training.data.dataset import CaptionSet, TrainingData
-from edje_index.training.data.features import StoredFeatures
-from edje_index.training.data.token_rows import SpecialTokens
-from edje_index.training.loop.feature_task import StoredTask
-from edje_index.training.loop.schedule import total_steps
-from edje_index.training.loop.task import Runtime, TrainTask
-from edje_index.training.model.start_bundle import Origin, make_start
-from pipelines.jobs.training.caption_shards import CaptionJob, prepare_captions
-from pipelines.jobs.training.matching import MiningModel
-from pipelines.jobs.training.request import RunSettings
+from edje_index.training.batches import BatchSource, SpecialTokens, TrainingData
+from edje_index.training.captions import CaptionSet
+from edje_index.training.config import RunSettings, TrainSettings, validated
+from edje_index.training.features import StoredFeatures
+from edje_index.training.loop import total_steps
+from edje_index.training.start import make_start
+from edje_index.training.task import TrainTask
+from pipelines.jobs.training.captions import prepare_captions
 from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
@@ -29,6 +25,12 @@ from tests.conftest import write_random_index
 
 IMAGES = 24
 SETTINGS = {
+    "inputs__captions": ["train.jsonl"],
+    "inputs__model": "model",
+    "run__out": "out",
+    "run__device": "cpu",
+    "run__checkpoint_every": 2,
+    "run__log_every": 1,
     "architecture__tokens": 4,
     "architecture__adapter_hidden": 48,
     "loop__batch_size": 8,
@@ -48,11 +50,20 @@ def captions(count: int = IMAGES) -> list[tuple[str, ...]]:
 
 
 def prepare(
-    job: CaptionJob, on_event: OnEvent = lambda _: None, should_stop: ShouldStop = lambda: False, workers: int = 1
+    folder: Path,
+    items: CaptionSet,
+    bundle: Path,
+    index: Path,
+    *,
+    miner: Path | None = None,
+    on_event: OnEvent = lambda _: None,
+    should_stop: ShouldStop = lambda: False,
+    workers: int = 1,
 ) -> None:
     """Prepare captions on the CPU, with one thread per worker."""
-    run = RunSettings(out=job.folder.with_name("out"), workers=workers, device="cpu", threads=1)
-    prepare_captions(job, run, on_event, should_stop)
+    run = RunSettings(out=folder.with_name("out"), workers=workers, device="cpu", threads=1)
+    mining = CommittedIndex.open(index), items.rows
+    prepare_captions(folder, items, bundle, miner, mining, run, on_event, should_stop)
 
 
 @dataclass(frozen=True)
@@ -62,32 +73,36 @@ class Case:
     folder: Path
     bundle: Path
     features: Path
-    data: Path
+    items: CaptionSet
 
-    def config(self, **settings: object) -> TrainConfig:
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    def config(self, **settings: object) -> TrainSettings:
         """Small settings with changes, each named `group__key`."""
         values: dict[str, dict[str, object]] = {}
         for name, value in {**SETTINGS, **settings}.items():
             group, _, key = name.partition("__")
             values.setdefault(group, {})[key] = value
-        return make_config(values)
+        return validated(TrainSettings, values)
 
-    def task(self, run_dir: Path, runtime: dict[str, object] | None = None, **settings: object) -> TrainTask:
-        """A task whose start is made anew from the tiny bundle."""
-        config = self.config(**settings)
+    def task(self, run_dir: Path, *, dev: bool = False, **settings: object) -> TrainTask:
+        """A task whose start is made anew from the tiny bundle. The dev captions are the training captions."""
+        config = self.config(run__dir=run_dir, inputs__dev="dev.jsonl" if dev else None, **settings)
         start = run_dir / "start"
         if not start.exists():
-            make_start(Origin(self.bundle), config.architecture, config.loop.seed).save(start)
-        options = {"run_dir": run_dir, "device": "cpu", "checkpoint_every": 2, "log_every": 1, **(runtime or {})}
-        features = StoredTask(CommittedIndex.open(self.features))
+            make_start(config.architecture, config.loop.seed, model=self.bundle).save(start)
         steps = total_steps(config.loop, TrainingData.open(self.data).pairs(config.loop.epoch_of))
-        return TrainTask(config, Runtime(**options), "run", start, features, self.data, temperature=0.1, steps=steps)
+        dev_captions = (self.items, self.data) if dev else None
+        index = CommittedIndex.open(self.features)
+        return TrainTask(config, "run", start, index, self.data, temperature=0.1, steps=steps, dev=dev_captions)
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
         data, features = TrainingData.open(self.data), StoredFeatures(CommittedIndex.open(self.features))
         special_tokens = SpecialTokens.of(bundle.joint.tokenizer)
-        return BatchSource(data, features, None, special_tokens, 4, 0.1, self.config(**settings), rank, world)
+        return BatchSource(data, features, special_tokens, 4, 0.1, self.config(**settings), rank, world)
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -104,7 +119,6 @@ def case(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Case:
     folder = tmp_path_factory.mktemp("training")
     features = folder / "features.edje"
     write_random_index(features, IndexSpec(IMAGES + 3, 8, (16, 32), embed_dim=24))
-    items = CaptionSet(np.arange(IMAGES) + 2, captions())
-    mining = MiningModel(None, CommittedIndex.open(features), items.rows)
-    prepare(CaptionJob(folder / "data", items, tiny_bundle, mining))
-    return Case(folder, tiny_bundle, features, folder / "data")
+    made = Case(folder, tiny_bundle, features, CaptionSet(np.arange(IMAGES) + 2, captions()))
+    prepare(made.data, made.items, tiny_bundle, features)
+    return made

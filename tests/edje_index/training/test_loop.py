@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,13 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.weights import read_checkpoint
-from edje_index.training.fitting.trained_bundle import trained_bundle
-from edje_index.training.loop.checkpoint import Checkpoints
-from edje_index.training.loop.distributed import WorkerGroup
-from edje_index.training.loop.log import TrainLog, read_log
-from edje_index.training.loop.opened_task import open_task
-from edje_index.training.loop.schedule import total_steps
-from edje_index.training.loop.train_worker import run_worker
-from edje_index.training.loop.training_loop import TrainingStopped, make_optimizer
-from edje_index.training.model.objectives import JointObjective
-from edje_index.training.model.start_bundle import make_trainable
+from edje_index.training.checkpoints import Checkpoints, read_log
+from edje_index.training.config import PRESETS, OptimizerConfig, make_config
+from edje_index.training.finish import finish_model
+from edje_index.training.loop import TrainingStopped, learning_rate, make_optimizer, run_worker, total_steps
+from edje_index.training.start import make_trainable
+from edje_index.training.step import JointObjective
+from edje_index.training.task import WorkerGroup, open_task
 from storage_formats.errors import UsageError
 
 
@@ -68,19 +64,6 @@ def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls
     assert positions == [(0, 1), (0, 2), *((1, step) for step in range(1, 7))]
 
 
-def test_what_followed_the_last_checkpoint_is_done_again(case, calm, tmp_path):
-    """As after kill -9: the log is ahead of the checkpoint, and a half-written file lies about."""
-    task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2)
-    run_worker(task, WorkerGroup(), never)
-    folder = tmp_path / "checkpoints"
-    newest = sorted(folder.iterdir())[-1]
-    newest.rename(folder / f".{newest.name}.123")
-    run_worker(task, WorkerGroup(), never)
-    assert same(weights(tmp_path), weights(calm))
-    assert [path.name for path in sorted(folder.iterdir())] == ["01-000000004.pt", "01-000000006.pt"]
-    assert len(read_log(tmp_path)) == 8
-
-
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(case, calm, tmp_path):
     task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2)
     run_worker(task, WorkerGroup(), never)
@@ -88,23 +71,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(case, calm, tmp_path):
     newest.write_bytes(newest.read_bytes()[:1000])
     run_worker(task, WorkerGroup(), never)
     assert same(weights(tmp_path), weights(calm))
-
-
-def test_a_checkpoint_of_weights_that_are_not_finite_is_refused(case, tmp_path):
-    task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2)
-    run_worker(task, WorkerGroup(), never)
-    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
-    content = read_checkpoint(newest)
-    name = next(iter(content["weights"]))
-    content["weights"][name].view(-1)[0] = float("nan")
-    torch.save(content, newest)
-    with pytest.raises(ModelError, match=f"the tensor {name} of the checkpoint {newest} contains 1 values"):
-        run_worker(task, WorkerGroup(), never)
-
-
-def test_another_trainings_checkpoint_is_refused(case, calm):
-    with pytest.raises(ModelError, match="belongs to another training"):
-        Checkpoints(calm, "other").latest()
 
 
 def test_it_learns_and_leaves_the_tower(case, tmp_path):
@@ -116,7 +82,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
     log = read_log(tmp_path)
     assert log[-1]["recovery"] < 0.5 * log[0]["recovery"]
     assert log[-1]["mlm"] < 0.7 * log[0]["mlm"]
-    bundle, steps = trained_bundle(task, ModelBundle.load(task.start))
+    bundle, steps, _ = finish_model(task, None, lambda *report: None)
     assert steps == 60
     assert bundle.trained
     before = ModelBundle.load(task.start)
@@ -129,7 +95,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
 def test_frozen_words_stay_the_language_models(case, tmp_path, words):
     task = case.task(tmp_path, loop__steps=2, architecture__word_embeddings=words)
     run_worker(task, WorkerGroup(), never)
-    after, _ = trained_bundle(task, ModelBundle.load(task.start))
+    after, *_ = finish_model(task, None, lambda *report: None)
     before = ModelBundle.load(task.start)
     equal = torch.equal(after.joint.text_embeddings.weight, before.joint.text_embeddings.weight)
     assert equal == (words == "frozen")
@@ -196,20 +162,41 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
     assert not same({k.removeprefix("adapter."): v for k, v in trained.items() if k.startswith("adapter.")}, before)
 
 
-def test_how_long(case):
+PRETRAINING = OptimizerConfig()
+FINETUNING = make_config(PRESETS["paper-finetune"]).optimizer
+
+
+def published_rates(config: OptimizerConfig, epochs: int, steps_per_epoch: int) -> list[float]:
+    """A step schedule per epoch; the steps of the first epoch are warmed up."""
+    rates = []
+    for epoch in range(epochs):
+        rate = max(config.min_lr, config.lr * config.decay_rate**epoch)
+        for step in range(steps_per_epoch):
+            if epoch == 0:
+                warm = config.warmup_lr + (config.lr - config.warmup_lr) * step / config.warmup_steps
+                rate = min(config.lr, warm)
+            rates.append(rate)
+    return rates
+
+
+@pytest.mark.parametrize("config", [PRETRAINING, FINETUNING], ids=["pretraining", "fine-tuning"])
+@pytest.mark.parametrize(("epochs", "steps_per_epoch"), [(60, 130), (12, 500), (8, 100), (9, 40)])
+def test_every_step_has_the_published_rate(config, epochs, steps_per_epoch):
+    """Also if the warm-up is longer than the first epoch, and down to the minimum."""
+    total = epochs * steps_per_epoch
+    rates = [learning_rate(step, total, float(steps_per_epoch), config) for step in range(total)]
+    assert rates == pytest.approx(published_rates(config, epochs, steps_per_epoch), rel=1e-12)
+
+
+def test_cosine_decay_rises_over_the_warm_up_and_ends_at_the_minimum():
+    cosine = PRETRAINING.model_copy(update={"decay": "cosine"})
+    rates = [learning_rate(step, 10_000, 10.0, cosine) for step in (0, 50, 100, 5050, 10_000)]
+    assert rates == pytest.approx([1e-6, (1e-6 + 3e-4) / 2, 3e-4, (3e-4 + 1e-6) / 2, 1e-6])
+
+
+def test_steps_follow_from_epochs(case):
     assert total_steps(case.config().loop, 100) == 6
     assert total_steps(case.config(loop__steps=None, loop__epochs=2.5).loop, 100) == 30
     assert total_steps(case.config(loop__steps=None, loop__epochs=2, loop__accumulate=5).loop, 100) == 5
-    with pytest.raises(UsageError, match=r"set loop.steps or loop.epochs"):
-        total_steps(case.config(loop__steps=None).loop, 100)
     with pytest.raises(UsageError, match="do not fill a batch"):
         total_steps(case.config().loop, 7)
-
-
-def test_the_log_survives_a_line_cut_short(tmp_path):
-    journal = TrainLog(tmp_path, 0, 0)
-    journal.write({"stage": 0, "step": 1, "phase": "joint", "loss": 2.0})
-    journal.close()
-    with (tmp_path / "log.jsonl").open("ab") as file:
-        file.write(json.dumps({"stage": 0, "step": 2}).encode()[:-4])
-    assert [record["step"] for record in read_log(tmp_path)] == [1]

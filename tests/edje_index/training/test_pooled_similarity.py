@@ -8,10 +8,8 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import ScoreWeights
-from edje_index.training.data.batches import ViewSource
-from edje_index.training.fitting.linear_maps import canonical_maps, ridge_map
-from edje_index.training.fitting.pooled_similarity import MIN_CAPTIONS, fit_pooled_similarity
-from edje_index.training.model.trained_part import trained_part
+from edje_index.training.pooled_similarity import MIN_CAPTIONS, canonical_maps, fit_pooled_similarity, ridge_map
+from edje_index.training.start import trained_part
 
 
 def covariances(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,11 +33,6 @@ def test_canonical_maps_are_defined_by_their_covariances():
     # Scaled on both sides by correlation ** 1.5: the ridged covariances are correlation ** 3, across ** 4.
     torch.testing.assert_close(across, (scale ** (4 / 3)).diag())
     assert scale.tolist() == sorted(scale.tolist(), reverse=True)
-
-
-def test_no_more_dimensions_than_there_are():
-    left, right = canonical_maps(*covariances(np.random.default_rng(1)), 100)
-    assert left.shape[1] == right.shape[1] == 5
 
 
 def test_the_ridge_solution_has_no_gradient():
@@ -78,17 +71,3 @@ def test_it_tells_whose_caption_it_is(case):
     own = scores.diagonal()
     better = (scores > own[:, None]).sum(dim=1).float().mean()
     assert better < 6, "by chance 11.5 other images score higher"
-
-
-def test_views_are_further_images(case):
-    bundle = ModelBundle.load(case.bundle)
-    source = case.source()
-    adapter = trained_part(bundle.adapter)
-    plain = fit_pooled_similarity(adapter, bundle.joint, source, 4)
-    same = ViewSource(source.features, np.stack([source.data.rows] * 2, axis=1))
-    twice = fit_pooled_similarity(adapter, bundle.joint, replace(source, views=same), 4)
-    none = ViewSource(source.features, np.full((len(source.data.rows), 2), -1))
-    without = fit_pooled_similarity(adapter, bundle.joint, replace(source, views=none), 4)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(twice.state_dict()[name].abs(), value.abs(), rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(without.state_dict()[name], value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,14 @@ from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.models.weights import save_weights
 from edje_index.training.config import ArchitectureConfig
-from edje_index.training.model.language_model import load_language_model
-from edje_index.training.model.start_bundle import Origin, feature_fingerprints, make_start, set_dropout
+from edje_index.training.start import (
+    feature_fingerprints,
+    init_queries,
+    load_language_model,
+    make_start,
+    make_trainable,
+    trained_part,
+)
 
 SMALL = ArchitectureConfig(tokens=3, adapter_hidden=20)
 BERT = {
@@ -86,12 +93,12 @@ def test_what_is_no_language_model_is_refused(language, tmp_path):
 
 def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(tiny_bundle, language, tmp_path):
     config = ArchitectureConfig(tokens=3, adapter_hidden=20, language_layers=2)
-    first = make_start(Origin(tiny_bundle, language=language), config, seed=1)
+    first = make_start(config, 1, model=tiny_bundle, language=language)
     assert first.adapter.config == AdapterConfig("compressed", 3, 32, 24, 20, num_heads=2, layer_norm_eps=1e-5)
     assert len(first.joint.language_model.bert.encoder.layer) == 2
     assert first.joint.text_projection.out_features == first.embed_dim
-    again = make_start(Origin(tiny_bundle, language=language), config, seed=1)
-    other = make_start(Origin(tiny_bundle, language=language), config, seed=2)
+    again = make_start(config, 1, model=tiny_bundle, language=language)
+    other = make_start(config, 2, model=tiny_bundle, language=language)
     assert torch.equal(first.adapter.query, again.adapter.query)
     assert not torch.equal(first.adapter.query, other.adapter.query)
     info = first.save(tmp_path / "start")
@@ -99,28 +106,16 @@ def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(tiny_bundle, l
     loaded = ModelBundle.load(tmp_path / "start")
     assert len(loaded.joint.language_model.bert.encoder.layer) == 2
     with pytest.raises(ModelError, match="cannot keep 9 layers"):
-        make_start(Origin(tiny_bundle, language=language), ArchitectureConfig(language_layers=9), 0)
-
-
-def test_dropout_of_hidden_states_and_of_attention_apart(tiny_bundle):
-    joint = ModelBundle.load(tiny_bundle).joint
-    set_dropout(joint, None, 0.0)
-    layer = joint.language_model.bert.encoder.layer[0]
-    assert (layer.attention.self.dropout.p, layer.attention.output.dropout.p) == (0.0, 0.1)
-    set_dropout(joint, 0.3, None)
-    dropouts = [joint.language_model.bert.embeddings.dropout, layer.attention.output.dropout, layer.output.dropout]
-    assert [module.p for module in dropouts] == [0.3] * 3
-    assert layer.attention.self.dropout.p == 0.0
+        make_start(ArchitectureConfig(language_layers=9), 0, model=tiny_bundle, language=language)
 
 
 def test_going_on_from_a_bundle_takes_its_adapter_where_it_fits(tiny_bundle, tmp_path):
-    first = make_start(Origin(tiny_bundle), SMALL, seed=1)
+    first = make_start(SMALL, 1, model=tiny_bundle)
     first.save(tmp_path / "first")
-    same = make_start(Origin(tiny_bundle, init=tmp_path / "first"), SMALL, seed=5)
+    same = make_start(SMALL, 5, model=tiny_bundle, init=tmp_path / "first")
     assert torch.equal(same.adapter.query, first.adapter.query)
-    other = make_start(
-        Origin(tiny_bundle, init=tmp_path / "first"), ArchitectureConfig(adapter="local", adapter_hidden=20), 5
-    )
+    local = ArchitectureConfig(adapter="local", adapter_hidden=20)
+    other = make_start(local, 5, model=tiny_bundle, init=tmp_path / "first")
     assert other.adapter.config.num_tokens == 16
     assert torch.equal(other.joint.text_embeddings.weight, first.joint.text_embeddings.weight)
 
@@ -128,12 +123,9 @@ def test_going_on_from_a_bundle_takes_its_adapter_where_it_fits(tiny_bundle, tmp
 @pytest.mark.parametrize("adapter", ["compressed", "local", "strided", "clustered", "pruned"])
 def test_features_are_what_the_adapter_is_trained_on(tiny_bundle, tmp_path, adapter):
     """A feature bundle and the trained part of the adapter make together what the whole adapter makes."""
-    from dataclasses import replace
-
-    from edje_index.training.model.trained_part import trained_part
 
     config = ArchitectureConfig(adapter=adapter, tokens=4, adapter_hidden=20)
-    start = make_start(Origin(tiny_bundle), config, seed=0)
+    start = make_start(config, 0, model=tiny_bundle)
     whole = start.save(tmp_path / "whole")
     info = replace(start, adapter=build_adapter(start.adapter.config.features(16))).save(tmp_path / "features")
     accepted = feature_fingerprints(whole, start.adapter.config)
@@ -150,21 +142,6 @@ def test_features_are_what_the_adapter_is_trained_on(tiny_bundle, tmp_path, adap
     assert abs(made - tokens.astype("float32")).max() < 0.05
 
 
-def test_patches_of_another_width_make_a_bundle_and_a_local_count_is_held(tiny_bundle):
-    bundle = ModelBundle.load(tiny_bundle)
-    with pytest.raises(ModelError, match="equal vision_dim and language_dim"):
-        build_adapter(AdapterConfig("patches", 16, 32, 16, 0))
-    bundle.adapter = build_adapter(AdapterConfig("patches", 9, 32, 32, 0))
-    with pytest.raises(ModelError, match="patches adapter stores one token per patch"):
-        bundle.save(tiny_bundle.with_name("never"))
-
-
-def test_the_settings_decide_how_captions_are_read(tiny_bundle):
-    assert make_start(Origin(tiny_bundle), SMALL, seed=1).joint.tokenizer.canonical
-    raw = SMALL.model_copy(update={"canonical_captions": False})
-    assert not make_start(Origin(tiny_bundle), raw, seed=1).joint.tokenizer.canonical
-
-
 @pytest.mark.parametrize(("adapter", "positions"), [("local", 80), ("compressed", 67)])
 def test_positions_reach_to_the_last_image_token_and_are_trained(tiny_bundle, language, tmp_path, adapter, positions):
     """As published: 64 for the row without its image, and one per image token; added rows repeat the last one."""
@@ -174,7 +151,7 @@ def test_positions_reach_to_the_last_image_token_and_are_trained(tiny_bundle, la
     name = "embeddings.position_embeddings.weight"
     state[name] = state[name][:66].clone()
     save_file(state, language / "model.safetensors")
-    start = make_start(Origin(tiny_bundle, language=language), SMALL.model_copy(update={"adapter": adapter}), seed=1)
+    start = make_start(SMALL.model_copy(update={"adapter": adapter}), 1, model=tiny_bundle, language=language)
     table = start.joint.language_model.bert.embeddings.position_embeddings.weight
     assert table.shape == (positions, 24)
     assert torch.equal(table[:66], state[name].float())
@@ -190,6 +167,40 @@ def test_positions_reach_to_the_last_image_token_and_are_trained(tiny_bundle, la
     assert (gradient.abs().sum(dim=1) > 0).all(), "every position has its own row"
 
 
-def test_a_long_table_of_positions_is_kept(tiny_bundle):
-    start = make_start(Origin(tiny_bundle), SMALL, seed=1)
+def test_the_settings_decide_what_is_trained_and_how_captions_are_read(tiny_bundle):
+    config = SMALL.model_copy(update={"dropout": 0.3, "attention_dropout": 0.0, "canonical_captions": False})
+    start = make_start(config, 1, model=tiny_bundle)
+    make_trainable(start, config, torch.device("cpu"))
+    layer = start.joint.language_model.bert.encoder.layer[0]
+    dropouts = [
+        start.joint.language_model.bert.embeddings.dropout,
+        layer.attention.output.dropout,
+        layer.output.dropout,
+    ]
+    assert [module.p for module in (*dropouts, layer.attention.self.dropout)] == [0.3, 0.3, 0.3, 0.0]
+    assert not start.joint.tokenizer.canonical
     assert start.joint.config.max_position_embeddings == 512
+
+
+def test_every_token_starts_as_the_mean_of_similar_patches():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(8, 32, generator=generator) * 3
+    cluster = torch.randint(8, (20, 16), generator=generator)
+    patches = centres[cluster] + 0.3 * torch.randn(20, 16, 32, generator=generator)
+    adapter = build_adapter(AdapterConfig("compressed", 8, 32, 16, hidden_dim=8, num_heads=4))
+    init_queries(adapter, patches, generator)
+    attended = []
+    adapter.layernorm.register_forward_hook(lambda _, inputs, __: attended.append(inputs[0]))
+    one_of_each = (centres + 5)[None]  # around another mean
+    adapter(one_of_each)
+    mean = patches.reshape(-1, 32).mean(dim=0)
+    nearest = torch.cdist(attended[0][0] + mean, centres + 5).argmin(dim=1)
+    assert sorted(nearest.tolist()) == list(range(8))
+
+
+@pytest.mark.parametrize("patches", [torch.randn(1, 7, 32), torch.ones(4, 16, 32)])
+def test_patches_without_clusters_change_nothing(patches):
+    adapter = build_adapter(AdapterConfig("compressed", 8, 32, 16, hidden_dim=8, num_heads=4))
+    before = {name: tensor.clone() for name, tensor in adapter.state_dict().items()}
+    init_queries(adapter, patches, torch.Generator().manual_seed(0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter.state_dict().items())

@@ -1,0 +1,519 @@
+"""From prepared captions to the batches of the alignment phase and the joint phase, on the CPU.
+
+A batch depends only on the data, the settings, the batch number and the rank of the worker. A batch spans all workers,
+and each worker makes its own part, so workers need not communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edje_index.models.joint_inputs import NUM_SPECIAL_TOKENS, SPECIAL_TOKEN_NAMES, JointInputs, JointTokenizer
+from edje_index.training.config import TrainConfig
+from edje_index.training.features import Features, Loaded, StoredFeatures, ViewSource, nothing_readable
+from edje_index.training.random_streams import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, ORDER, VIEW_CHOICE, stream
+from storage_formats.errors import UsageError
+
+TokenIds = NDArray[np.integer[Any]]
+_ALIGNMENT, _JOINT = range(2)
+Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """n images and all their c captions, as memory-mapped NumPy arrays. The captions of an image are adjacent.
+
+    Attributes:
+        rows: row of each image in the feature index, int64 [n].
+        caption_starts: offsets of the captions of each image, int64 [n + 1]. Image i has the captions
+            ``caption_starts[i]:caption_starts[i + 1]``.
+        token_starts: offsets of the tokens of each caption, int64 [c + 1]. Caption i has the tokens
+            ``tokens[token_starts[i]:token_starts[i + 1]]``.
+        tokens: token ids of all captions in order, without special tokens, int32. Captions longer than 64 tokens,
+            including special tokens, are truncated.
+        caption_keys: a number per caption, int64 [c]. Captions with the same words have the same number.
+        text_embeddings: embeddings of the captions by the text tower, float32 [c, e].
+        image_mining: embeddings of the images by the mining model, float32 [n, e'].
+        text_mining: embeddings of the captions by the mining model, float32 [c, e'].
+    """
+
+    rows: NDArray[np.int64]
+    caption_starts: NDArray[np.int64]
+    token_starts: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    caption_keys: NDArray[np.int64]
+    text_embeddings: NDArray[np.float32]
+    image_mining: NDArray[np.float32]
+    text_mining: NDArray[np.float32]
+
+    @classmethod
+    def open(cls, folder: Path) -> TrainingData:
+        """Memory-map the arrays that `edje_index.training.captions.join_shards` wrote to `folder`."""
+        return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
+
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return len(self.rows)
+
+    def pairs(self, epoch_of: str) -> int:
+        """Return the number of pairs per epoch, which visits every caption ("captions") or image ("images") once."""
+        return self.images if epoch_of == "images" else len(self.caption_keys)
+
+    def caption(self, number: int) -> NDArray[np.int32]:
+        """Return the token ids of caption `number`."""
+        part: NDArray[np.int32] = self.tokens[self.token_starts[number] : self.token_starts[number + 1]]
+        return part
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws batches of `batch_size` pairs. If the last batch of an epoch is incomplete, it is left out.
+
+    Attributes:
+        data: images and captions to draw from.
+        batch_size: pairs per batch, summed over all workers.
+        seed: seed of the random order.
+        epoch_of: "captions" if an epoch visits every caption once, in a new random order. "images" if an epoch visits
+            every image once, with one caption per image.
+    """
+
+    data: TrainingData
+    batch_size: int
+    seed: int
+    epoch_of: str = "captions"
+
+    def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the image numbers and the caption numbers of one batch, int64 [batch_size] each.
+
+        `batch` is the batch number, counted from 0 over all epochs.
+        """
+        if self.epoch_of == "images":
+            images, caption_sets = self.sets(batch, 1)
+            return images, caption_sets[0]
+        captions, _ = self._members(batch, self.data.pairs("captions"))
+        return np.searchsorted(self.data.caption_starts, captions, side="right") - 1, captions
+
+    def sets(self, batch: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Draw distinct images and `count` captions per image for the batch number `batch`.
+
+        Returns:
+            Image numbers, int64 [batch_size], and caption numbers, int64 [count, batch_size].
+        """
+        images, epoch = self._members(batch, self.data.images)
+        starts = self.data.caption_starts
+        counts = starts[images + 1] - starts[images]
+        first = images + epoch  # so that an epoch does not use the first caption of every image
+        return images, starts[images] + (first + np.arange(count)[:, None]) % counts
+
+    def _members(self, batch: int, count: int) -> tuple[NDArray[np.int64], int]:
+        """Draw a batch from `count` captions or images. Return their numbers, int64 [batch_size], and the epoch."""
+        epoch, batch_of_epoch = divmod(batch, count // self.batch_size)
+        order = _permutation(count, self.seed, epoch)
+        return order[batch_of_epoch * self.batch_size : (batch_of_epoch + 1) * self.batch_size], epoch
+
+
+@lru_cache(maxsize=2)
+def _permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return stream(seed, ORDER, epoch).permutation(count)
+
+
+def draw_negatives(
+    similarities: NDArray[np.floating[Any]],
+    masked: NDArray[np.bool_],
+    first: int,
+    *,
+    count: int,
+    temperature: float,
+    mined: float,
+    rng: np.random.Generator,
+) -> NDArray[np.int64]:
+    """Draw `count` negatives for each of r rows of a batch of b pairs. Return the column numbers, int64 [r, count].
+
+    The probabilities are softmax(similarity / temperature) over the columns that are not masked. With probability
+    1 - `mined`, all negatives of a row are drawn uniformly. If a row has fewer than `count` unmasked columns,
+    columns are repeated. The negatives of a row do not depend on which other rows are drawn.
+
+    Args:
+        similarities: similarity of each query with every candidate of the batch [r, b].
+        masked: which candidates cannot be negatives of each query, bool [r, b].
+        first: number of the first of the r rows in the batch.
+        count: number of negatives per row.
+        temperature: temperature of the softmax, at least 0; 0 selects the `count` most similar candidates.
+        mined: probability that the negatives of a row are mined, between 0 and 1.
+        rng: random number generator in its initial state.
+
+    Raises:
+        UsageError: all candidates of a row are masked.
+    """
+    rows, columns = similarities.shape
+    free = (~masked).sum(axis=1)
+    if not free.all():
+        raise UsageError(
+            "a pair has no possible negative, because all other pairs of its batch have the same image "
+            "or the same words; raise loop.batch_size"
+        )
+    keys = similarities
+    if temperature or mined < 1:
+        # Gumbel top-k: the largest values of log-weight + noise are a draw without replacement. Both terms are
+        # multiplied by the temperature. A batch has one random number per pair of row and column, then one per row.
+        rng.bit_generator.advance(first * columns)  # type: ignore[attr-defined]
+        noise = rng.gumbel(size=similarities.shape)
+        rng.bit_generator.advance((columns - first - rows) * columns)  # type: ignore[attr-defined]
+        is_random = np.asarray(rng.random(columns))[first : first + rows, None] >= mined
+        keys = np.where(is_random, noise, similarities + temperature * noise)
+    keys = np.where(masked, -np.inf, keys)
+    candidates = np.empty((rows, count), dtype=np.int64)
+    for place in range(count):  # a few passes are faster than sorting; of equal keys, the first column wins
+        candidates[:, place] = keys.argmax(axis=1)
+        keys[np.arange(rows), candidates[:, place]] = -np.inf
+    drawn: NDArray[np.int64] = np.take_along_axis(candidates, np.arange(count) % np.minimum(free, count)[:, None], 1)
+    return drawn
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids of the joint encoder's special tokens. `all` holds every special id of the tokenizer."""
+
+    pad: int
+    cls: int
+    sep: int
+    mask: int
+    image: int
+    all: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: JointTokenizer) -> SpecialTokens:
+        return cls(
+            pad=tokenizer.special_id("pad_token"),
+            cls=tokenizer.special_id("cls_token"),
+            sep=tokenizer.special_id("sep_token"),
+            mask=tokenizer.special_id("mask_token"),
+            image=tokenizer.image_token_id,
+            all=(*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id),
+        )
+
+
+def joint_rows(captions: Sequence[TokenIds], image_tokens: int, special_tokens: SpecialTokens) -> JointInputs:
+    """Return the input rows ``[CLS] caption [SEP] <image> x image_tokens [SEP]``, one per caption.
+
+    Tokens after the first ``[SEP]`` have token type 1. All other tokens and padding have token type 0. From the texts
+    of the same captions, `edje_index.models.joint_inputs.JointTokenizer.inputs` makes the same rows.
+    """
+    ids, lengths = _padded(captions, image_tokens + 1, special_tokens)
+    position = np.arange(ids.shape[1])
+    image_start = lengths + 2
+    is_image = (position >= image_start) & (position < image_start + image_tokens)
+    ids[is_image] = special_tokens.image
+    ids[position == image_start + image_tokens] = special_tokens.sep
+    types = (position >= image_start) & (position <= image_start + image_tokens)
+    return _inputs(ids, types, position <= image_start + image_tokens)
+
+
+def text_rows(captions: Sequence[TokenIds], special_tokens: SpecialTokens) -> JointInputs:
+    """Return the input rows ``[CLS] caption [SEP]``, one per caption, without image tokens."""
+    ids, lengths = _padded(captions, 0, special_tokens)
+    return _inputs(ids, np.zeros(ids.shape, dtype=bool), np.arange(ids.shape[1]) <= lengths + 1)
+
+
+def _padded(
+    captions: Sequence[TokenIds], extra: int, special_tokens: SpecialTokens
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return rows ``[CLS] caption [SEP]`` with at least `extra` padding tokens [b, t], and caption lengths [b, 1]."""
+    lengths = np.array([[len(caption)] for caption in captions])
+    ids = np.full((len(captions), lengths.max() + 2 + extra), special_tokens.pad, dtype=np.int64)
+    position = np.arange(ids.shape[1])
+    ids[:, 0] = special_tokens.cls
+    ids[(position >= 1) & (position <= lengths)] = np.concatenate(captions)
+    ids[position == lengths + 1] = special_tokens.sep
+    return ids, lengths
+
+
+def _inputs(ids: NDArray[np.int64], types: NDArray[np.bool_], attended: NDArray[np.bool_]) -> JointInputs:
+    return JointInputs(
+        torch.from_numpy(ids), torch.from_numpy(types.astype(np.int64)), torch.from_numpy(attended.astype(np.int64))
+    )
+
+
+@dataclass(frozen=True)
+class MaskedCaptions:
+    """Captions with masked tokens.
+
+    Attributes:
+        captions: token ids of each caption, where masked tokens have the id of ``[MASK]``.
+        is_masked: which tokens of the concatenated captions are masked, bool [tokens].
+        targets: original token ids of the masked tokens [masked].
+    """
+
+    captions: list[TokenIds]
+    is_masked: NDArray[np.bool_]
+    targets: TokenIds
+
+    def flat_targets(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the positions of the masked tokens and their original token ids, int64 [masked] each.
+
+        A position is an index into the flattened input rows of shape [captions, width].
+        """
+        positions = np.concatenate([row * width + 1 + np.arange(len(c)) for row, c in enumerate(self.captions)])
+        return torch.from_numpy(positions[self.is_masked]), torch.from_numpy(self.targets.astype(np.int64))
+
+
+def mask_captions(
+    captions: Sequence[TokenIds], probability: float, special_tokens: SpecialTokens, rng: np.random.Generator
+) -> MaskedCaptions:
+    """Replace random tokens by ``[MASK]``. Each token that is not special is replaced with the given `probability`.
+
+    As in the published code, special tokens include ``[UNK]``.
+    """
+    flat = np.concatenate(captions)
+    is_masked = (rng.random(len(flat)) < probability) & ~np.isin(flat, special_tokens.all)
+    masked = np.split(np.where(is_masked, special_tokens.mask, flat), np.cumsum([len(c) for c in captions])[:-1])
+    return MaskedCaptions(masked, is_masked, flat[is_masked])
+
+
+class OnDevice:
+    """Base class of dataclasses of tensors, with a method that moves all tensors to a device."""
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy with all tensors on `device`. On a CPU the tensors are not copied."""
+        moved: Any = replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})  # type: ignore[type-var,arg-type]
+        return moved  # type: ignore[no-any-return]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
+    if isinstance(value, JointInputs):
+        return JointInputs(*(_moved(getattr(value, f.name), device) for f in fields(value)))
+    if isinstance(value, tuple):
+        return tuple(_moved(part, device) for part in value)
+    return value
+
+
+@dataclass(frozen=True)
+class JointBatch(OnDevice):
+    """One worker's part of a joint-phase batch: b pairs with k negative images and k negative texts each.
+
+    Attributes:
+        pairs: number of positive pairs, b.
+        negatives: number of negative images per pair, and number of negative texts per pair, k.
+        patches: patch features of the images of the positive pairs [b, n, d_v], or the values from which
+            `Features.finish` computes the patch features.
+        inputs: input rows of the joint encoder, in this order: positive pairs, pairs with negative images, pairs with
+            negative texts, masked captions (only with masked language modelling).
+        image: index of the image of each row of `inputs`, int64. The images are those of the positive pairs of all
+            workers, in rank order.
+        masked: positions and original token ids of the masked tokens; None without masked language modelling.
+        text_inputs: input rows without images, and embeddings of the captions in these rows [b, e]; None without
+            text-embedding recovery.
+        teacher: input rows of the teacher for all positive and negative pairs, and the teacher's stored tokens of the
+            images of the positive pairs; None instead of tokens that the teacher's adapter computes from `patches`.
+            None without a teacher.
+    """
+
+    pairs: int
+    negatives: int
+    patches: torch.Tensor
+    inputs: JointInputs
+    image: torch.Tensor
+    masked: tuple[torch.Tensor, torch.Tensor] | None
+    text_inputs: tuple[JointInputs, torch.Tensor] | None
+    teacher: tuple[JointInputs, torch.Tensor | None] | None
+
+
+@dataclass(frozen=True)
+class AlignmentBatch(OnDevice):
+    """One worker's part of an alignment-phase batch: b images with s captions each.
+
+    Attributes:
+        patches: patch features [b, n, d_v], or the values from which `Features.finish` computes the patch features.
+        words: distinct token ids in all captions, without special tokens and stop words, int64 [w].
+        shares: relative frequency of each word in each caption, float32 [w, s b]. The columns are s sets of b captions,
+            one caption per image.
+    """
+
+    patches: torch.Tensor
+    words: torch.Tensor
+    shares: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Makes the batches of one worker.
+
+    Attributes:
+        data: images and captions to train on.
+        features: reads the features of the images.
+        special_tokens: special tokens of the joint encoder's tokenizer.
+        image_tokens: number of image tokens per input row of the joint encoder.
+        temperature: temperature of the softmax that draws negatives; 0 selects the most similar candidates.
+        config: training settings.
+        rank: rank of this worker, counted from 0.
+        world_size: number of workers.
+        views: reads features of augmented views; None without views. For each image, a batch uses the image or a random
+            view.
+        teacher_tokens: number of tokens per image that the teacher reads; 0 without a teacher.
+        teacher: stored tokens of the teacher, and the row of each of the n training images, int64 [n]; None if the
+            teacher's adapter computes the tokens.
+    """
+
+    data: TrainingData
+    features: Features
+    special_tokens: SpecialTokens
+    image_tokens: int
+    temperature: float
+    config: TrainConfig
+    rank: int = 0
+    world_size: int = 1
+    views: ViewSource | None = None
+    teacher_tokens: int = 0
+    teacher: tuple[StoredFeatures, NDArray[np.int64]] | None = None
+
+    def joint(self, number: int) -> JointBatch:
+        """Return this worker's part of a joint-phase batch. Batches are numbered from 0 over all epochs.
+
+        A pair whose image cannot be read is replaced by another pair of the same part.
+
+        Raises:
+            EdjeError: none of the images can be read.
+        """
+        loop, objective, special_tokens = self.config.loop, self.config.objective, self.special_tokens
+        images, captions = Sampler(self.data, loop.batch_size, loop.seed, loop.epoch_of).pairs(number)
+        count, pairs = self.config.negatives.count, loop.batch_size // self.world_size
+        part = np.arange(pairs) + self.rank * pairs
+        loaded = self._load(images[part], _JOINT, number)
+        readable = np.flatnonzero(loaded.readable)
+        if not len(readable):
+            raise nothing_readable()
+        chosen = readable[np.searchsorted(readable, np.arange(pairs)) % len(readable)]  # the next readable pair
+        own, (other_images, other_texts) = part[chosen], (n[chosen] for n in self.negatives(number, images, captions))
+        pair_images = np.concatenate([own, other_images.ravel(), np.repeat(own, count)])
+        pair_captions = np.concatenate([captions[own], np.repeat(captions[own], count), captions[other_texts.ravel()]])
+        texts = [self._token_ids(caption) for caption in pair_captions]
+        rows, row_images, masked, text_inputs, teacher = texts, pair_images, None, None, None
+        if objective.mlm_weight:
+            rng = stream(loop.seed, MASKING, number, self.rank)
+            masking = mask_captions(texts[:pairs], objective.mlm_probability, special_tokens, rng)
+            rows, row_images = texts + masking.captions, np.concatenate([pair_images, pair_images[:pairs]])
+        inputs = joint_rows(rows, self.image_tokens, special_tokens)
+        if objective.mlm_weight:
+            masked = masking.flat_targets(inputs.input_ids.shape[1])
+        if objective.recovery_weight:
+            embeddings = torch.from_numpy(self.data.text_embeddings[pair_captions[:pairs]])
+            text_inputs = text_rows(texts[:pairs], special_tokens), embeddings
+        if self.teacher_tokens:
+            tokens = None if self.teacher is None else self.teacher[0].fetch(self.teacher[1][images[part]])
+            teacher = joint_rows(texts, self.teacher_tokens, special_tokens), tokens
+        return JointBatch(
+            pairs=pairs,
+            negatives=count,
+            patches=loaded.values,
+            inputs=inputs,
+            image=torch.from_numpy(row_images),
+            masked=masked,
+            text_inputs=text_inputs,
+            teacher=teacher,
+        )
+
+    def negatives(
+        self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Draw the negatives of this worker's part of the batch `number`, within the whole batch.
+
+        Pairs with the same image, or with captions of the same words, are not negatives of each other.
+
+        Args:
+            number: batch number.
+            images: image number of each pair, int64 [batch_size].
+            captions: caption number of each pair, int64 [batch_size].
+
+        Returns:
+            Negative images of each caption and negative texts of each image, int64 [b, k] each. The values are
+            positions in the batch.
+        """
+        settings, loop = self.config.negatives, self.config.loop
+        pairs = len(images) // self.world_size
+        own = slice(self.rank * pairs, (self.rank + 1) * pairs)
+        texts, pictures = self.data.text_mining[captions], self.data.image_mining[images]
+        image_keys, caption_keys = self.data.rows[images], self.data.caption_keys[captions]
+        masked = (image_keys[own, None] == image_keys) | (caption_keys[own, None] == caption_keys)
+        step, curriculum = number // loop.accumulate, settings.curriculum_steps
+        drawn = [
+            draw_negatives(
+                queries[own] @ candidates.T,
+                masked,
+                own.start,
+                count=settings.count,
+                temperature=self.temperature,
+                mined=min(1.0, step / curriculum) if curriculum else 1.0,
+                rng=stream(loop.seed, purpose, number),
+            )
+            for queries, candidates, purpose in (
+                (texts, pictures, NEGATIVE_IMAGES),
+                (pictures, texts, NEGATIVE_TEXTS),
+            )
+        ]
+        return drawn[0], drawn[1]
+
+    def alignment(self, counted: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
+        """Return a function that maps a batch number to this worker's part of the alignment-phase batch.
+
+        Args:
+            counted: which token ids are words to align, bool [v], see `stop_words.content_token_mask`.
+        """
+        settings, seed = self.config.alignment, self.config.loop.seed
+        sampler = Sampler(self.data, min(settings.batch_size, self.data.images), seed)
+
+        def batch(number: int) -> AlignmentBatch:
+            images, captions = sampler.sets(number, settings.captions)
+            local = np.arange(self.rank, len(images), self.world_size)
+            loaded = self._load(images[local], _ALIGNMENT, number)
+            local = local[loaded.readable]
+            if not len(local):
+                raise nothing_readable()
+            words = [ids[counted[ids]] for ids in map(self._token_ids, captions[:, local].ravel().tolist())]
+            distinct, position = np.unique(np.concatenate(words), return_inverse=True)
+            shares = np.zeros((len(distinct), len(words)), dtype=np.float32)
+            lengths = np.array([len(part) for part in words])
+            np.add.at(shares, (position, np.repeat(np.arange(len(words)), lengths)), 1)
+            return AlignmentBatch(
+                patches=loaded.values[torch.from_numpy(loaded.readable)],
+                words=torch.from_numpy(distinct.astype(np.int64)),
+                shares=torch.from_numpy(shares / lengths.clip(min=1)),
+            )
+
+        return batch
+
+    def with_features(self, batch: Batch) -> Batch:
+        """Return `batch` with its patch features, on the device of the batch.
+
+        For online features, this method runs the vision tower.
+        """
+        return replace(batch, patches=self.features.finish(batch.patches))
+
+    def _load(self, images: NDArray[np.int64], phase: int, number: int) -> Loaded:
+        """Load each image, or a random view of the image."""
+        rows = self.data.rows[images]
+        if self.views is None:
+            return self.features.load(rows)
+        rng = stream(self.config.loop.seed, VIEW_CHOICE, phase, number, self.rank)
+        view = rng.integers(-1, self.views.rows.shape[1], size=len(images))
+        view_rows = np.where(view < 0, -1, self.views.rows[images, view])
+        is_view = view_rows >= 0
+        photos, views = self.features.load(rows[~is_view]), self.views.features.load(view_rows[is_view])
+        order = np.argsort(np.argsort(is_view, kind="stable"), kind="stable")
+        return Loaded(
+            torch.cat([photos.values, views.values])[torch.from_numpy(order)],
+            np.concatenate([photos.readable, views.readable])[order],
+        )
+
+    def _token_ids(self, caption: int) -> TokenIds:
+        return self.data.caption(caption)[: self.config.objective.text_length - NUM_SPECIAL_TOKENS]

@@ -1,0 +1,212 @@
+"""The checkpoints and the log of a training run.
+
+A resumed training run gives the same weights as a run without interruption. If writing a checkpoint fails, the file
+does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edje_index.errors import ModelError
+from edje_index.filesystem import read_json_lines
+from edje_index.models.weights import check_finite, read_checkpoint
+from storage_formats.atomic import fsync_path, write_bytes_atomic
+
+KEEP = 2
+LOG = "log.jsonl"
+DEV = "dev"
+RECALL = "recall"  # mean R@1 of both directions; evaluations are ranked by this value
+Record = Mapping[str, Any]
+_NAME = re.compile(r"(\d{2})-(\d{9})\.pt")
+
+
+@dataclass
+class TrainState:
+    """The content of a checkpoint.
+
+    Attributes:
+        run: fingerprint of the settings, data and initial weights of the training run.
+        stage: number of the phase, counted from 0.
+        step: number of finished optimiser steps of this phase.
+        weights: weights of the module that this phase trains, by name.
+        optimizer: state of the optimiser.
+        skipped: number of steps without a finite gradient in the whole training run, and number of such steps in a row
+            immediately before the checkpoint.
+    """
+
+    run: str
+    stage: int
+    step: int
+    weights: dict[str, Any]
+    optimizer: dict[str, Any]
+    skipped: tuple[int, int]
+
+
+class _UnreadableError(Exception):
+    """A checkpoint cannot be read. Other checkpoints may be readable."""
+
+
+class Checkpoints:
+    """The checkpoints of a training run, in the folder ``checkpoints`` of the run folder.
+
+    Args:
+        run_dir: run folder.
+        run: fingerprint of the training run. Checkpoints with another fingerprint are refused.
+    """
+
+    def __init__(self, run_dir: Path, run: str) -> None:
+        self._folder = run_dir / "checkpoints"
+        self._run = run
+
+    def save(self, state: TrainState, kept: Collection[tuple[int, int]] = ()) -> Path:
+        """Write `state` as a checkpoint, remove old checkpoints, and return the path of the new file.
+
+        The last two checkpoints, and those whose (stage, step) is in `kept`, are not removed.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(state.stage, state.step)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                torch.save({f.name: getattr(state, f.name) for f in fields(state)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_path(self._folder)
+        unfinished = self._folder.glob(".*.pt.*")  # files of processes that were killed while writing a checkpoint
+        old = [self._path(*position) for position in self._positions()[:-KEEP] if position not in kept]
+        for unneeded in (*old, *unfinished):
+            unneeded.unlink(missing_ok=True)
+        return path
+
+    def latest(self) -> TrainState | None:
+        """Read the newest readable checkpoint. Return None if there are no checkpoints.
+
+        Raises:
+            ModelError: checkpoints exist but none can be read, or the newest readable checkpoint belongs to another
+                training run or has weights that are NaN or infinite.
+        """
+        problem: ModelError | None = None
+        for position in reversed(self._positions()):
+            try:
+                return self._read(self._path(*position))
+            except _UnreadableError as error:
+                problem = ModelError(
+                    f"cannot read the checkpoint {self._path(*position)}: {error}; remove {self._folder} to train "
+                    "again from step 0"
+                )
+        if problem is not None:
+            raise problem
+        return None
+
+    def at(self, step: int) -> TrainState:
+        """Read the checkpoint of `step`, in the last phase that has checkpoints.
+
+        Raises:
+            ModelError: the checkpoint does not exist, cannot be read, belongs to another training run, or has weights
+                that are NaN or infinite.
+        """
+        positions = self._positions()
+        last = max((stage for stage, _ in positions), default=0)
+        steps = [kept for stage, kept in positions if stage == last]
+        if step not in steps:
+            raise ModelError(
+                f"{self._folder} has no checkpoint of step {step}; choose one of the steps {', '.join(map(str, steps))}"
+            )
+        path = self._path(last, step)
+        try:
+            return self._read(path)
+        except _UnreadableError as error:
+            raise ModelError(f"cannot read the checkpoint {path}: {error}; choose another step") from error
+
+    def _read(self, path: Path) -> TrainState:
+        try:
+            state = TrainState(**read_checkpoint(path))
+        except (ModelError, TypeError) as error:
+            raise _UnreadableError(str(error)) from error
+        if state.run != self._run:
+            raise ModelError(
+                f"the checkpoint {path} belongs to another training run; use another run folder, or remove "
+                f"{self._folder} to start again from step 0"
+            )
+        check_finite(state.weights, f"the checkpoint {path}")
+        return state
+
+    def _path(self, stage: int, step: int) -> Path:
+        return self._folder / f"{stage:02d}-{step:09d}.pt"
+
+    def _positions(self) -> list[tuple[int, int]]:
+        """Return (stage, step) of every checkpoint, in order."""
+        names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
+        matches = [match for name in names if (match := _NAME.fullmatch(name))]
+        return sorted((int(match[1]), int(match[2])) for match in matches)
+
+
+class TrainLog:
+    """Appends records to ``log.jsonl``. TensorBoard gets the same records if it is installed.
+
+    Opening the log removes all records after `step` of `stage`. A killed run may have left such records.
+
+    Args:
+        run_dir: run folder.
+        stage: number of the phase to continue, counted from 0.
+        step: number of finished steps of this phase.
+    """
+
+    def __init__(self, run_dir: Path, stage: int, step: int) -> None:
+        path = run_dir / LOG
+        kept = [record for record in read_log(run_dir) if (record["stage"], record["step"]) <= (stage, step)]
+        write_bytes_atomic(path, b"".join(_line(record) for record in kept))
+        self._file = path.open("ab")
+        self._tensorboard: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, record: Record) -> None:
+        """Append a record. The keys ``stage``, ``phase`` and ``step`` are required."""
+        self._file.write(_line(record))
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self._tensorboard.add_scalar(f"{record['phase']}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        """Flush all records to disk and close the log."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def read_log(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the records of a training run. Lines that are not valid JSON are skipped."""
+    path = run_dir / LOG
+    if not path.exists():
+        return []
+    return [line.value for line in read_json_lines(path) if line.error is None]
+
+
+def best_steps(records: list[dict[str, Any]], count: int) -> set[tuple[int, int]]:
+    """Return (stage, step) of the `count` evaluations with the highest recall. Of equal recalls, the latest win."""
+    evaluations = [record for record in records if record["phase"] == DEV]
+    ranked = sorted(evaluations, key=lambda record: (record[RECALL], record["stage"], record["step"]), reverse=True)
+    return {(record["stage"], record["step"]) for record in ranked[:count]}
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps(record).encode() + b"\n"

@@ -1,1 +1,0 @@
-"""Training data: captions, features, batches, hard negatives and sampling."""

@@ -1,0 +1,147 @@
+"""Makes a bundle from a checkpoint of a training run, and fits the final score of the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.errors import ModelError
+from edje_index.models.weights import State
+from edje_index.progress import OnProgress
+from edje_index.scoring.hubness import HubnessBank
+from edje_index.scoring.pooled_similarity import PooledVectors
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights
+from edje_index.training.batches import BatchSource, SpecialTokens, joint_rows
+from edje_index.training.checkpoints import Checkpoints
+from edje_index.training.dev import DevSet, choose_dev_weights
+from edje_index.training.features import nothing_readable
+from edje_index.training.fit_weights import WeightChoice
+from edje_index.training.pooled_similarity import fit_pooled_similarity
+from edje_index.training.random_streams import BANK, stream
+from edje_index.training.start import trained_part
+from edje_index.training.task import TrainTask, WorkerGroup, open_task
+
+_BATCH = 64
+_ACTIVITY = "making the hubness bank, captions and images"
+
+
+def finish_model(
+    task: TrainTask, step: int | None, on_progress: OnProgress
+) -> tuple[ModelBundle, int, dict[str, WeightChoice]]:
+    """Make a bundle from a checkpoint. Its final score follows the settings in ``task.config.fitting``.
+
+    Weights that are None in the settings are fitted to the dev captions. Without dev captions, these weights are 0. A
+    hubness bank is left out if the hubness correction has weight 0 in both directions.
+
+    Args:
+        task: task of the training run.
+        step: step of the checkpoint; None means the last checkpoint.
+        on_progress: called with the progress. An exception raised by `on_progress` stops this function.
+
+    Returns:
+        The trained bundle, not saved yet; the number of finished steps of the joint phase; and the weights and recall
+        by direction, empty if no weights were fitted.
+
+    Raises:
+        ModelError: the run has no checkpoint of `step` in the joint phase, or the checkpoint cannot be read.
+    """
+    fitting, run_dir = task.config.fitting, task.config.run.folder
+    opened = open_task(replace(task, teacher=None), WorkerGroup())
+    device, source, bundle = opened.device, opened.source, opened.start
+    checkpoints = Checkpoints(run_dir, task.run)
+    state = checkpoints.latest() if step is None else checkpoints.at(step)
+    if state is None or not any(name.startswith("joint.") for name in state.weights):
+        raise ModelError(f"{run_dir} has no checkpoint of the joint phase yet; resume the training run")
+    adapter = trained_part(bundle.adapter)
+    adapter.load_state_dict(_with_prefix(state.weights, "adapter."))
+    bundle.joint.load_state_dict(_with_prefix(state.weights, "joint."))
+    bundle = replace(bundle, trained=True, info=None)
+    bundle.adapter.to(device).eval()
+    bundle.joint.to(device).eval()
+    if fitting.pooled_dim:
+        pooled = fit_pooled_similarity(adapter, bundle.joint, source, fitting.pooled_dim, on_progress)
+        bundle = replace(bundle, pooled=pooled.to(device).eval())
+    if fitting.hubness_bank:
+        bank = make_hubness_bank(adapter, bundle.pooled_vectors, source, fitting.hubness_bank, on_progress)
+        bundle = replace(bundle, hubness_bank=bank.to(device).eval())
+    weights = ScoreWeights(
+        late=fitting.late_weight or 0.0,
+        pooled=(fitting.pooled_weight or 0.0) if fitting.pooled_dim else 0.0,
+        embedding=fitting.embedding_weight or 0.0,
+    )
+    score = DirectionWeights(weights, weights)
+    choices: dict[str, WeightChoice] = {}
+    given = [fitting.embedding_weight, fitting.late_weight, *([fitting.pooled_weight] if fitting.pooled_dim else [])]
+    if task.dev is not None and (None in given or fitting.hubness_bank):
+        dev = DevSet.open(*task.dev, source.features)
+        choices = choose_dev_weights(bundle, dev, source.features, fitting, on_progress)
+        score = DirectionWeights(**{direction: choice.weights for direction, choice in choices.items()})
+    has_bank = bundle.hubness_bank is not None and (score.t2i.hubness or score.i2t.hubness)
+    bundle = replace(bundle, score=score, hubness_bank=bundle.hubness_bank if has_bank else None)
+    return bundle, state.step, choices
+
+
+def _with_prefix(weights: State, prefix: str) -> State:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+@torch.inference_mode()
+def make_hubness_bank(
+    adapter: nn.Module,
+    vectors: PooledVectors,
+    source: BatchSource,
+    count: int,
+    on_progress: OnProgress = lambda activity, done, total: None,
+) -> HubnessBank:
+    """Make a hubness bank of at most `count` random captions and `count` random images of the training data.
+
+    Images that cannot be read are left out. The bank is on the CPU.
+
+    Args:
+        adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
+        vectors: computes the pooled vectors. If the bundle has no pooled similarity, the vectors have width 0.
+        source: features and captions of the training data.
+        count: maximum number of captions in the bank, and maximum number of images in the bank.
+        on_progress: called with the number of captions and images that are finished.
+
+    Raises:
+        EdjeError: none of the images of the sample can be read.
+    """
+    data, rng = source.data, stream(source.config.loop.seed, BANK)
+    captions = np.sort(rng.permutation(len(data.text_embeddings))[:count])
+    images = np.sort(rng.permutation(data.images)[:count])
+    joint, pooled, total = vectors.joint, vectors.pooled, len(captions) + len(images)
+
+    def batches(positions: NDArray[np.int64], done: int) -> Iterator[NDArray[np.int64]]:
+        for start in range(0, len(positions), _BATCH):
+            on_progress(_ACTIVITY, done + start, total)
+            yield positions[start : start + _BATCH]
+
+    caption_vectors, image_vectors = torch.zeros(len(captions), 0), torch.zeros(len(images), 0)
+    if pooled is not None:
+        special_tokens, chunks = SpecialTokens.of(joint.tokenizer), []
+        for batch in batches(captions, 0):
+            token_ids = [data.caption(caption) for caption in batch]
+            sentences = joint.sentence_vectors(joint_rows(token_ids, 0, special_tokens))
+            chunks.append(pooled.captions([ids.tolist() for ids in token_ids], sentences).cpu())
+        caption_vectors = torch.cat(chunks)
+        chunks, readable = [], []
+        for batch in batches(images, len(captions)):
+            features, are_readable = source.features.fetch_readable(data.rows[batch])
+            readable.append(batch[are_readable])
+            if are_readable.any():
+                tokens = adapter(features.to(joint.device).float())
+                chunks.append(vectors.of_images(tokens.bfloat16()).cpu())  # bfloat16, as an index stores tokens
+        if not chunks:
+            raise nothing_readable()
+        image_vectors, images = torch.cat(chunks), np.concatenate(readable)
+    return HubnessBank.of(
+        (torch.from_numpy(data.text_embeddings[captions]), caption_vectors),
+        (source.features.embeddings(data.rows[images]), image_vectors),
+    )

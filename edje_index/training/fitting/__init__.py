@@ -1,1 +1,0 @@
-"""Makes the pooled similarity, the hubness bank and the weights of the final score, after the training loop."""

@@ -1,0 +1,317 @@
+"""The initial weights of a training run: the initial bundle, and the cluster centres at which a new adapter starts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.parts import load_adapter
+from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, encoder_fingerprint
+from edje_index.errors import ModelError
+from edje_index.models.adapter import (
+    FRAME_EMBEDDINGS,
+    LOCAL,
+    PATCH_REDUCTIONS,
+    PATCHES,
+    Adapter,
+    AdapterConfig,
+    CompressionAdapter,
+    ReducedAdapter,
+    TemporalAdapter,
+    build_adapter,
+)
+from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
+from edje_index.models.clip_model import LOCAL_DIR, load_clip
+from edje_index.models.adapter import cluster_tokens
+from edje_index.models.text_tower import text_tokenizer
+from edje_index.models.vision_tower import vision_tower
+from edje_index.models.weights import State, check_finite, read_checkpoint, read_weights, save_weights
+from edje_index.scoring.weights import DirectionWeights
+from edje_index.training.batches import TrainingData
+from edje_index.training.config import ArchitectureConfig
+from edje_index.training.features import Features
+from edje_index.training.random_streams import CLUSTERING, stream
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
+_POOLER = {"bert.pooler.dense.weight": "0.dense.weight", "bert.pooler.dense.bias": "0.dense.bias"}
+_HEAD = "cls.predictions."
+_SAMPLE_IMAGES = 300
+_SAMPLE_PATCHES = 20_000
+_SHARPNESS = 4.0  # standard deviation of attention scores over patches; one deviation gives e**4 times the weight
+
+
+def make_start(
+    architecture: ArchitectureConfig,
+    seed: int,
+    *,
+    model: Path | None = None,
+    vision: str | None = None,
+    language: Path | None = None,
+    init: Path | None = None,
+) -> ModelBundle:
+    """Make the initial bundle of a training run. Weights without a source are random.
+
+    Args:
+        architecture: architecture of the model to train.
+        seed: seed of the random weights.
+        model: bundle that provides the towers; None takes the towers from `vision`.
+        vision: open_clip name, or ``local-dir:FOLDER``, of the model that provides the towers.
+        language: folder of a Hugging Face BERT model, or a bundle, that provides the joint encoder. None takes the
+            joint encoder of `model`.
+        init: bundle that provides the joint encoder instead of `language`. If the adapter of this bundle has the
+            configuration in the settings, the bundle also provides the adapter.
+
+    Raises:
+        HubUnreachableError: a source must be downloaded and the Hugging Face Hub cannot be reached.
+        ModelError: a source is missing, does not fit the settings, or does not fit another source.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        bundle = ModelBundle.load(model) if model is not None else _towers(vision, init or language)
+        initial = None if init is None else ModelBundle.load(init)
+        joint = bundle.joint
+        if initial is not None:
+            joint = initial.joint
+        elif language is not None:
+            joint = _language(language, bundle.embed_dim)
+        joint.tokenizer.canonical = architecture.canonical_captions
+        if (count := architecture.language_layers) is not None:
+            layers = joint.language_model.bert.encoder.layer
+            if count > len(layers):
+                raise ModelError(
+                    f"cannot keep {count} layers, because the language model has only {len(layers)}; lower "
+                    "architecture.language_layers"
+                )
+            joint.language_model.bert.encoder.layer = layers[:count]
+            joint.config.num_hidden_layers = count
+        if joint.text_projection.out_features != bundle.embed_dim:
+            joint.text_projection = nn.Linear(joint.width, bundle.embed_dim)
+        adapter = _adapter(architecture, bundle, joint, initial)
+        _extend_positions(joint, MAX_TEXT_TOKENS + adapter.config.num_tokens)
+    started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes="start of a training", info=None)
+    return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None)
+
+
+def _towers(vision_name: str | None, source: Path | None) -> ModelBundle:
+    """Load a bundle with the towers `vision_name` and the joint encoder `source`. Its adapter is a placeholder."""
+    if vision_name is None or source is None:
+        raise ModelError("no model provides the towers: set 'model', or set 'vision' and one of 'language' and 'init'")
+    clip, config = load_clip(vision_name)
+    folder = Path(vision_name.removeprefix(LOCAL_DIR)) if vision_name.startswith(LOCAL_DIR) else None
+    vision = vision_tower(clip.visual)  # type: ignore[arg-type]
+    return ModelBundle(
+        clip=clip,
+        clip_config=config,
+        text_tokenizer=text_tokenizer(config, folder),
+        adapter=build_adapter(AdapterConfig(PATCHES, vision.num_patches, vision.patch_dim, vision.patch_dim, 0)),
+        joint=_language(source, vision.embed_dim),
+        trained=False,
+    )
+
+
+def _language(source: Path, embed_dim: int) -> JointEncoder:
+    if (source / INFO_FILE).exists():
+        return ModelBundle.load(source).joint
+    return load_language_model(source, embed_dim)
+
+
+@torch.no_grad()
+def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
+    """Return a joint encoder with the weights of the BERT model in `folder`, in float32.
+
+    ``<image>`` is appended to the vocabulary. The pooler becomes the first layer of the scoring head. A language-model
+    head in `folder` is loaded too. All other weights are random.
+
+    Args:
+        folder: folder with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.
+        embed_dim: width of the text embeddings that the joint encoder learns to recover.
+
+    Raises:
+        ModelError: `folder` does not contain a BERT model, or the weights do not fit ``config.json``.
+    """
+    tokenizer = load_joint_tokenizer(folder)
+    config = bert_config(folder / "config.json")
+    path = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if path is None:
+        raise ModelError(
+            f"there are no weights in {folder}, neither {' nor '.join(_WEIGHTS)}; give the directory of a BERT model"
+        )
+    raw: State = read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
+    named = {name if name.startswith(("bert.", "cls.")) else f"bert.{name}": tensor for name, tensor in raw.items()}
+    state = {name: tensor.float() for name, tensor in named.items() if not name.endswith("position_ids")}
+    if _WORD_EMBEDDINGS not in state or state[_WORD_EMBEDDINGS].shape != (config.vocab_size, config.hidden_size):
+        raise ModelError(
+            f"the weights in {folder} do not fit its config.json: {_WORD_EMBEDDINGS} is missing or has another shape; "
+            "give another directory"
+        )
+    vocabulary = max(int(config.vocab_size), len(tokenizer))
+    joint = JointEncoder(bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim)
+    target = joint.language_model.state_dict()
+    words = state[_WORD_EMBEDDINGS].shape[0]
+    target[_WORD_EMBEDDINGS][:words] = state.pop(_WORD_EMBEDDINGS)
+    pooler = {_POOLER[name]: state.pop(name) for name in list(state) if name in _POOLER}
+    if len(pooler) == len(_POOLER):
+        joint.classification_head.load_state_dict(pooler, strict=False)
+    for name, tensor in state.items():
+        if name.startswith(_HEAD):
+            if name == f"{_HEAD}bias":
+                target[name][:words] = tensor
+            elif ".transform." in name:
+                target[name].copy_(tensor)
+        elif name in target and target[name].shape == tensor.shape:
+            target[name].copy_(tensor)
+        elif name.startswith("bert."):
+            raise ModelError(
+                f"the weights in {folder} do not fit its config.json: {name} has the shape {list(tensor.shape)}; "
+                "give another directory"
+            )
+    missing = [name for name in target if name.startswith("bert.") and name not in state and name != _WORD_EMBEDDINGS]
+    if missing:
+        raise ModelError(
+            f"the weights in {folder} lack {len(missing)} tensors of the language model, for example "
+            f"{missing[0]}; give another directory"
+        )
+    check_finite(joint.state_dict(), str(folder))
+    return joint
+
+
+def _adapter(config: ArchitectureConfig, towers: ModelBundle, joint: JointEncoder, init: ModelBundle | None) -> Adapter:
+    vision = towers.vision
+    adapter_config = AdapterConfig(
+        kind=config.adapter,
+        num_tokens=vision.num_patches if config.adapter == LOCAL else config.tokens,
+        vision_dim=vision.patch_dim,
+        language_dim=joint.width,
+        hidden_dim=config.adapter_hidden,
+        num_heads=vision.num_heads,
+        activation=str(joint.config.hidden_act),
+        layer_norm_eps=vision.layer_norm_eps,
+    )
+    if config.frames is not None:  # for clips; the adapter of `towers` compresses the frames
+        width, frame_adapter = towers.embed_dim, None
+        if config.adapter != FRAME_EMBEDDINGS:
+            width, frame_adapter = towers.adapter.config.language_dim, towers.adapter.config
+        adapter_config = replace(
+            adapter_config,
+            vision_dim=width,
+            num_heads=math.gcd(adapter_config.num_heads, width),
+            frames=config.frames,
+            frame_adapter=frame_adapter,
+        )
+    if init is not None and init.adapter.config == adapter_config:
+        return init.adapter
+    adapter = build_adapter(adapter_config)
+    if isinstance(adapter, TemporalAdapter) and adapter.frame_adapter is not None:
+        adapter.frame_adapter.load_state_dict(towers.adapter.state_dict())
+    return adapter
+
+
+@torch.no_grad()
+def _extend_positions(joint: JointEncoder, count: int) -> None:
+    """Extend the position table of the language model to at least `count` rows, with copies of the last row."""
+    embeddings = joint.language_model.bert.embeddings
+    table: nn.Embedding = embeddings.position_embeddings
+    if table.num_embeddings >= count:
+        return
+    rows = torch.arange(count).clamp(max=table.num_embeddings - 1)
+    embeddings.position_embeddings = nn.Embedding(count, table.embedding_dim)
+    embeddings.position_embeddings.weight.copy_(table.weight[rows])
+    joint.config.max_position_embeddings = count
+
+
+def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device) -> None:
+    """Set trainable parameters, dropout and the attention implementation of `bundle` for training on `device`.
+
+    The configuration of the language model does not change.
+    """
+    bundle.adapter.train_weights()
+    bundle.joint.requires_grad_(True)
+    bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
+    for name, module in bundle.joint.named_modules():
+        is_attention = name.endswith(".self.dropout")
+        probability = architecture.attention_dropout if is_attention else architecture.dropout
+        if isinstance(module, nn.Dropout) and probability is not None:
+            module.p = probability
+    # On a CPU, the backward pass of torch's fused attention is slow, so separate matrix products are used.
+    if device.type == "cpu":
+        bundle.joint.language_model.set_attn_implementation("eager")
+
+
+def trained_part(adapter: Adapter) -> nn.Module:
+    """Return the module of `adapter` that is trained.
+
+    For an adapter that reduces patches, this module is the MLP, because training reads reduced features. For any other
+    adapter, it is the whole adapter.
+    """
+    return adapter.local if isinstance(adapter, ReducedAdapter) else adapter
+
+
+def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
+    """Return the encoder fingerprints of indexes that the adapter `trained` of the bundle `info` can be trained on.
+
+    An index with the first fingerprint contains exactly the inputs of the adapter. If the adapter reduces patches,
+    there is a second fingerprint. An index with the second fingerprint contains all patches.
+    """
+    patches = int(info.vision["num_patches"])
+    features = trained.features(patches)
+    adapters = [build_adapter(features) if trained.frame_adapter is None else load_adapter(info).features(patches)]
+    if trained.kind in PATCH_REDUCTIONS:
+        adapters.append(build_adapter(replace(features, kind=PATCHES, num_tokens=patches)))
+    fingerprints = []
+    for adapter in adapters:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / ADAPTER_WEIGHTS
+            save_weights(adapter, path)
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        files = {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
+        fingerprints.append(encoder_fingerprint(adapter.config.to_json(), files))
+    return fingerprints
+
+
+def init_from_features(adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int) -> None:
+    """Initialise `adapter` in place from patch features of random training images. `seed` determines the images."""
+    images = np.sort(stream(seed, CLUSTERING).permutation(data.images)[:_SAMPLE_IMAGES])
+    init_queries(adapter, features.fetch_readable(data.rows[images])[0], torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def init_queries(adapter: CompressionAdapter, patches: torch.Tensor, generator: torch.Generator) -> None:
+    """Set the queries and attention weights of `adapter` from sample patches. The other weights do not change.
+
+    The queries start at cluster centres of the patches, so each token is a weighted mean of similar patches, as in
+    NetVLAD (Arandjelovic et al., 2016). With random queries, every token is close to the mean of all patches.
+
+    Args:
+        adapter: adapter to change in place.
+        patches: patch features of sample images [b, n, d_v]. If b * n is less than the number of tokens per image, or
+            all patches are equal, nothing changes.
+        generator: random number generator that selects the patches to cluster.
+    """
+    width, heads = adapter.config.vision_dim, adapter.config.num_heads
+    points = patches.reshape(-1, width).float()
+    points = points[torch.randperm(len(points), generator=generator)[:_SAMPLE_PATCHES]]
+    mean = points.mean(dim=0)
+    points = points - mean
+    if len(points) < adapter.config.num_tokens or not points.any():
+        return
+    centres = cluster_tokens(points[None], adapter.config.num_tokens)[0]
+    by_head = [part.view(len(part), heads, -1).transpose(0, 1) for part in (centres, points)]
+    scores = by_head[0] @ by_head[1].transpose(1, 2) / (width // heads) ** 0.5
+    adapter.query.copy_(centres * (_SHARPNESS / scores.std(dim=2).mean()))
+    identity = torch.eye(width)
+    for linear in (adapter.key, adapter.value, adapter.attention.out_proj):
+        linear.weight.copy_(identity)
+        linear.bias.zero_()
+    adapter.value.bias.copy_(-mean)
+    adapter.attention.in_proj_weight.copy_(torch.cat([identity, identity, identity]))
+    adapter.attention.in_proj_bias.zero_()

@@ -1,0 +1,272 @@
+"""Finds or builds the indexes that a training run reads, and finds the rows of the captioned images in them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.planning.config import BuildConfig
+from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.errors import EdjeError, UsageError
+
+if TYPE_CHECKING:
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.captions.matching import MatchedRows
+    from edje_index.captions.reading import CaptionedImage
+    from edje_index.images.inputs import InputRef
+    from edje_index.models.adapter import Adapter
+    from edje_index.training.config import TrainSettings
+    from edje_index.training.features import Crops
+    from storage_formats.format.manifest import CommittedIndex
+
+INPUT_TABLE = "inputs.arrow"
+_CROP_THREADS = 4
+_CROPS_AHEAD = 256
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What every step of the preparation needs.
+
+    Attributes:
+        settings: settings of the training run.
+        start: bundle with the initial weights.
+        on_event: called with each progress event.
+        should_stop: the preparation stops once `should_stop()` returns True.
+    """
+
+    settings: TrainSettings
+    start: ModelBundle
+    on_event: OnEvent
+    should_stop: ShouldStop
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.settings.run.folder
+
+    def build(self, name: str, model: Path, sources: tuple[str, ...], content: str) -> CommittedIndex:
+        """Build the index `name` in the run folder with the bundle `model`, or resume the build.
+
+        Raises:
+            EdjeError: no image could be read.
+            JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
+        """
+        from edje_index.models.devices import threads_kept
+        from pipelines.jobs.build import run_build
+        from pipelines.jobs.failed_inputs import FailedInputsError
+        from storage_formats.format.manifest import CommittedIndex
+
+        self.on_event(StatusMessage(f"computing {content}, once"))
+        run, dtype = self.settings.run, self.settings.loop.dtype
+        config = BuildConfig(
+            sources=sources,
+            out=self.folder / name,
+            model=model,
+            engine="ray" if run.distributed else "inline",
+            threads=run.threads,
+            device=run.device,
+            dtype=None if dtype == "auto" else dtype,  # None is the type of the training loop
+            address=run.address,
+            column=_path_column(sources),
+            truncated="load",
+            frames=self.settings.architecture.frames,
+            precisions=(self.settings.inputs.feature_precision,),
+            max_failed=1.0,  # training has its own message about missing images
+        )
+        try:
+            with threads_kept():
+                run_build(config, self.on_event, self.should_stop)
+        except FailedInputsError as error:
+            raise EdjeError(
+                f"{error.problem}. Correct the captions or inputs.images; then remove the run folder {self.folder} and "
+                "train again"
+            ) from error
+        return CommittedIndex.open(config.out)
+
+    def tower_bundle(self, name: str, adapter: Adapter) -> Path:
+        """Make a bundle of the towers and `adapter` in the run folder, if it is missing. Return its path."""
+        model = self.folder / name
+        if not model.exists():
+            notes = "computes features to train on; it cannot re-rank"
+            replace(self.start, adapter=adapter, notes=notes, info=None).save(model)
+        return model
+
+    def sources(self, name: str, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
+        """Return the sources from which to build an index of `items`.
+
+        These are the archives that hold images, then the list `name` with the paths of images outside archives, if any.
+        """
+        paths = list(dict.fromkeys(item.path for item in items))
+        archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
+        lines = "".join(json.dumps({"path": path}) + "\n" for path in paths if ".tar!" not in path).encode()
+        if not lines:
+            return tuple(archives)
+        list_file = self.folder / name
+        if not list_file.exists() or list_file.read_bytes() != lines:
+            write_bytes_atomic(list_file, lines)
+        return (*archives, os.fspath(list_file))
+
+
+def _path_column(sources: Sequence[str]) -> str | None:
+    return "path" if sources[-1].endswith(".jsonl") else None  # only the last source can be a list of paths
+
+
+def stored_features(job: Preparation, items: Sequence[CaptionedImage], given: CommittedIndex | None) -> CommittedIndex:
+    """Return an index of the features of `items`: the index `given`, or a new index.
+
+    Raises:
+        UsageError: another tower built `given`.
+        JobStopped: the build stopped early. Finished shards are kept.
+    """
+    from edje_index.training.start import feature_fingerprints
+
+    start = job.start
+    if given is not None:
+        assert start.info is not None
+        kind = start.adapter.config.features(start.vision.num_patches).kind
+        return check_encoder(given, feature_fingerprints(start.info, start.adapter.config), kind)
+    model = job.tower_bundle("features-model", start.adapter.features(start.vision.num_patches))
+    return job.build("features.edje", model, job.sources("features.edje.jsonl", items), "features of the frozen tower")
+
+
+def online_features(job: Preparation, items: Sequence[CaptionedImage]) -> CommittedIndex:
+    """Return an index of the embeddings of the images `items`. Also write the table of the images to `INPUT_TABLE`.
+
+    The index stores one unused patch per image instead of the features. If the table exists, the images are not
+    checked again, so a run can be resumed even if images are missing.
+
+    Raises:
+        EdjeError: the images have changed since the index was built.
+        JobStopped: the build stopped before its end. Finished shards are kept.
+    """
+    from edje_index.images.input_table import write_input_table
+    from edje_index.models.adapter import STRIDED, build_adapter
+    from pipelines.sources import iter_all, open_sources
+    from storage_formats.format.manifest import CommittedIndex
+
+    table, name, start = job.folder / INPUT_TABLE, "images.edje", job.start
+    if table.exists():
+        return CommittedIndex.open(job.folder / name)
+    sources = job.sources("images.edje.jsonl", items)
+    features = start.adapter.config.features(start.vision.num_patches)
+    model = job.tower_bundle("images-model", build_adapter(replace(features, kind=STRIDED, num_tokens=1)))
+    index = job.build(name, model, sources, "embeddings of the frozen tower")
+    unchecked = table.with_name(f".{table.name}.part")
+    rows = write_input_table(unchecked, iter_all(open_sources(sources, _path_column(sources))))
+    if rows != index.manifest.spec.rows:
+        unchecked.unlink()
+        raise EdjeError(
+            f"the images have changed since {index.root} was built: it has {index.manifest.spec.rows} rows, but there "
+            f"are {rows} images now; remove the run folder {job.folder} and train again"
+        )
+    unchecked.rename(table)
+    return index
+
+
+def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[CommittedIndex, NDArray[np.int64]]:
+    """Return an index of the features of the augmented views of `items`.
+
+    The second value is the row of each view of each item, int64 [n, views]; -1 for a view that could not be indexed.
+
+    Raises:
+        JobStopped: `should_stop()` returned True. The next call crops all photos again, or resumes the build.
+    """
+    from edje_index.images.inputs import display_path
+    from edje_index.training.features import Crops
+    from pipelines.sources import iter_all, open_sources
+    from storage_formats.format.layout import Layout
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.rows import INDEXED, read_all_rows
+
+    settings, files, name = job.settings, job.folder / "views", "views.edje"
+    count, photos = settings.augmentation.views, dict[str, int]()
+    numbers = [photos.setdefault(display_path(os.fsencode(item.path)), len(photos)) for item in items]
+    if Layout(job.folder / name).manifest.exists():
+        index = CommittedIndex.open(job.folder / name)
+    else:
+        view_list = files / "views.jsonl"
+        if not view_list.exists():
+            sources = job.sources("viewed.jsonl", items)
+            refs = iter_all(open_sources(sources, _path_column(sources)))
+            numbered = ((ref, photos[ref.uri]) for ref in refs if ref.uri in photos)
+            job.on_event(StatusMessage(f"cropping {count} views of {len(photos):,} photos"))
+            shutil.rmtree(files, ignore_errors=True)
+            files.mkdir(parents=True)
+            crops, done = Crops(count, job.start.vision.image_size, settings.loop.seed), 0
+            with ThreadPoolExecutor(_CROP_THREADS, "edje-views") as pool:
+                while batch := list(itertools.islice(numbered, _CROPS_AHEAD)):
+                    if job.should_stop():
+                        raise JobStopped(f"stopped after cropping {done:,} photos; the next run crops all photos again")
+                    list(pool.map(lambda photo: write_views(photo[0], photo[1], files, crops), batch))
+                    done += len(batch)
+            paths = (view_path(files, photo, view) for photo in range(len(photos)) for view in range(count))
+            write_bytes_atomic(view_list, "".join(json.dumps({"path": str(path)}) + "\n" for path in paths).encode())
+        model = job.tower_bundle("features-model", job.start.adapter.features(job.start.vision.num_patches))
+        index = job.build(name, model, (os.fspath(view_list),), "features of the views")
+    shutil.rmtree(files, ignore_errors=True)
+    status = read_all_rows(index, ["status"])["status"].to_numpy(zero_copy_only=False)
+    rows = np.where(status == INDEXED, np.arange(len(photos) * count), -1)
+    return index, rows.reshape(-1, count)[numbers]
+
+
+def view_path(folder: Path, photo: int, view: int) -> Path:
+    """Return the path in `folder` of view number `view` of photo number `photo`."""
+    return folder / f"{photo}-{view}.jpg"
+
+
+def write_views(ref: InputRef, photo: int, folder: Path, crops: Crops) -> None:
+    """Write the views of the photo `ref` as JPEG files. A photo that cannot be decoded gets no views."""
+    from edje_index.images.decode import ImageError
+    from edje_index.images.decoded_input import LOAD, DecodeSettings, decode_input
+    from edje_index.images.inputs import read_bytes
+
+    try:
+        data = read_bytes(ref)
+        pixels = decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image).pixels
+    except ImageError:  # the photo has no features either; the build of the feature index reports the failure
+        return
+    for view in range(crops.views):
+        crops.view(pixels, data, view).save(view_path(folder, photo, view), quality=95)
+
+
+def check_encoder(index: CommittedIndex, accepted: Sequence[str], content: str) -> CommittedIndex:
+    """Return `index`. Raise UsageError if the encoder fingerprint of the index is not in `accepted`."""
+    encoder = index.manifest.model["fingerprint"]
+    if encoder not in accepted:
+        raise UsageError(
+            f"{index.root} does not contain the required features ({content}), because its encoder "
+            f"fingerprint is {encoder} instead of {' or '.join(accepted)}; give another index, or omit "
+            "the index to let the training run compute it"
+        )
+    return index
+
+
+def match_rows(index: CommittedIndex, items: Sequence[CaptionedImage]) -> MatchedRows:
+    """Find the rows of `items` in `index`."""
+    from edje_index.captions.matching import NAME_COLUMNS, match_items
+    from storage_formats.format.rows import read_all_rows
+
+    return match_items(index.root, read_all_rows(index, NAME_COLUMNS), items)
+
+
+def rows_of_all(index: CommittedIndex, items: Sequence[CaptionedImage]) -> NDArray[np.int64]:
+    """Return the row in `index` of each image in `items`, int64 [n]. Raise UsageError if an image has no row."""
+    rows = match_rows(index, items).rows
+    if missing := int((rows < 0).sum()):
+        raise UsageError(
+            f"{index.root} lacks {missing:,} training images; build that index from all training images, also from "
+            "the readable part of truncated images"
+        )
+    return rows

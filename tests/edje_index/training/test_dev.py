@@ -1,0 +1,217 @@
+"""Dev recall during a training, the weights of the final score, and the hubness bank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.errors import ModelError
+from edje_index.models.devices import to_bf16_array
+from edje_index.scoring.parts import Pairs
+from edje_index.training.checkpoints import DEV, Checkpoints, read_log
+from edje_index.training.config import FittingConfig
+from edje_index.training.dev import DevSet, choose_dev_weights
+from edje_index.training.features import StoredFeatures
+from edje_index.training.finish import finish_model, make_hubness_bank
+from edje_index.training.loop import TrainingStopped, run_worker
+from edje_index.training.pooled_similarity import fit_pooled_similarity
+from edje_index.training.start import make_start, trained_part
+from edje_index.training.task import TrainTask, WorkerGroup
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.reading.embeddings import read_embeddings
+from tests.edje_index.training.conftest import IMAGES
+
+POOL = 12
+SETTINGS = {
+    "loop__steps": 12, "optimizer__lr": 3e-3, "optimizer__warmup_steps": 0, "fitting__dev_pool": POOL,
+    "objective__mlm_weight": 0.0, "objective__recovery_weight": 0.0,
+}  # fmt: skip
+
+
+def task(case, run_dir: Path, **runtime: object) -> TrainTask:
+    settings = {f"run__{name}": value for name, value in {"checkpoint_every": 5, **runtime}.items()}
+    return case.task(run_dir, dev=True, **SETTINGS, **settings)
+
+
+def kept_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.stem.partition("-")[2]) for path in (run_dir / "checkpoints").iterdir())
+
+
+def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
+    return {record["step"]: record for record in read_log(run_dir) if record["phase"] == DEV}
+
+
+def plain_recalls(case, bundle: ModelBundle) -> dict[str, float]:
+    """R@1 by the logit in pools of the nearest by embedding, one query at a time."""
+    bundle.joint.eval()
+    features = StoredFeatures(CommittedIndex.open(case.features))
+    with torch.inference_mode():
+        blocks = bundle.adapter(features.fetch(case.items.rows).float()).bfloat16()
+    owners = [image for image, group in enumerate(case.items.captions) for _ in group]
+    texts = case.items.texts()
+    similarities = bundle.text.encode(texts) @ features.embeddings(case.items.rows).numpy().T
+    t2i = []
+    for caption, text in enumerate(texts):
+        pool = np.argsort(-similarities[caption], kind="stable")[:POOL]
+        best = pool[int(bundle.joint.score(text, blocks[torch.from_numpy(pool)]).argmax())]
+        t2i.append(best == owners[caption])
+    i2t = []
+    for image in range(IMAGES):
+        pool = np.argsort(-similarities[:, image], kind="stable")[:POOL]
+        scores = bundle.joint.score([texts[at] for at in pool], blocks[image].expand(POOL, -1, -1))
+        i2t.append(owners[pool[int(scores.argmax())]] == image)
+    return {"t2i": float(np.mean(t2i)), "i2t": float(np.mean(i2t))}
+
+
+@pytest.fixture(scope="module")
+def everything(case, tmp_path_factory) -> TrainTask:
+    """A training that was evaluated every two steps and kept every checkpoint."""
+    made = task(case, tmp_path_factory.mktemp("all"), evaluate_every=2, keep_best=100)
+    run_worker(made, WorkerGroup(), lambda: False)
+    return made
+
+
+def test_recalls_are_those_of_the_checkpoint(case, everything):
+    records = evaluations(everything.config.run.folder)
+    assert list(records) == [2, 4, 6, 8, 10, 12]
+    for step in (2, 6, 12):
+        bundle, steps, _ = finish_model(everything, step, lambda *report: None)
+        assert steps == step
+        expected = plain_recalls(case, bundle)
+        assert {name: records[step][name] for name in expected} == pytest.approx(expected)
+        assert records[step]["recall"] == pytest.approx(sum(expected.values()) / 2)
+    assert len({record["recall"] for record in records.values()}) > 1, "the training changes nothing"
+    assert kept_steps(everything.config.run.folder) == [2, 4, 6, 8, 10, 12]
+
+
+def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
+    never = task(case, tmp_path, evaluate_every=0)
+    run_worker(never, WorkerGroup(), lambda: False)
+    assert not evaluations(tmp_path)
+    assert kept_steps(tmp_path) == [10, 12]
+    states = [Checkpoints(folder, "run").latest().weights for folder in (tmp_path, everything.config.run.folder)]
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+def test_the_best_are_kept_also_after_a_stop(case, everything, tmp_path):
+    made = task(case, tmp_path, evaluate_every=2, keep_best=2)
+    calls = iter([False] * 6 + [True] + [False] * 20)
+    with pytest.raises(TrainingStopped):
+        run_worker(made, WorkerGroup(), lambda: next(calls))
+    run_worker(made, WorkerGroup(), lambda: False)
+    records = evaluations(tmp_path)
+    assert {step: record["recall"] for step, record in records.items()} == {
+        step: record["recall"] for step, record in evaluations(everything.config.run.folder).items()
+    }
+    best = sorted(records, key=lambda step: (records[step]["recall"], step))[-2:]
+    steps = set(kept_steps(tmp_path))
+    assert set(best) <= steps
+    assert steps <= {*best, 10, 12}
+    with pytest.raises(ModelError, match="has no checkpoint of step 3; choose one of"):
+        finish_model(made, 3, lambda *report: None)
+
+
+@pytest.fixture
+def setting(case):
+    bundle = make_start(case.config().architecture, 0, model=case.bundle)
+    bundle.joint.eval()
+    features = StoredFeatures(CommittedIndex.open(case.features))
+    return bundle, DevSet.open(case.items, case.data, features), features
+
+
+@pytest.mark.parametrize(
+    ("pooled", "bank"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank):
+    """One query at a time, by the parts of a bundle with the chosen weights; in both directions."""
+    bundle, dev, features = setting
+    adapter = trained_part(bundle.adapter)
+    if pooled:
+        fitted = fit_pooled_similarity(adapter, bundle.joint, case.source(), 4)
+        bundle = replace(bundle, pooled=fitted, info=None)
+    if bank:
+        made = make_hubness_bank(adapter, bundle.pooled_vectors, case.source(), 10)
+        bundle = replace(bundle, hubness_bank=made, info=None)
+    # Late interaction of random tokens says nothing: a weight that is given makes it count.
+    config = FittingConfig(dev_captions=1000, dev_pool=6, late_weight=3.0 if pooled else None)
+    choices = choose_dev_weights(bundle, dev, features, config)
+    assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
+    assert (choices["i2t"].queries, choices["i2t"].pool) == (IMAGES, 6)
+    tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows).float()))
+    similar = dev.text_embeddings @ dev.image_embeddings.T
+    for direction, choice in choices.items():
+        weights, text_queries = choice.weights.by_part(), direction == "t2i"
+        assert min(weights.values()) >= 0
+        assert pooled or weights["pooled"] == 0
+        assert bank or weights["hubness"] == 0
+        parts = bundle.parts(direction, choice.weights)
+        hits = []
+        for query in range(2 * IMAGES if text_queries else IMAGES):
+            rank = similar[query] if text_queries else similar[:, query]
+            near = sorted(range(len(rank)), key=lambda at, rank=rank: -rank[at])[:6]
+            texts = [dev.captions[at] for at in ([query] * 6 if text_queries else near)]
+            embeddings = dev.image_embeddings[near] if text_queries else dev.text_embeddings[near]
+            pairs = Pairs(texts, tokens[near if text_queries else [query] * 6], rank[near], embeddings)
+            final = sum(weight * parts[part].of(pairs) for part, weight in weights.items() if weight)
+            best = [near[scores.argmax()] for scores in (final, parts["logit"].of(pairs), rank[near])]
+            hits.append([at == query // 2 if text_queries else at // 2 == query for at in best])
+        recalls = (choice.recall, choice.logit_recall, choice.embedding_recall)
+        assert recalls == pytest.approx(np.mean(hits, axis=0))
+
+
+def test_a_given_weight_is_not_fitted(setting):
+    bundle, dev, features = setting
+    config = FittingConfig(dev_captions=5, dev_pool=3, late_weight=7.0)
+    choices = choose_dev_weights(bundle, dev, features, config)
+    assert [choices[direction].weights.late for direction in ("t2i", "i2t")] == [7, 7]
+    assert [choice.queries for choice in choices.values()] == [5, 5]
+    assert choices["t2i"].pool == 3
+
+
+@pytest.mark.parametrize("count", [9, 1000])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
+    """Each vector is one of those that the plain computation gives, and none comes twice."""
+    bundle, source, reports = ModelBundle.load(case.bundle), case.source(), []
+    adapter, index = trained_part(bundle.adapter), CommittedIndex.open(case.features)
+    if pooled:
+        bundle = replace(bundle, pooled=fit_pooled_similarity(adapter, bundle.joint, source, 4), info=None)
+    vectors = bundle.pooled_vectors
+    bank = make_hubness_bank(adapter, vectors, source, count, lambda *report: reports.append(report[1:]))
+    data = source.data
+    texts = [
+        bundle.joint.tokenizer.tokenizer.decode(data.caption(at).tolist()) for at in range(len(data.text_embeddings))
+    ]
+    embedded = read_embeddings(index, data.rows)
+    with torch.no_grad():
+        tokens = adapter(source.features.fetch(data.rows).float()).bfloat16()
+    found = {
+        "captions": (bank.caption_embeddings, bank.caption_vectors),
+        "images": (bank.image_embeddings, bank.image_vectors),
+    }
+    wanted = {
+        "captions": (data.text_embeddings, vectors.of_captions(texts).numpy()),
+        "images": (embedded, vectors.of_images(tokens).numpy()),
+    }
+    for name, (embeddings, pooled_vectors) in found.items():
+        all_embeddings, all_vectors = wanted[name]
+        assert len(embeddings.codes) == len(pooled_vectors.codes) == min(count, len(all_embeddings))
+        places = (embeddings.dense().numpy() @ all_embeddings.T).argmax(axis=1)
+        np.testing.assert_allclose(embeddings.dense().numpy(), all_embeddings[places], atol=5e-3)
+        np.testing.assert_allclose(pooled_vectors.dense().numpy(), all_vectors[places], atol=1e-2)
+        assert pooled_vectors.codes.shape[1] == (4 if pooled else 0)
+    total = min(count, 48) + min(count, 24)
+    assert reports == ([(0, total), (min(count, 48), total)] if pooled else [])
+    again = make_hubness_bank(adapter, vectors, source, count)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in bank.state_dict().items())
