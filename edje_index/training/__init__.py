@@ -1,6 +1,6 @@
-"""Trains the adapter and the joint encoder on stored features of the frozen vision tower.
+"""Trains the adapter and the joint encoder on features of the frozen vision tower.
 
-`config` defines the settings, and `presets` contains named sets of settings. `data` makes batches. `model` contains the
-objectives and the initial weights. `loop` runs the optimiser steps. After training, `fitting` fits the weights of the
-final score.
+In the order of a run: `config` defines the settings and presets; `start` makes the initial weights; `captions` prepares
+captions in shards; `features` and `batches` make batches; `step` computes the losses; `loop` runs the optimiser steps;
+`finish` makes the bundle and fits its final score.
 """

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.parts import load_adapter
 from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, encoder_fingerprint
+from edje_index.bundles.parts import load_adapter
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     FRAME_EMBEDDINGS,
@@ -27,11 +27,11 @@ from edje_index.models.adapter import (
     ReducedAdapter,
     TemporalAdapter,
     build_adapter,
+    cluster_tokens,
 )
+from edje_index.models.clip_model import LOCAL_DIR, load_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
-from edje_index.models.clip_model import LOCAL_DIR, load_clip
-from edje_index.models.adapter import cluster_tokens
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
 from edje_index.models.weights import State, check_finite, read_checkpoint, read_weights, save_weights

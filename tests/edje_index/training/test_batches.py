@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.models.adapter import AdapterConfig
-from edje_index.models.adapter import cluster_tokens, stride_tokens
+from edje_index.models.adapter import AdapterConfig, cluster_tokens, stride_tokens
 from edje_index.training.batches import Sampler, SpecialTokens, TrainingData, joint_rows, mask_captions, text_rows
 from edje_index.training.features import StoredFeatures, ViewSource
 from storage_formats.format.manifest import CommittedIndex
