@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edje_index.scoring.weights import ScoreWeights
-from edje_index.training.config import PRESETS, TrainSettings, validated
 from pipelines.cli.options import DEVICE, PATH, images_option, json_option, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
-from pipelines.cli.train_settings import DEDICATED_OPTIONS, describe_settings, read_settings
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
 @click.option("--teacher", type=PATH, help="Bundle of the teacher model; needed only for distillation.")
 @click.option(
     "--preset",
-    type=click.Choice(list(PRESETS)),
+    type=click.Choice(["paper", "paper-finetune", "small-data"]),
     default="paper",
     show_default=True,
     help="Named set of settings to start from.",
@@ -109,6 +107,9 @@ def train(
       edje-index train captions.jsonl --model clip --init teacher --teacher teacher --epochs 5 --out student
       edje-index train --preset small-data --show-settings > settings.toml
     """
+    from edje_index.training.config import TrainSettings, validated
+    from pipelines.cli.train_settings import DEDICATED_OPTIONS, describe_settings, read_settings
+
     values = read_settings(preset, config_file, assignments, options)
     if show_settings:
         print_json({"settings": describe_settings(values)}) if as_json else click.echo(describe_settings(values))

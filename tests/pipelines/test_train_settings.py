@@ -122,6 +122,8 @@ def test_settings_that_exclude_each_other_are_refused(changes, assignments, word
 def test_the_command_has_few_options_and_a_short_help():
     context = click.Context(train, info_name="train", terminal_width=80)
     assert sum(isinstance(parameter, click.Option) for parameter in train.params) <= 20
+    preset = next(parameter for parameter in train.params if parameter.name == "preset")
+    assert list(preset.type.choices) == list(PRESETS)
     assert len(train.get_help(context).splitlines()) <= 90
 
 
