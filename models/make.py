@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,7 @@ def pack_model(bundle: Path, towers: Path, out: Path) -> BundleInfo:
         whole = Path(scratch) / "bundle"
         shutil.copytree(info.path, whole)
         write_weights(records, arrays, bases, whole)
-        described = describe_bundle(
-            whole,
-            vision=info.vision,
-            adapter=info.adapter,
-            joint=info.joint,
-            score=info.score,
-            trained=info.trained,
-            notes=info.notes,
-        )
+        described = describe_bundle(replace(info, path=whole))
         write_json(whole / INFO_FILE, described.to_json())
         for file in WEIGHT_FILES:
             (whole / file).unlink()

@@ -45,7 +45,7 @@ from edje_index.models.weights import check_finite, distinct_tensors, save_tenso
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.parts import Part, ScoreModels
 from edje_index.scoring.pooled_similarity import PooledSimilarity, PooledVectors
-from edje_index.scoring.weights import BUNDLE_SCORE, DirectionWeights, ScoreWeights, check_parts, parse_score
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 
 
 @dataclass
@@ -63,7 +63,8 @@ class ModelBundle:
         score: weights of the final score. By default, the final score is the logit alone.
         pooled: linear maps of the pooled similarity, a part of the final score; None if the bundle has none.
         hubness_bank: bank of the hubness correction; None if the bundle has none.
-        info: content of the ``bundle.json`` that was loaded; None for a bundle made in memory.
+        info: content of the ``bundle.json`` that was loaded, with the fingerprints of the files; None for a bundle made
+            in memory.
 
     Example:
         >>> from edje_index import ModelBundle
@@ -110,57 +111,19 @@ class ModelBundle:
         return self.vision.embed_dim
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 of everything in the loaded directory that affects an output.
-
-        The fingerprint does not include changes in memory.
-
-        Raises:
-            ModelError: the bundle was made in memory.
-        """
-        return self._loaded().fingerprint
-
-    @property
-    def encoder_fingerprint(self) -> str:
-        """SHA-256 of everything in the loaded directory that affects the stored tokens and embeddings.
-
-        Raises:
-            ModelError: the bundle was made in memory.
-        """
-        return self._loaded().encoder_fingerprint
-
-    @property
-    def score_models(self) -> ScoreModels:
-        """The models that compute the parts of the final score."""
-        return ScoreModels(self.joint.scorer(), self.pooled, self.hubness_bank)
-
-    @property
     def pooled_vectors(self) -> PooledVectors:
         """The model that computes the caption and image vectors of the pooled similarity."""
         return PooledVectors(self.joint.scorer(), self.pooled)
-
-    def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
-        """Return the weights of the final score in one direction.
-
-        Args:
-            direction: "t2i" or "i2t".
-            score: name or weights of the score, see `scoring.weights.parse_score`. The default is the score of this
-                bundle.
-
-        Raises:
-            UsageError: `score` names an unknown part, contains a weight that is not finite, or contains only zeros.
-            ModelError: `score` needs a part that the bundle lacks.
-        """
-        weights = parse_score(score, self.score.of(direction))
-        check_parts(weights, self.parts(direction, weights), "this model bundle")
-        return weights
 
     def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
         """Return all parts of the final score that the bundle can compute, by name.
 
         Only the hubness correction depends on `weights`. It uses ``weights.hubness_similarity``.
         """
-        return self.score_models.parts(direction, weights.hubness_similarity)
+        return self._score_models().parts(direction, weights.hubness_similarity)
+
+    def _score_models(self) -> ScoreModels:
+        return ScoreModels(self.joint.scorer(), self.pooled, self.hubness_bank)
 
     @classmethod
     def load(cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", verify: bool = True) -> ModelBundle:
@@ -253,26 +216,21 @@ class ModelBundle:
                 "image_size": list(self.vision.image_size),
             }
             info = describe_bundle(
-                staging,
-                vision=vision,
-                adapter=self.adapter.config.to_json(),
-                joint=joint,
-                score=self.score,
-                trained=self.trained,
-                notes=self.notes,
+                BundleInfo(
+                    path=staging,
+                    vision=vision,
+                    adapter=self.adapter.config.to_json(),
+                    joint=joint,
+                    score=self.score,
+                    trained=self.trained,
+                    notes=self.notes,
+                )
             )
             write_json(staging / INFO_FILE, info.to_json())
             read_bundle_info(staging)
             if before_commit is not None:
                 before_commit(info)
         return read_bundle_info(out)
-
-    def _loaded(self) -> BundleInfo:
-        if self.info is None:
-            raise ModelError(
-                "a bundle made in memory has no fingerprint: save the bundle, then load the saved directory"
-            )
-        return self.info
 
 
 def _check_fit(bundle: ModelBundle) -> None:
@@ -297,4 +255,4 @@ def _check_fit(bundle: ModelBundle) -> None:
             f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches, because the vision tower "
             f"{name} has only {vision.num_patches}: use a smaller num_tokens"
         )
-    check_scorer_fit(bundle.adapter_config, bundle.score_models, bundle.score)
+    check_scorer_fit(bundle.adapter_config, bundle._score_models(), bundle.score)

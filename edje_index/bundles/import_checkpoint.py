@@ -28,8 +28,6 @@ OPEN_CLIP_NAMES = {
 }
 """open_clip's name of each tower that the published code supports, by the name on the Hugging Face hub."""
 
-_BERT_POSITIONS = 512
-_TEXT_POSITIONS = 64  # positions in a row for [CLS], caption and both [SEP]
 _ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 # Patterns in the names of transformers' SigLIP towers, and open_clip's names.
 _VISION_NAMES = (
@@ -113,7 +111,12 @@ def import_checkpoint(
     tower = vision_tower(clip.visual)  # type: ignore[arg-type]
     published = content.model(tokenizer, vision_heads=tower.num_heads, layer_norm_eps=tower.layer_norm_eps)
     adapter = published.adapter
-    _check_patches(content, vision, tower.num_patches, local=adapter.config.kind == LOCAL)
+    sizes = re.search(r"patch(\d{1,3})-(\d{1,4})$", content.siglip_path or "")
+    if sizes and (patches := (int(sizes[2]) // max(1, int(sizes[1]))) ** 2) != tower.num_patches:
+        raise ModelError(
+            f"the checkpoint was trained with {content.siglip_path}, which has {patches} patches, but {vision} has "
+            f"{tower.num_patches} patches: give the tower that the checkpoint was trained with"
+        )
     check_same_towers(content.weights, clip, vision)
     if adapter.config.kind == LOCAL:  # checkpoints lack the number of patches
         weights = adapter.state_dict()
@@ -132,9 +135,7 @@ def import_checkpoint(
     return bundle.save(out)
 
 
-def bundle_of_open_clip(
-    vision: str, out: str | Path, *, text_tokenizer_dir: str | Path | None = None, untrained: bool = False
-) -> BundleInfo:
+def bundle_of_open_clip(vision: str, out: str | Path, *, text_tokenizer_dir: str | Path | None = None) -> BundleInfo:
     """Make a bundle from an open_clip model. The final score of the bundle is the embedding similarity alone.
 
     A bundle always has an adapter and a joint encoder. In this bundle, the adapter stores one patch per image, and
@@ -145,7 +146,6 @@ def bundle_of_open_clip(
             ``local-dir:DIRECTORY``.
         out: new directory for the bundle.
         text_tokenizer_dir: as in `import_checkpoint`.
-        untrained: draw random weights instead of loading weights; `vision` must then be a ``NAME``.
 
     Raises:
         HubUnreachableError: weights or a tokenizer are missing and cannot be downloaded.
@@ -154,7 +154,7 @@ def bundle_of_open_clip(
     _check_new(out)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        clip, config = load_clip(vision, untrained=untrained)
+        clip, config = load_clip(vision)
         tower = vision_tower(clip.visual)  # type: ignore[arg-type]
         joint = untrained_joint_encoder(tower.embed_dim, words=8, width=8, intermediate=8, positions=80)
     by_embedding = ScoreWeights(logit=0.0, embedding=1.0)
@@ -164,8 +164,8 @@ def bundle_of_open_clip(
         text_tokenizer=text_tokenizer(config, _text_tokenizer_dir(vision, text_tokenizer_dir)),
         adapter=build_adapter(AdapterConfig(STRIDED, 1, tower.patch_dim, tower.patch_dim, hidden_dim=0)),
         joint=joint,
-        trained=not untrained,
-        notes=f"towers of {vision}{', random weights' if untrained else ''}; searches by embedding alone",
+        trained=True,
+        notes=f"towers of {vision}; searches by embedding alone",
         score=DirectionWeights(by_embedding, by_embedding),
     )
     return bundle.save(out)
@@ -180,24 +180,6 @@ def _text_tokenizer_dir(vision: str, given: str | Path | None) -> Path | None:
     if given is None and vision.startswith(LOCAL_DIR):
         return Path(vision.removeprefix(LOCAL_DIR))
     return Path(given) if given is not None else None
-
-
-def _check_patches(checkpoint: PublishedCheckpoint, name: str, patches: int, *, local: bool) -> None:
-    """Raise ModelError if the checkpoint was trained with another number of patches than those of the tower `name`.
-
-    For a local adapter on n patches, the published code uses max(512, 64 + n) positions in the joint encoder.
-    """
-    trained_with, source = patches, "a tower"
-    match = re.search(r"patch(\d{1,3})-(\d{1,4})$", checkpoint.siglip_path or "")
-    if match and int(match[1]):
-        trained_with, source = (int(match[2]) // int(match[1])) ** 2, str(checkpoint.siglip_path)
-    elif local and checkpoint.positions > _BERT_POSITIONS:
-        trained_with = checkpoint.positions - _TEXT_POSITIONS
-    if trained_with != patches:
-        raise ModelError(
-            f"the checkpoint was trained with {source}, which has {trained_with} patches, but {name} has {patches} "
-            "patches: give the tower that the checkpoint was trained with"
-        )
 
 
 def check_same_towers(state: State, clip: torch.nn.Module, name: str) -> None:

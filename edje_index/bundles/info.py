@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +81,9 @@ class BundleInfo:
     score: DirectionWeights
     trained: bool
     notes: str
-    files: Mapping[str, Mapping[str, Any]]
-    fingerprint: str
-    encoder_fingerprint: str
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fingerprint: str = ""
+    encoder_fingerprint: str = ""
 
     @property
     def vision_name(self) -> str:
@@ -138,46 +138,21 @@ class BundleInfo:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``bundle.json``."""
-        return {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "vision": dict(self.vision),
-            "adapter": dict(self.adapter),
-            "joint": dict(self.joint),
-            "score": self.score.to_json(),
-            "trained": self.trained,
-            "notes": self.notes,
-            "files": {name: dict(record) for name, record in self.files.items()},
-            "fingerprint": self.fingerprint,
-            "encoder_fingerprint": self.encoder_fingerprint,
-        }
+        content = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "path"}
+        return {**content, "format": FORMAT, "format_version": FORMAT_VERSION, "score": self.score.to_json()}
 
 
-def describe_bundle(
-    path: Path,
-    *,
-    vision: Mapping[str, Any],
-    adapter: Mapping[str, Any],
-    joint: Mapping[str, Any],
-    score: DirectionWeights,
-    trained: bool,
-    notes: str,
-) -> BundleInfo:
-    """Compute the file hashes and fingerprints of the bundle in ``path``. Other arguments as in `BundleInfo`."""
-    names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file() and p.name != INFO_FILE)
-    files = {name: {"bytes": (path / name).stat().st_size, "sha256": _sha256(path / name)} for name in names}
-    return BundleInfo(
-        path=path,
-        vision=vision,
-        adapter=adapter,
-        joint=joint,
-        score=score,
-        trained=trained,
-        notes=notes,
-        files=files,
-        fingerprint=_fingerprint(adapter, joint, files, None if score == DirectionWeights() else score.to_json()),
-        encoder_fingerprint=encoder_fingerprint(adapter, files),
-    )
+def describe_bundle(info: BundleInfo) -> BundleInfo:
+    """Return `info` with the file hashes and fingerprints of the bundle in the directory ``info.path``."""
+    paths = sorted(p for p in info.path.rglob("*") if p.is_file() and p.name != INFO_FILE)
+    files = {
+        path.relative_to(info.path).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in paths
+    }
+    score = None if info.score == DirectionWeights() else info.score.to_json()
+    fingerprint = _fingerprint(info.adapter, info.joint, files, score)
+    encoder = encoder_fingerprint(info.adapter, files)
+    return replace(info, files=files, fingerprint=fingerprint, encoder_fingerprint=encoder)
 
 
 def read_bundle_info(path: str | Path) -> BundleInfo:

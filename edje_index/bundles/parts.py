@@ -75,13 +75,7 @@ def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
 
 def load_adapter(info: BundleInfo) -> Adapter:
     """Load the adapter of a bundle, with frozen weights."""
-    try:
-        config = AdapterConfig.from_json(info.adapter)
-    except (TypeError, ValueError) as error:
-        raise ModelError(
-            f"{info.path / INFO_FILE} describes an adapter that this version does not support: {error}; "
-            "upgrade edje-index"
-        ) from error
+    config = AdapterConfig.from_json(info.adapter, info.path / INFO_FILE)
     weights = info.path / ADAPTER_WEIGHTS
     with limited_by(weights):
         adapter = build_adapter(config)

@@ -86,12 +86,6 @@ class PublishedCheckpoint:
         tower = config.get("siglip_path") if isinstance(config, dict) else None
         return cls(path, state, tower if isinstance(tower, str) else None)
 
-    @property
-    def positions(self) -> int:
-        """Number of rows in the position table of the joint encoder."""
-        self._require(self.weights, POSITIONS)
-        return int(self.weights[POSITIONS].shape[0])
-
     def model(self, tokenizer_dir: Path, *, vision_heads: int, layer_norm_eps: float) -> PublishedModel:
         """Build the adapter and the joint encoder. Arguments and errors as in `load_published_checkpoint`."""
         state = self.weights

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import string
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -106,20 +106,10 @@ def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedS
         "heads": max(1, sizes.text_width // 64),
         "layers": sizes.text_layers,
     }
-    defaults = PreprocessCfg()
-    preprocess = {
-        "size": [sizes.image_size, sizes.image_size],
-        "mode": defaults.mode,
-        "mean": list(defaults.mean),
-        "std": list(defaults.std),
-        "interpolation": defaults.interpolation,
-        "resize_mode": defaults.resize_mode,
-        "fill_color": defaults.fill_color,
-    }
     clip_config = ClipConfig(
         f"untrained-ViT-{sizes.vision_width}x{sizes.vision_layers}-{sizes.patch_size}",
         {"embed_dim": sizes.embed_dim, "vision_cfg": vision_config, "text_cfg": text_config},
-        preprocess,
+        asdict(PreprocessCfg(size=(sizes.image_size, sizes.image_size))),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -28,13 +28,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, load_file, save_file
 
-from edje_index.bundles.info import (
-    JOINT_WEIGHTS,
-    VISION_WEIGHTS,
-    BundleInfo,
-    read_bundle_info,
-    verify_files,
-)
+from edje_index.bundles.info import JOINT_WEIGHTS, VISION_WEIGHTS, BundleInfo, read_bundle_info, verify_files
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder
 
@@ -78,22 +72,6 @@ _BASES = (
     (JOINT_WEIGHTS, "language_model.bert.", TEXT_TOWER, ""),
     (JOINT_WEIGHTS, "classification_head.0.", TEXT_TOWER, "pooler."),
 )
-
-# timm's name in a block -> name in the ONNX graph. timm stores queries, keys and values as one tensor.
-_DINOV2_NAMES = {
-    "norm1.weight": "norm1.weight",
-    "norm1.bias": "norm1.bias",
-    "attn.proj.weight": "attention.output.dense.weight",
-    "attn.proj.bias": "attention.output.dense.bias",
-    "ls1.gamma": "layer_scale1.lambda1",
-    "norm2.weight": "norm2.weight",
-    "norm2.bias": "norm2.bias",
-    "mlp.fc1.weight": "mlp.fc1.weight",
-    "mlp.fc1.bias": "mlp.fc1.bias",
-    "mlp.fc2.weight": "mlp.fc2.weight",
-    "mlp.fc2.bias": "mlp.fc2.bias",
-    "ls2.gamma": "layer_scale2.lambda1",
-}
 
 
 def write_shipped_model(out: str | Path, wheels: str | Path | None = None) -> BundleInfo:
@@ -205,8 +183,12 @@ def _dinov2_weights(onnx_graph: bytes) -> dict[str, Array]:
     }
     for layer in range(12):
         source, target = f"backbone.encoder.layer.{layer}.", f"blocks.{layer}."
-        weights |= {target + name: arrays[source + graph_name] for name, graph_name in _DINOV2_NAMES.items()}
+        for scale in ("1", "2"):
+            weights[f"{target}ls{scale}.gamma"] = arrays[f"{source}layer_scale{scale}.lambda1"]
         for kind in ("weight", "bias"):
+            for module in ("norm1", "norm2", "mlp.fc1", "mlp.fc2"):
+                weights[f"{target}{module}.{kind}"] = arrays[f"{source}{module}.{kind}"]
+            weights[f"{target}attn.proj.{kind}"] = arrays[f"{source}attention.output.dense.{kind}"]
             parts = [arrays[f"{source}attention.attention.{part}.{kind}"] for part in ("query", "key", "value")]
             weights[f"{target}attn.qkv.{kind}"] = np.concatenate(parts)
     return {name: np.ascontiguousarray(array, np.float16) for name, array in sorted(weights.items())}

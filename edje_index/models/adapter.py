@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,10 +62,19 @@ class AdapterConfig:
     frame_adapter: AdapterConfig | None = None
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> AdapterConfig:
-        """Return the configuration with the fields `value`. Raises TypeError for other fields."""
-        frame_adapter = value.get("frame_adapter")
-        return cls(**{**value, "frame_adapter": None if frame_adapter is None else cls(**frame_adapter)})
+    def from_json(cls, value: Mapping[str, Any], source: Path) -> AdapterConfig:
+        """Return the configuration with the fields `value`, which were read from `source`.
+
+        Raises:
+            ModelError: there are other fields.
+        """
+        try:
+            frame_adapter = value.get("frame_adapter")
+            return cls(**{**value, "frame_adapter": None if frame_adapter is None else cls(**frame_adapter)})
+        except (TypeError, ValueError) as error:
+            raise ModelError(
+                f"{source} describes an adapter that this version does not support: {error}; upgrade edje-index"
+            ) from error
 
     @property
     def tokens_per_frame(self) -> int:

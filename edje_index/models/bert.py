@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from edje_index.errors import ModelError
@@ -68,25 +69,15 @@ class BertShape:
 
 
 @dataclass(frozen=True)
-class _Norm:
-    weight: torch.Tensor
-    bias: torch.Tensor
-    eps: float
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-@dataclass(frozen=True)
 class _Layer:
     """The weights of one layer. Queries, keys and values share one matrix product, because this is faster."""
 
     query: Linear | None  # None: the query projection is part of `key_value`, before the keys
     key_value: Linear
     output: Linear
-    output_norm: _Norm
+    output_norm: nn.LayerNorm
     feed_forward: tuple[Linear, Linear]
-    feed_forward_norm: _Norm
+    feed_forward_norm: nn.LayerNorm
 
 
 class BertWeights:
@@ -132,9 +123,12 @@ class BertWeights:
             return Linear(weights[0].to(dtype), biases[0].to(dtype))
         return Linear(torch.cat(weights).to(dtype), torch.cat(biases).to(dtype))
 
-    def norm(self, name: str, width: int, eps: float) -> _Norm:
+    def norm(self, name: str, width: int, eps: float) -> nn.LayerNorm:
         """Return the layer norm `name` for vectors of length `width`."""
-        return _Norm(self.take(f"{name}.weight", width), self.take(f"{name}.bias", width), eps)
+        norm = nn.LayerNorm(width, eps, device="meta")
+        norm.weight = nn.Parameter(self.take(f"{name}.weight", width), requires_grad=False)
+        norm.bias = nn.Parameter(self.take(f"{name}.bias", width), requires_grad=False)
+        return norm
 
 
 class Bert:
@@ -176,7 +170,10 @@ class Bert:
         """
         last = len(self._positions) - 1  # positions beyond the table repeat its last one, as in published models
         positions = torch.arange(words.shape[1], device=words.device).clamp(max=last)
-        return self._norm(words + functional.embedding(token_types, self._types) + self._positions[positions])
+        embedded: torch.Tensor = self._norm(
+            words + functional.embedding(token_types, self._types) + self._positions[positions]
+        )
+        return embedded
 
     def hidden_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the last hidden states, float32 [b, t, d].
@@ -200,27 +197,20 @@ class Bert:
     ) -> torch.Tensor:
         """Return the output of `layer` for the first `outputs` tokens. None means all tokens."""
         low = x.to(self._dtype)
-        attended = self._attend(layer, low, mask, outputs)
-        x = layer.output_norm(x[:, :outputs] + layer.output(attended))
-        first, second = layer.feed_forward
-        return layer.feed_forward_norm(x + second(self._activation(first(x.to(self._dtype)))))
-
-    def _attend(self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None) -> torch.Tensor:
-        """Compute the attention of the first `outputs` tokens to all tokens, [b, outputs, d]."""
         if layer.query is None:
-            query, key, value = layer.key_value(x).chunk(3, dim=2)
+            query, key, value = layer.key_value(low).chunk(3, dim=2)
             query = query[:, :outputs]
         else:
-            query = layer.query(x[:, :outputs])
-            key, value = layer.key_value(x).chunk(2, dim=2)
-        query, key, value = map(self._split_heads, (query, key, value))
-        allowed = None if mask is None else mask[:, None, None, :]
-        attended = _attention(query, key, value, allowed)
-        return attended.transpose(1, 2).flatten(2)
-
-    def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Reshape [b, t, d] to [b, h, t, c]."""
-        return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
+            query = layer.query(low[:, :outputs])
+            key, value = layer.key_value(low).chunk(2, dim=2)
+        query, key, value = (  # [b, t, d] -> [b, h, t, c]
+            part.view(*part.shape[:2], self._heads, -1).transpose(1, 2) for part in (query, key, value)
+        )
+        attended = _attention(query, key, value, None if mask is None else mask[:, None, None, :])
+        x = layer.output_norm(x[:, :outputs] + layer.output(attended.transpose(1, 2).flatten(2)))
+        first, second = layer.feed_forward
+        normed: torch.Tensor = layer.feed_forward_norm(x + second(self._activation(first(x))))
+        return normed
 
     def _layer(self, weights: BertWeights, index: int, *, last: bool, shape: BertShape) -> _Layer:
         d, name, dtype = self.width, f"encoder.layer.{index}.", self._dtype

@@ -31,7 +31,6 @@ from open_clip.transform import PreprocessCfg, image_transform_v2  # noqa: E402
 
 LOCAL_DIR = "local-dir:"
 _SCHEMAS = ("hf-hub:", LOCAL_DIR)
-_MAX_LISTED_TAGS = 8
 _PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 _CONNECT_SECONDS = 5.0
 # Parts of the error messages that the libraries give if a download fails.
@@ -119,13 +118,12 @@ def _resize_trunk(visual: Any) -> None:
         visual.set_input_size(visual.image_size)
 
 
-def load_clip(vision: str, *, untrained: bool = False) -> tuple[torch.nn.Module, ClipConfig]:
+def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
     """Load an open_clip model. Return the model and its configuration.
 
     Args:
         vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:WEIGHTS_FILE``, ``hf-hub:ORG/REPO`` or ``local-dir:FOLDER``.
             ``NAME`` is a model name of open_clip, such as ``ViT-B-16-SigLIP2``. Without a tag, it must have only one.
-        untrained: draw random weights instead of loading weights; `vision` must then be a ``NAME``.
 
     Raises:
         HubUnreachableError: the weights are not in the local cache and cannot be downloaded.
@@ -135,8 +133,6 @@ def load_clip(vision: str, *, untrained: bool = False) -> tuple[torch.nn.Module,
     preprocess: dict[str, Any] | None = None
     if vision.startswith(_SCHEMAS):
         name = vision
-        if untrained:
-            raise ModelError(f"random weights need a model name of open_clip alone, not {vision}")
         folder = Path(vision.removeprefix(LOCAL_DIR))
         if vision.startswith(LOCAL_DIR) and (folder / HF_TEXT_FOLDER).is_dir():
             # open_clip cannot load such a folder offline: it requests the configuration of the text tower from the hub.
@@ -147,11 +143,11 @@ def load_clip(vision: str, *, untrained: bool = False) -> tuple[torch.nn.Module,
     else:
         name, _, tag = vision.partition(":")
         name = name.replace("/", "-")
-        tag, preprocess = _weights_of(name, tag, untrained=untrained)
+        tag, preprocess = _weights_of(name, tag)
     try:
         with hub_access():
             model = open_clip.create_model(
-                name, pretrained=tag, require_pretrained=not untrained, force_preprocess_cfg=preprocess
+                name, pretrained=tag, require_pretrained=True, force_preprocess_cfg=preprocess
             )
             model_config = open_clip.get_model_config(name)
     except Exception as error:
@@ -161,7 +157,7 @@ def load_clip(vision: str, *, untrained: bool = False) -> tuple[torch.nn.Module,
     return model.eval(), ClipConfig(label, **json.loads(json.dumps(described)))  # tuples become lists
 
 
-def _weights_of(name: str, tag: str, *, untrained: bool) -> tuple[str | None, dict[str, Any] | None]:
+def _weights_of(name: str, tag: str) -> tuple[str, dict[str, Any] | None]:
     """Return the tag or file of a model's weights, and the preprocessing where open_clip would guess it."""
     if open_clip.get_model_config(name) is None:
         raise ModelError(
@@ -169,23 +165,20 @@ def _weights_of(name: str, tag: str, *, untrained: bool) -> tuple[str | None, di
             "open_clip.list_models(), hf-hub:ORG/REPO or local-dir:FOLDER"
         )
     tags = open_clip.list_pretrained_tags_by_model(name)
-    more = f" and {len(tags) - _MAX_LISTED_TAGS} more" if len(tags) > _MAX_LISTED_TAGS else ""
-    listed = ", ".join(tags[:_MAX_LISTED_TAGS]) + more
-    if untrained and tag:
-        raise ModelError(f"random weights need a model name of open_clip alone, not {name}:{tag}")
-    if not untrained and not tag:
+    if not tag:
         if len(tags) != 1:
             raise ModelError(
-                f"{name} has several sets of weights: give {name}:TAG or {name}:FILE, where TAG is one of {listed}"
+                f"{name} has several sets of weights: give {name}:TAG or {name}:FILE, where TAG is one of "
+                f"{', '.join(tags)}"
             )
         tag = str(tags[0])
-    if tag and tag not in tags and not Path(tag).is_file():
-        raise ModelError(f"{name} has no weights {tag!r}: give a weights file, or one of the tags {listed}")
+    if tag not in tags and not Path(tag).is_file():
+        raise ModelError(f"{name} has no weights {tag!r}: give a weights file, or one of the tags {', '.join(tags)}")
     if tag in tags or not tags:
-        return tag or None, None
+        return tag, None
     # For every file open_clip would use OpenAI's preprocessing, which is wrong for SigLIP.
     pretrained = open_clip.get_pretrained_cfg(name, tags[0])
-    return tag or None, {key: value for key, value in pretrained.items() if key != "size"}
+    return tag, {key: value for key, value in pretrained.items() if key != "size"}
 
 
 @contextmanager

@@ -6,7 +6,6 @@ as in published checkpoints.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from edje_index.models.bert import BertShape
 from edje_index.models.devices import autocast
 from edje_index.models.joint_inputs import JointInputs, JointTokenizer
 from edje_index.models.joint_scorer import Array, JointScorer
+from edje_index.models.safety import read_configuration
 
 prepare_torchvision()
 
@@ -46,11 +46,7 @@ class JointEncoder(nn.Module):
 
     def __init__(self, config: BertConfig, tokenizer: JointTokenizer, text_embed_dim: int) -> None:
         super().__init__()
-        if tokenizer.image_token_id >= config.vocab_size:
-            raise ModelError(
-                f"the token id {tokenizer.image_token_id} of <image> is out of range, because the language "
-                f"model has only {config.vocab_size} token ids: use the tokenizer of the language model"
-            )
+        tokenizer.check_fits(config.vocab_size)
         self.tokenizer = tokenizer
         self.compute_dtype = torch.float32
         self.language_model = BertForMaskedLM(config)
@@ -131,12 +127,7 @@ def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
     Raises:
         ModelError: the file cannot be read, or the configuration does not describe a BERT model.
     """
-    try:
-        values = json.loads(source.read_text()) if isinstance(source, Path) else dict(source)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(
-            f"cannot read the configuration {source} of the language model: {error}; copy this file again"
-        ) from error
+    values = read_configuration(source) if isinstance(source, Path) else source
     if values.get("model_type", "bert") != "bert":
         raise ModelError(
             f"the joint encoder must be a BERT model, got a model of type {values['model_type']!r}: give a BERT model"

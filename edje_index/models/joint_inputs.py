@@ -97,6 +97,14 @@ class JointTokenizer:
     def __len__(self) -> int:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def check_fits(self, words: int) -> None:
+        """Raise ModelError if a language model with `words` token ids lacks the placeholder."""
+        if self.image_token_id >= words:
+            raise ModelError(
+                f"the token id {self.image_token_id} of <image> is out of range, because the language "
+                f"model has only {words} token ids: use the tokenizer of the language model"
+            )
+
     def special_id(self, name: str) -> int:
         """Return the token id of a special token. `name` is one of `SPECIAL_TOKEN_NAMES`."""
         return self._special_ids[name]

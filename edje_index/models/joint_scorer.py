@@ -65,11 +65,7 @@ class JointScorer:
         self._shape = shape
         self._weights = BertWeights(tensors, _BERT, source=source, device=self.device)
         self._bert = Bert(shape, self._weights, dtype)
-        if tokenizer.image_token_id >= len(self._bert.words):
-            raise ModelError(
-                f"the token id {tokenizer.image_token_id} of <image> is out of range, because the language "
-                f"model has only {len(self._bert.words)} token ids: use the tokenizer of the language model"
-            )
+        tokenizer.check_fits(len(self._bert.words))
         head = BertWeights(tensors, "classification_head.", source=source, device=self.device)
         self._pooler = head.linear(["0.dense"], self.width, self.width)
         self._head = head.linear(["1"], 1, self.width)
@@ -126,7 +122,8 @@ class JointScorer:
         words = words.masked_scatter(is_image, tokens.to(self.device, torch.float32))
         embedded = self._bert.embed(words, inputs.token_type_ids.to(self.device))
         first = self._bert.first_states(embedded, self._mask(inputs))
-        return self._head(torch.tanh(self._pooler(first)))[:, 0]
+        logits: torch.Tensor = self._head(torch.tanh(self._pooler(first)))
+        return logits[:, 0]
 
     @torch.inference_mode()
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:

@@ -87,34 +87,35 @@ class TimmTower(VisionTower):
         self.num_patches = int(trunk.patch_embed.num_patches)
         self.num_heads = int(trunk.blocks[-1].attn.num_heads)
         self.layer_norm_eps = float(getattr(trunk.norm, "eps", 1e-6))
-        self.embed_dim = _output_dim(visual, trunk)
+        head = visual.head
+        if getattr(head, "proj", None) is not None:
+            self.embed_dim = int(head.proj.out_features)
+        elif getattr(head, "mlp", None) is not None:
+            self.embed_dim = int(head.mlp.fc2.out_features)
+        else:
+            self.embed_dim = int(getattr(trunk.head, "out_features", trunk.num_features))
 
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.visual.trunk.forward_features(pixels)
         return hidden[:, self.prefix :], self._pool(hidden)
 
     def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
-        blocks = self.visual.trunk.blocks
-        block = blocks[-1]
-        if not hasattr(block.attn, "qkv") or not hasattr(block.attn, "q_norm") or _rotary(self.visual.trunk):
+        trunk = self.visual.trunk
+        block, attention = trunk.blocks[-1], trunk.blocks[-1].attn
+        is_rotary = getattr(trunk, "rope", None) is not None
+        if not hasattr(attention, "qkv") or not hasattr(attention, "q_norm") or is_rotary:
             raise ModelError(
-                f"a pruned adapter does not support the vision tower {type(self.visual.trunk).__name__}: "
-                "choose another adapter"
+                f"a pruned adapter does not support the vision tower {type(trunk).__name__}: choose another adapter"
             )
-        hidden, before_last = self._features_and_last_input(pixels)
-        attention = block.attn
-        q, k = _queries_and_keys(attention.qkv(block.norm1(before_last)), attention.num_heads)
-        received = received_attention(attention.q_norm(q), attention.k_norm(k), attention.scale)
-        return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
-
-    def _features_and_last_input(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last hidden state and the input of the last layer, [b, t, d] each."""
-        captured: list[torch.Tensor] = []
-        handle = self.visual.trunk.blocks[-1].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+        last_inputs: list[torch.Tensor] = []
+        handle = block.register_forward_pre_hook(lambda _, args: last_inputs.append(args[0]))
         try:
-            return self.visual.trunk.forward_features(pixels), captured[0]
+            hidden = trunk.forward_features(pixels)
         finally:
             handle.remove()
+        q, k = _queries_and_keys(attention.qkv(block.norm1(last_inputs[0])), attention.num_heads)
+        received = received_attention(attention.q_norm(q), attention.k_norm(k), attention.scale)
+        return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
 
     def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
         return functional.normalize(self.visual.head(self.visual.trunk.forward_head(hidden)).float(), dim=-1)
@@ -201,17 +202,3 @@ def _queries_and_keys(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torc
     """Split the joint projection `qkv` [b, t, 3 h c]. Return queries and keys, [b, h, t, c] each."""
     q, k, _ = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
     return q, k
-
-
-def _output_dim(visual: Any, trunk: Any) -> int:
-    projection = getattr(visual.head, "proj", None)
-    if projection is not None:
-        return int(projection.out_features)
-    mlp = getattr(visual.head, "mlp", None)
-    if mlp is not None:
-        return int(mlp.fc2.out_features)
-    return int(getattr(trunk.head, "out_features", trunk.num_features))
-
-
-def _rotary(trunk: Any) -> bool:
-    return getattr(trunk, "rope", None) is not None

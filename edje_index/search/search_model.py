@@ -15,7 +15,6 @@ from edje_index.bundles.info import (
     verify_files,
 )
 from edje_index.bundles.parts import check_scorer_fit, load_hubness_bank, load_pooled_similarity, load_scorer
-from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.clip_config import read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
@@ -113,13 +112,7 @@ class SearchModel:
     @property
     def adapter_config(self) -> AdapterConfig:
         """Configuration of the adapter: everything that defines the adapter except the weights."""
-        try:
-            return AdapterConfig.from_json(self.info.adapter)
-        except TypeError as error:
-            raise ModelError(
-                f"{self.info.path / INFO_FILE} describes an adapter that this version does not support: "
-                f"{error}; upgrade edje-index"
-            ) from error
+        return AdapterConfig.from_json(self.info.adapter, self.info.path / INFO_FILE)
 
     @cached_property
     def text(self) -> TextEncoder:

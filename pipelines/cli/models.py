@@ -14,7 +14,6 @@ from pipelines.progress.wording import human_bytes
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
 
-_UNTRAINED = "note: the weights of this model are untrained; the order of search results will have no meaning"
 _new_bundle_option = click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
 _text_tokenizer_option = click.option(
     "--text-tokenizer", type=PATH, help="Directory of the text tower's tokenizer.  [default: download the tokenizer]"
@@ -137,7 +136,7 @@ def init_model(out: Path, seed: int, as_json: bool) -> None:
     from edje_index.bundles.random_bundle import create_untrained_bundle
 
     info = create_untrained_bundle(out, seed=seed)
-    note(_UNTRAINED)
+    note("note: the weights of this model are untrained; the order of search results will have no meaning")
     _report(info, as_json=as_json)
 
 
@@ -145,9 +144,8 @@ def init_model(out: Path, seed: int, as_json: bool) -> None:
 @click.argument("tower", metavar="MODEL[:PRETRAINED]")
 @_new_bundle_option
 @_text_tokenizer_option
-@click.option("--random", "untrained", is_flag=True, help="Use random weights, so that nothing is downloaded.")
 @json_option
-def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, untrained: bool, as_json: bool) -> None:
+def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, as_json: bool) -> None:
     """Make a bundle from an open_clip model, for search by embedding without re-ranking.
 
     MODEL is NAME, hf-hub:ORG/REPO or local-dir:DIR. PRETRAINED is an open_clip tag or a file of weights.
@@ -162,9 +160,7 @@ def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, untrained
     """
     from edje_index.bundles.import_checkpoint import bundle_of_open_clip
 
-    info = bundle_of_open_clip(tower, out, text_tokenizer_dir=text_tokenizer, untrained=untrained)
-    if untrained:
-        note(_UNTRAINED)
+    info = bundle_of_open_clip(tower, out, text_tokenizer_dir=text_tokenizer)
     _report(info, as_json=as_json)
 
 

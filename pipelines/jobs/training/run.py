@@ -436,7 +436,7 @@ def _teacher_tokens(
         return given, rows_of_all(given, items)
     # The features of a step: those of the student's adapter, also if `features` stores all patches.
     read = feature_fingerprints(student, start.adapter.config)[0]
-    if read != feature_fingerprints(info, AdapterConfig.from_json(info.adapter))[0]:
+    if read != feature_fingerprints(info, AdapterConfig.from_json(info.adapter, info.path))[0]:
         raise UsageError(
             f"the adapter of the teacher {teacher} cannot read the features of the student, because another tower "
             "computes them or they have too few patches; set inputs.teacher_features to an index that the teacher built"

@@ -29,7 +29,10 @@ from tests.edje_index.towers import SMALL_TEXT, random_clip, random_pixels, timm
 
 def test_round_trip_gives_the_same_outputs_and_fingerprints(tiny_model: ModelBundle, tmp_path: Path) -> None:
     info = tiny_model.save(tmp_path / "copy")
-    assert (info.fingerprint, info.encoder_fingerprint) == (tiny_model.fingerprint, tiny_model.encoder_fingerprint)
+    assert (info.fingerprint, info.encoder_fingerprint) == (
+        tiny_model.info.fingerprint,
+        tiny_model.info.encoder_fingerprint,
+    )
     copy = ModelBundle.load(tmp_path / "copy")
     pixels = random_pixels(tiny_model.clip_config)
     texts = ["a red dog", "snow on a mountain"]
@@ -48,7 +51,7 @@ def test_use_does_not_change_what_is_saved(tiny_model: ModelBundle, tmp_path: Pa
     """Tokenizers remember their last padding and truncation; a fingerprint must not."""
     tiny_model.joint.score("a dog " * 100, torch.randn(1, *tiny_model.block_shape))
     tiny_model.text.encode(["a dog"])
-    assert tiny_model.save(tmp_path / "copy").fingerprint == tiny_model.fingerprint
+    assert tiny_model.save(tmp_path / "copy").fingerprint == tiny_model.info.fingerprint
 
 
 def test_info_needs_no_weights(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
@@ -81,8 +84,8 @@ def test_the_score_is_kept_and_part_of_the_fingerprint(tiny_model: ModelBundle, 
     score = DirectionWeights(t2i=ScoreWeights(embedding=2.5, late=1.0))
     info = replace(tiny_model, score=score, info=None).save(tmp_path / "weighted")
     assert info.score == ModelBundle.load(tmp_path / "weighted").score == score
-    assert info.fingerprint != tiny_model.fingerprint
-    assert info.encoder_fingerprint == tiny_model.encoder_fingerprint
+    assert info.fingerprint != tiny_model.info.fingerprint
+    assert info.encoder_fingerprint == tiny_model.info.encoder_fingerprint
 
 
 def test_preprocessing_is_part_of_both_fingerprints(tiny_model: ModelBundle, tmp_path: Path) -> None:
@@ -90,8 +93,8 @@ def test_preprocessing_is_part_of_both_fingerprints(tiny_model: ModelBundle, tmp
     changed = {**config.preprocess, "resize_mode": "squash"}
     tiny_model.clip_config = ClipConfig(config.name, config.model, changed)
     info = tiny_model.save(tmp_path / "changed")
-    assert info.fingerprint != tiny_model.fingerprint
-    assert info.encoder_fingerprint != tiny_model.encoder_fingerprint
+    assert info.fingerprint != tiny_model.info.fingerprint
+    assert info.encoder_fingerprint != tiny_model.info.encoder_fingerprint
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_a_bundle_that_is_saved_again_keeps_everything(tmp_path):
     new = ModelBundle.load(tmp_path / "again")
     assert json.loads((tmp_path / "again" / INFO_FILE).read_text())["format_version"] == 2
     assert new.score == old.score
-    assert info.encoder_fingerprint == old.encoder_fingerprint
+    assert info.encoder_fingerprint == old.info.encoder_fingerprint
     assert info.files == read_bundle_info(GOLDEN).files
     for part in ("pooled", "hubness_bank"):
         states = [getattr(bundle, part).state_dict() for bundle in (old, new)]

@@ -114,25 +114,3 @@ def test_texts_are_re_ranked_by_the_joint_encoder(tmp_path: Path, tiny_bundle: P
         opened.search_texts(3, TEXTS)
     with pytest.raises(UsageError, match=r"texts\[1\] is empty or blank"):
         opened.search_texts(1, ["a", " "])
-
-
-@pytest.mark.slow
-def test_weights_from_a_file_and_random_ones(tmp_path: Path) -> None:
-    model = open_clip.create_model("ViT-B-32", pretrained=None)
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    bundle_of_open_clip(f"ViT-B-32:{tmp_path}/weights.pt", tmp_path / "file")
-    loaded = ModelBundle.load(tmp_path / "file")
-    assert torch.equal(loaded.clip.visual.conv1.weight, model.visual.conv1.weight)
-    random = bundle_of_open_clip("ViT-B-32", tmp_path / "random", untrained=True)
-    assert (random.trained, random.block_shape, random.embed_dim) == (False, (1, 768), 512)
-    assert random.files == bundle_of_open_clip("ViT-B-32", tmp_path / "again", untrained=True).files
-
-
-@pytest.mark.parametrize(
-    ("vision", "message"),
-    [("Nope", "knows no model 'Nope'"), ("ViT-B-32:openai", "name of open_clip alone"),
-     ("local-dir:/x", "name of open_clip alone")],
-)  # fmt: skip
-def test_random_weights_need_a_name(tmp_path: Path, vision: str, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        bundle_of_open_clip(vision, tmp_path / "out", untrained=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from edje_index.models.clip_config import ClipConfig
-from edje_index.models.linear import Linear, LinearLayer, replace_linear_layers
+from edje_index.models.linear import Linear, replace_linear_layers
 from edje_index.models.vision_tower import vision_tower
 from tests.edje_index.towers import clip_config, random_clip, random_pixels, timm_config
 
@@ -37,7 +37,7 @@ def test_a_tower_gives_the_same_with_other_linear_layers(
     tower, pixels = vision_tower(random_clip(config).visual), random_pixels(config)
     expected = tower.encode(pixels)
     replace_linear_layers(tower, dtype)
-    assert any(isinstance(module, LinearLayer) for module in tower.modules())
+    assert any(isinstance(module, Linear) for module in tower.modules())
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         for left, right in zip(tower.encode(pixels), expected, strict=True):
             torch.testing.assert_close(left.float(), right, atol=tolerance, rtol=tolerance)

@@ -140,7 +140,7 @@ def test_adapters_of_images_keep_their_fingerprints() -> None:
         *("hidden_dim", "num_heads", "activation", "layer_norm_eps"),
     }
     for config in (IMAGE, *CONFIGS.values()):
-        assert AdapterConfig.from_json(config.to_json()) == config
+        assert AdapterConfig.from_json(config.to_json(), Path("bundle.json")) == config
 
 
 @pytest.mark.parametrize(

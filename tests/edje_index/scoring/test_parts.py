@@ -13,7 +13,7 @@ from edje_index.scoring.hubness import hubness
 from edje_index.scoring.late_interaction import late_interaction
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.stop_words import content_token_mask
-from edje_index.scoring.weights import ScoreWeights
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights, check_parts, parse_score
 from storage_formats import UsageError
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts, unit
 
@@ -101,16 +101,15 @@ def test_bfloat16_rounds_the_logits_alone(bundle, pairs, monkeypatch):
 
 
 def test_a_bundle_without_parts_scores_by_the_logit(tiny_model):
-    assert tiny_model.weights("t2i") == tiny_model.weights("i2t") == ScoreWeights()
-    assert set(tiny_model.parts("t2i", ScoreWeights())) == {"logit", "late", "embedding"}
-    with pytest.raises(
-        ModelError, match="this model bundle has no hubness correction: use only the parts logit, late, emb"
-    ):
-        tiny_model.weights("t2i", "hubness=1")
+    assert tiny_model.score == DirectionWeights(ScoreWeights(), ScoreWeights())
+    parts = tiny_model.parts("t2i", ScoreWeights())
+    assert set(parts) == {"logit", "late", "embedding"}
+    with pytest.raises(ModelError, match="the bundle has no hubness correction: use only the parts logit, late, emb"):
+        check_parts(parse_score("hubness=1", ScoreWeights()), parts, "the bundle")
     with pytest.raises(ModelError, match="no pooled similarity"):
-        tiny_model.weights("i2t", "logit=1,pooled=1")
+        check_parts(parse_score("logit=1,pooled=1", ScoreWeights()), parts, "the bundle")
     with pytest.raises(UsageError, match="unknown part"):
-        tiny_model.weights("t2i", "joint")
+        parse_score("joint", ScoreWeights())
 
 
 def test_what_does_not_depend_on_the_pair_is_computed_once(bundle, pairs, monkeypatch):

@@ -62,7 +62,7 @@ def test_a_bundle_keeps_it(bundle, tmp_path):
 
 def test_a_bundle_without_keeps_its_fingerprint(tiny_bundle, tmp_path):
     bundle = ModelBundle.load(tiny_bundle)
-    assert replace(bundle, info=None).save(tmp_path / "same").fingerprint == bundle.fingerprint
+    assert replace(bundle, info=None).save(tmp_path / "same").fingerprint == bundle.info.fingerprint
 
 
 def test_one_token_has_no_deviation():
