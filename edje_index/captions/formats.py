@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,13 +26,15 @@ from edje_index.captions.record import (
     parse_json,
 )
 from edje_index.filesystem import read_json_lines
-from edje_index.images.archive_damage import ArchiveDamage
+from edje_index.images.containers.tars import TarArchive
+from edje_index.images.decode import ImageError
 from edje_index.images.inputs import display_path
-from edje_index.images.tar_members import Kind, iter_members
+from edje_index.images.ranges import open_ranged
 from storage_formats.errors import UsageError
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 _PARQUET_BATCH = 4096
+_MAX_TEXT_BYTES = 1 << 26  # of the captions of one image
 
 
 def read_records(path: Path) -> Iterator[CaptionRecord]:
@@ -192,20 +193,21 @@ def _samples(path: Path) -> dict[str, _Sample]:
     """
     samples: dict[str, _Sample] = {}
     try:
-        with path.open("rb") as file:
-            for member in iter_members(functools.partial(os.pread, file.fileno())):
+        with open_ranged(os.fsencode(path), only_headers=True) as file:
+            archive = TarArchive(file)
+            for member in archive.members():
                 name = os.fsdecode(member.name)
                 folder, slash, base = name.rpartition("/")
                 stem, _, suffix = base.partition(".")
-                if member.kind != Kind.REGULAR or not stem:
+                if member.problem is not None or not stem:
                     continue
                 sample = samples.setdefault(folder + slash + stem, _Sample())
                 if suffix.lower() in _IMAGE_SUFFIXES:
                     sample.images.append(name)
                 elif suffix.lower() in ("txt", "json"):
-                    data = os.pread(file.fileno(), member.size, member.offset)
+                    data = archive.read(member.offset, member.size, _MAX_TEXT_BYTES)
                     setattr(sample, "text" if suffix.lower() == "txt" else "json", data)
-    except ArchiveDamage as damage:
+    except ImageError as damage:
         raise UsageError(
             f"{path} is not an intact uncompressed tar file: {damage.detail}; write or copy this file again"
         ) from damage

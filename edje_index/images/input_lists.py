@@ -1,27 +1,31 @@
-"""Writes and reads the lists of inputs of a build: the files in `build/inputs/`.
+"""Writes and reads lists of inputs.
 
-A file lists the inputs of many consecutive shards, so that the number of files stays small. It has row groups of 1,024
-inputs, so that a worker reads only the inputs of its shard.
+The files in `build/inputs/` list the inputs of a build. Each lists the inputs of many consecutive shards, so that the
+number of files stays small. It has row groups of 1,024 inputs, so that a worker reads only the inputs of its shard.
+
+An `InputTable` is a memory-mapped file from which training reads the inputs of any rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edje_index.images.containers.container import Container
 from edje_index.images.inputs import InputRef, metadata_text
 from edje_index.images.transient import is_transient
-from storage_formats.atomic import naming
+from storage_formats.atomic import fsync_paths, naming
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 LIST_ROWS = 1 << 16
 """Number of inputs per file, rounded down to whole shards. A file has at least one shard."""
@@ -45,12 +49,18 @@ def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int,
     Raises:
         OSError: a file cannot be written.
     """
+    import pyarrow.parquet as pq
+
     paths: list[Path] = []
     row, remaining, rows_per_file = first_shard * shard_size, iter(refs), _rows_per_file(shard_size)
     for first in remaining:
-        paths.append(layout.input_list(row // rows_per_file))
-        others = itertools.islice(remaining, rows_per_file - row % rows_per_file - 1)
-        row = _write(paths[-1], itertools.chain([first], others), row)
+        path = layout.input_list(row // rows_per_file)
+        refs_of_file = itertools.chain([first], itertools.islice(remaining, rows_per_file - row % rows_per_file - 1))
+        with naming(path), pq.ParquetWriter(path, input_schema(), compression="zstd") as writer:
+            for table in _tables(refs_of_file, row, _GROUP_ROWS):
+                writer.write_table(table)
+                row += len(table)
+        paths.append(path)
     return paths
 
 
@@ -62,18 +72,70 @@ def read_shard_inputs(layout: Layout, spec: IndexSpec, shard: int) -> list[Input
         OSError, MemoryError: the file cannot be read now, for example because the disk fails.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
+
+    from storage_formats.format.parquet import ParquetRowGroups
 
     path, rows = layout.input_list(shard * spec.shard_size // _rows_per_file(spec.shard_size)), spec.shard_rows(shard)
     try:
-        columns = _read_columns(path, rows)
-        columns["metadata"] = [text and json.loads(text) for text in columns["metadata"]]
-        columns["container"] = [text and Container.parse(text) for text in columns["container"]]
+        with path.open("rb") as file:
+            groups = ParquetRowGroups(file, path.stat().st_size, _ROW_ID).read(file, rows)
+            table = pa.concat_tables([input_schema().empty_table(), *(group.cast(input_schema()) for group in groups)])
+        row_ids = table[_ROW_ID]
+        table = table.filter(pc.and_(pc.greater_equal(row_ids, rows.start), pc.less(row_ids, rows.stop)))
+        if table[_ROW_ID].to_pylist() != list(rows):
+            raise ValueError(f"the file does not list the rows {rows.start} to {rows.stop - 1} in order")
+        return _refs(table)
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
             raise
         raise CorruptIndexError(f"cannot read the list of inputs {path}: {error}; start the build again") from error
-    columns["content_hash"] = [digest and digest.hex() for digest in columns["content_hash"]]
-    return [InputRef(*values) for values in zip(*columns.values(), strict=True)]
+
+
+def write_input_table(path: Path, refs: Iterable[InputRef]) -> int:
+    """Write `refs` in row order, without their metadata, to a file for `InputTable`. Return the number of inputs.
+
+    If writing fails, `path` does not change.
+    """
+    import pyarrow as pa
+
+    temporary, rows = path.with_name(f".{path.name}.part"), 0
+    located = (dataclasses.replace(ref, metadata=None) for ref in refs)
+    with naming(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, input_schema()) as writer:
+        for table in _tables(located, 0, 1 << 14):
+            writer.write_table(table)
+            rows += len(table)
+    fsync_paths([temporary])
+    temporary.replace(path)
+    fsync_paths([path.parent])
+    return rows
+
+
+class InputTable:
+    """The inputs that `write_input_table` wrote to `path`. Thread-safe.
+
+    Raises:
+        CorruptIndexError: the file is missing or is not a table of inputs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+
+        try:
+            self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+            if self._table.schema != input_schema():
+                raise ValueError("it has other columns")
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise CorruptIndexError(
+                f"cannot read the table of inputs {path}: {error}; remove it to make it again"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def refs(self, rows: NDArray[np.int64]) -> list[InputRef]:
+        """Return the inputs of `rows`, in this order."""
+        return [_refs(self._table.slice(row, 1))[0] for row in rows.tolist()]
 
 
 def input_schema() -> pa.Schema:
@@ -101,46 +163,24 @@ def _rows_per_file(shard_size: int) -> int:
     return max(1, LIST_ROWS // shard_size) * shard_size
 
 
-def _write(path: Path, refs: Iterator[InputRef], first_row: int) -> int:
-    """Write `refs` to one file. Return the row id after the last input."""
-    import pyarrow.parquet as pq
-
-    row = first_row
-    with naming(path), pq.ParquetWriter(path, input_schema(), compression="zstd") as writer:
-        while group := list(itertools.islice(refs, _GROUP_ROWS)):
-            writer.write_table(_table(group, row))
-            row += len(group)
-    return row
-
-
-def _table(refs: list[InputRef], first_row: int) -> pa.Table:
+def _tables(refs: Iterable[InputRef], first_row: int, rows: int) -> Iterator[pa.Table]:
+    """Yield tables of at most `rows` inputs. The row ids count up from `first_row`."""
     import pyarrow as pa
 
-    columns: dict[str, Any] = {_ROW_ID: range(first_row, first_row + len(refs))}
-    columns |= {field.name: [getattr(ref, field.name) for ref in refs] for field in fields(InputRef)}
-    columns["content_hash"] = [digits and bytes.fromhex(digits) for digits in columns["content_hash"]]
-    columns["metadata"] = [values and metadata_text(values) for values in columns["metadata"]]
-    columns["container"] = [container and str(container) for container in columns["container"]]
-    return pa.table(columns, schema=input_schema())
+    remaining = iter(refs)
+    while batch := list(itertools.islice(remaining, rows)):
+        columns: dict[str, Any] = {_ROW_ID: range(first_row, first_row + len(batch))}
+        columns |= {field.name: [getattr(ref, field.name) for ref in batch] for field in dataclasses.fields(InputRef)}
+        columns["content_hash"] = [digits and bytes.fromhex(digits) for digits in columns["content_hash"]]
+        columns["metadata"] = [values and metadata_text(values) for values in columns["metadata"]]
+        columns["container"] = [container and str(container) for container in columns["container"]]
+        yield pa.table(columns, schema=input_schema())
+        first_row += len(batch)
 
 
-def _read_columns(path: Path, rows: range) -> dict[str, list[Any]]:
-    """Return the columns of the row ids `rows`, without the row ids.
-
-    Raises:
-        OSError, ValueError, pyarrow.ArrowException: the file cannot be read, or does not list all of `rows` in order.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    from storage_formats.format.parquet import ParquetRowGroups
-
-    with path.open("rb") as file:
-        groups = ParquetRowGroups(file, path.stat().st_size, _ROW_ID).read(file, rows)
-        table = pa.concat_tables([input_schema().empty_table(), *(group.cast(input_schema()) for group in groups)])
-    row_ids = table[_ROW_ID]
-    table = table.filter(pc.and_(pc.greater_equal(row_ids, rows.start), pc.less(row_ids, rows.stop)))
-    columns = {name: table[name].to_pylist() for name in table.column_names}
-    if columns.pop(_ROW_ID) != list(rows):
-        raise ValueError(f"the file does not list the rows {rows.start} to {rows.stop - 1} in order")
-    return columns
+def _refs(table: pa.Table) -> list[InputRef]:
+    columns = {name: table[name].to_pylist() for name in table.column_names if name != _ROW_ID}
+    columns["content_hash"] = [digest and digest.hex() for digest in columns["content_hash"]]
+    columns["metadata"] = [text and json.loads(text) for text in columns["metadata"]]
+    columns["container"] = [text and Container.parse(text) for text in columns["container"]]
+    return [InputRef(*values) for values in zip(*columns.values(), strict=True)]

@@ -10,11 +10,16 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from edje_index.images.containers.container import Container
-from edje_index.images.containers.reading import read_packed
+from edje_index.images.containers.container import Container, read_packed
 from edje_index.images.decode import ImageError
 from edje_index.images.ranges import read_range
-from edje_index.images.remote.urls import is_remote, scheme_of
+from edje_index.images.remote.urls import (
+    ChangedFileError,
+    OversizedFileError,
+    UnreachableError,
+    is_remote,
+    scheme_of,
+)
 from edje_index.images.transient import retry
 from storage_formats.format.object_store import WEB_SCHEMES
 from storage_formats.format.source_columns import Value, text_of
@@ -110,6 +115,8 @@ def read_bytes(ref: InputRef) -> bytes:
 
 
 def _open_and_read(ref: InputRef) -> bytes:
+    if ref.container is None and (ref.size or 0) > MAX_INPUT_BYTES:
+        raise ImageError(reason="too-many-bytes", detail=f"{ref.size} bytes is over the limit of {MAX_INPUT_BYTES}")
     if is_remote(ref.path):
         return _read_remote(ref)
     try:
@@ -137,17 +144,14 @@ def _read_remote(ref: InputRef) -> bytes:
         OSError: the server refuses the request.
     """
     from edje_index.images.remote.access import read_remote, read_remote_range
-    from edje_index.images.remote.errors import ChangedFileError, OversizedFileError, UnreachableError
 
     url = os.fsdecode(ref.path)
     try:
         if ref.container is not None:
             return read_packed(ref.path, ref.container, ref.offset, size=ref.size, max_bytes=MAX_INPUT_BYTES)
-        if not ref.member:
-            return _of_planned_size(read_remote(url, MAX_INPUT_BYTES), ref)
-        if (ref.size or 0) > MAX_INPUT_BYTES:
-            raise ImageError(reason="too-many-bytes", detail=f"{ref.size} bytes is over the limit of {MAX_INPUT_BYTES}")
-        return read_remote_range(url, ref.size or 0, ref.offset) if ref.size else b""
+        if ref.member:
+            return read_remote_range(url, ref.size, ref.offset) if ref.size else b""
+        data = read_remote(url, MAX_INPUT_BYTES)
     except OversizedFileError as error:
         raise ImageError(reason="too-many-bytes", detail=f"{error.strerror}") from error
     except (EOFError, ChangedFileError) as error:
@@ -156,14 +160,13 @@ def _read_remote(ref: InputRef) -> bytes:
         if ref.member or scheme_of(url) not in WEB_SCHEMES:
             raise
         raise ImageError(reason="unreachable", detail=f"{error.strerror}") from error
-
-
-def _of_planned_size(data: bytes, ref: InputRef) -> bytes:
     if ref.size not in (None, len(data)):
-        raise ImageError(
-            reason="changed-since-plan", detail=f"the size is {len(data)} bytes, but was {ref.size} when planned"
-        )
+        raise _changed(ref, len(data))
     return data
+
+
+def _changed(ref: InputRef, size: int) -> ImageError:
+    return ImageError("changed-since-plan", f"the size is {size} bytes, but was {ref.size} when the plan was made")
 
 
 def _directory_vanished(path: bytes) -> bool:
@@ -183,9 +186,7 @@ def _read(fd: int, ref: InputRef) -> bytes:
         raise ImageError(reason="unreadable", detail="the input is not a regular file")
     size = max(0, min(ref.size or 0, status.st_size - ref.offset)) if ref.member else status.st_size
     if ref.size is not None and size != ref.size:
-        raise ImageError(
-            reason="changed-since-plan", detail=f"the size is {size} bytes, but was {ref.size} when the plan was made"
-        )
+        raise _changed(ref, size)
     if size > MAX_INPUT_BYTES:
         raise ImageError(reason="too-many-bytes", detail=f"{size} bytes is over the limit of {MAX_INPUT_BYTES}")
     data = read_range(fd, size, ref.offset)

@@ -7,16 +7,28 @@ could show any file of the reader's machine.
 from __future__ import annotations
 
 import base64
+import functools
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edje_index.images.clips import is_clip, key_frame
-from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, content_hash, decode_partial
-from edje_index.images.inputs import read_bytes
-from edje_index.images.locate import locate
+from edje_index.images.containers.container import (
+    KINDS,
+    PARQUET,
+    PARQUET_MAGIC,
+    TAR,
+    Container,
+    magic_kind,
+    split_uri,
+)
+from edje_index.images.decode import DEFAULT_MAX_PIXELS, HEAD_BYTES, ImageError, content_hash, decode_partial
+from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.images.ranges import open_ranged
+from edje_index.images.remote.urls import is_remote
 from edje_index.images.transient import TransientInputError
 from storage_formats.extras import MissingExtraError
 from storage_formats.format.rows import INDEXED, read_rows
@@ -27,12 +39,14 @@ MAX_PHOTO_BYTES = 1 << 26
 DEFAULT_SIDE = 256
 """Pixels of the longer side of a thumbnail."""
 
-_JPEG_QUALITY = 82
 PHOTO_COLUMNS = ["uri", "uri_raw", "size", "content_hash", "status", "reason", "detail"]
 """The columns of the rows table that `read_photo` and `read_thumbnails` need."""
 
 PHOTO_ERRORS = (ImageError, MissingExtraError, TransientInputError, OSError, MemoryError)
 """What reading and decoding the photo of a row may raise. See `describe_photo_error`."""
+
+_JPEG_QUALITY = 82
+_MAX_MEMBERS = 1_000_000  # of one archive; the names of more would fill the memory
 
 
 @dataclass(frozen=True)
@@ -69,8 +83,16 @@ def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAUL
         RowIdError: a row id is out of range.
         UsageError, IncompleteIndexError, CorruptIndexError: as for `storage_formats.format.rows.read_rows`.
     """
-    rows = read_rows(root, row_ids, PHOTO_COLUMNS).to_pylist()
-    return [_thumbnail(row_id, row, side) for row_id, row in zip(row_ids, rows, strict=True)]
+    thumbnails = []
+    for row_id, row in zip(row_ids, read_rows(root, row_ids, PHOTO_COLUMNS).to_pylist(), strict=True):
+        jpeg, problem = None, f"{row['status']}: {row['reason'] or 'see the rows table'}"
+        if row["status"] == INDEXED:
+            try:
+                jpeg, problem = _shrink(read_photo(row), side), ""
+            except PHOTO_ERRORS as error:
+                problem = describe_photo_error(error)
+        thumbnails.append(Thumbnail(row_id, row["uri"], jpeg, problem))
+    return thumbnails
 
 
 def read_photo(row: dict[str, Any]) -> bytes:
@@ -91,19 +113,10 @@ def read_photo(row: dict[str, Any]) -> bytes:
         raise ImageError(
             reason="too-many-bytes", detail=f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}"
         )
-    data = read_bytes(locate(row))
+    data = read_bytes(_locate(row))
     if content_hash(data) != row["content_hash"]:
         raise ImageError(reason="changed-since-plan", detail="the photo has changed since it was indexed")
     return data
-
-
-def _thumbnail(row_id: int, row: dict[str, Any], side: int) -> Thumbnail:
-    if row["status"] != INDEXED:
-        return Thumbnail(row_id, row["uri"], None, f"{row['status']}: {row['reason'] or 'see the rows table'}")
-    try:
-        return Thumbnail(row_id, row["uri"], _shrink(read_photo(row), side))
-    except PHOTO_ERRORS as error:
-        return Thumbnail(row_id, row["uri"], None, describe_photo_error(error))
 
 
 def describe_photo_error(error: Exception) -> str:
@@ -121,3 +134,59 @@ def _shrink(data: bytes, side: int) -> bytes:
     out = io.BytesIO()
     image.save(out, "JPEG", quality=_JPEG_QUALITY)
     return out.getvalue()
+
+
+def _locate(row: dict[str, Any]) -> InputRef:
+    """Return where the photo of a row is now: a file, or a part of an archive or Parquet file.
+
+    Raises:
+        ImageError: the photo cannot be found, or lies in a compressed tar, where finding it takes too long.
+        OSError: the file cannot be read.
+    """
+    uri, size = row["uri"], row["size"]
+    path = row["uri_raw"] or os.fsencode(uri)
+    if is_remote(path):
+        raise ImageError(reason="not-a-local-path", detail="the photo is on a server; only local photos are shown")
+    parts = split_uri(uri)
+    if parts is not None and not os.path.isfile(path):
+        path = row["uri_raw"] or os.fsencode(parts[0])
+    if not os.path.isabs(path):
+        raise ImageError(reason="not-a-local-path", detail="the index names the photo by a relative path")
+    if not os.path.isfile(path):  # before `read_bytes`, which waits for a directory that has vanished
+        raise ImageError(reason="missing", detail="no such file")
+    if parts is None or path == os.fsencode(uri):
+        return InputRef(uri, path, size=size)
+    member = parts[1]
+    with open(path, "rb", buffering=0) as file:
+        head, status = file.read(HEAD_BYTES), os.fstat(file.fileno())
+    if head.startswith(PARQUET_MAGIC):
+        column, _, number = member.rpartition("/")
+        if not number.isdecimal():
+            raise ImageError(reason="missing", detail="the index names no row of the Parquet file")
+        return InputRef(uri, path, int(number), member=True, container=Container(PARQUET, status.st_size, column))
+    kind = magic_kind(head) or TAR
+    offsets = _member_offsets(path, kind, status.st_mtime_ns, status.st_size)
+    offset = offsets.get((member.encode("utf-8", "surrogateescape"), size))
+    if offset is None:
+        raise ImageError(reason="missing", detail="the archive has no such member")
+    container = None if kind == TAR else Container(kind, status.st_size)
+    return InputRef(uri, path, offset, size, member=True, container=container)
+
+
+@functools.lru_cache(maxsize=4)
+def _member_offsets(path: bytes, kind: str, _modified: int, _size: int) -> dict[tuple[bytes, int], int]:
+    """Return the offset of each member by (name, size). Of members with equal keys, the first wins."""
+    offsets: dict[tuple[bytes, int], int] = {}
+    with open_ranged(path, only_headers=True) as file:
+        archive = KINDS[kind].open(file)
+        if kind != TAR and archive.is_stream:
+            detail = "the photo is in a compressed tar; unpack the tar to see it"
+            raise ImageError(reason="too-expensive", detail=detail)
+        try:
+            for member in archive.members():
+                offsets.setdefault((member.name, member.size), member.offset)
+                if len(offsets) > _MAX_MEMBERS:
+                    break
+        except ImageError:
+            pass  # what precedes the damage can be read
+    return offsets

@@ -18,7 +18,7 @@ from PIL import Image
 from edje_index.filesystem import read_json_lines
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.decoded_input import LOAD, DecodeSettings, decode_input
-from edje_index.images.input_table import InputTable
+from edje_index.images.input_lists import InputTable
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import PATCH_REDUCTIONS, Adapter, AdapterConfig, build_adapter

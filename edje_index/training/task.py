@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.images.input_table import InputTable
+from edje_index.images.input_lists import InputTable
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import build_adapter

@@ -215,7 +215,7 @@ def settings_of_rows(config: AppendConfig, index: CommittedIndex) -> BuildSettin
     Raises:
         UsageError: the index was not made by a build.
     """
-    from pipelines.sources.specs import absolute_spec
+    from pipelines.sources.base import absolute_spec
 
     built = plan_of_manifest(config.root, index.manifest).settings
     sources = tuple(absolute_spec(source) for source in config.sources)

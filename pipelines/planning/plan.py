@@ -68,7 +68,7 @@ class BuildSettings:
                 these values from this machine.
         """
         from edje_index.images.decode import DEFAULT_MAX_PIXELS
-        from pipelines.sources.specs import absolute_spec
+        from pipelines.sources.base import absolute_spec
 
         device, dtype, threads = config.device, config.dtype, config.threads
         if device == "auto":

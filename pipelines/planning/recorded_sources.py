@@ -81,7 +81,7 @@ def open_recorded(groups: tuple[SourceGroup, ...] | None, *, clips: bool) -> lis
         UsageError: the sources are not recorded, or a source cannot be used.
     """
     from pipelines.sources import open_sources, without_nested
-    from pipelines.sources.specs import STANDARD_INPUT
+    from pipelines.sources.base import STANDARD_INPUT
 
     if groups is None:
         raise UsageError("the index does not record the sources of all its rows; name all sources", parameter="sources")

@@ -67,8 +67,8 @@ def find_failed(index: CommittedIndex) -> FailedInputs:
 
 def refs_of_rows(rows: list[dict[str, Any]], names: list[str], *, clips: bool) -> Iterator[InputRef]:
     """Yield the inputs under the names of `rows`, with the stored values of the source columns `names`."""
-    from pipelines.sources.archives import ArchiveFile
-    from pipelines.sources.files import file_input
+    from pipelines.sources.archives import archive_source
+    from pipelines.sources.base import file_input
     from pipelines.sources.folder import FolderSource
 
     rows_of_archive: dict[tuple[bytes, str | None], list[dict[str, Any]]] = {}
@@ -84,7 +84,7 @@ def refs_of_rows(rows: list[dict[str, Any]], names: list[str], *, clips: bool) -
         else:
             yield replace(file_input(path, row["uri"]), metadata=_metadata(row, names))
     for (archive_path, column), members in rows_of_archive.items():
-        yield from _members(ArchiveFile(os.fsdecode(archive_path), column, clips=clips), members, names)
+        yield from _members(archive_source(os.fsdecode(archive_path), column, clips=clips), members, names)
 
 
 def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError
 
 if TYPE_CHECKING:
-    from pipelines.sources import Source
     from storage_formats.format.manifest import CommittedIndex
 
 _HIDES_OTHERS = frozenset({"missing", "unreadable", "truncated-archive", "damaged-archive"})
@@ -73,9 +72,8 @@ def compare_sources(
         sources = open_sources(config.sources, config.column, clips=clips)
     else:
         sources = open_recorded(recorded_sources(index.manifest), clips=clips)
-    listings = [_CountedSource(source) for source in sources]
     comparison = _Comparison(StoredRows(index))
-    for ref in hashed(digested(iter_all(listings), hashlib.sha256(), on_event, should_stop)):
+    for ref in hashed(digested(iter_all(sources), hashlib.sha256(), on_event, should_stop)):
         comparison.add(ref)
     comparison.finish()
     if comparison.unreachable:
@@ -83,31 +81,10 @@ def compare_sources(
         on_event(StatusMessage(f"{inputs} on servers cannot be read now; the rows stay", is_warning=True))
     changes = comparison.changes(count_ignored(sources))
     _refuse_unreadable(comparison)
-    empty = [display_path(listing.path) for listing in listings if not listing.inputs]
+    empty = [display_path(source.path) for source in sources if not source.inputs]
     _refuse_hidden_rows(index, comparison, [] if config.max_vanished >= 1 else empty)
     _refuse_many_vanished(config.max_vanished, comparison, changes.vanished)
     return changes
-
-
-@dataclass
-class _CountedSource:
-    """Wraps a source and counts its inputs."""
-
-    source: Source
-    inputs: int = 0
-
-    def __post_init__(self) -> None:
-        self.spec, self.kind, self.path = self.source.spec, self.source.kind, self.source.path
-        self.clips = self.source.clips
-
-    @property
-    def ignored(self) -> dict[str, int]:
-        return dict(self.source.ignored)
-
-    def iter_inputs(self) -> Iterator[InputRef]:
-        for ref in self.source.iter_inputs():
-            self.inputs += 1
-            yield ref
 
 
 @dataclass

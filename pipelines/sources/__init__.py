@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pipelines.sources.base import Source
-from pipelines.sources.dedupe import hashed, mark_duplicates
-from pipelines.sources.digest import digested
+from pipelines.sources.dedupe import digested, hashed, mark_duplicates
 from pipelines.sources.opening import ACCEPTED, count_ignored, iter_all, open_source, open_sources, without_nested
 
 __all__ = [

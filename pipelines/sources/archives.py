@@ -1,28 +1,30 @@
-"""Opens archives and Parquet files of images, and lists several of them at once."""
+"""Archives of images (tars and zips) as sources, and the listing of several archives at once."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from edje_index.images.containers.container import ARCHIVE_SUFFIXES, COMPRESSIONS, TAR_SUFFIXES, ZIP_MAGIC
+from edje_index.images.containers.container import (
+    ARCHIVE_SUFFIXES,
+    KINDS,
+    PARQUET_SUFFIX,
+    TAR,
+    Container,
+    archive_kind,
+)
+from edje_index.images.containers.members import Archive, Member
+from edje_index.images.decode import HEAD_BYTES, ImageError
 from edje_index.images.inputs import InputRef, display_path
-from edje_index.images.remote.errors import NoRangesError
-from edje_index.images.remote.urls import is_remote
-from pipelines.sources.base import Source
-from pipelines.sources.file_source import FileSource
-from pipelines.sources.files import problem_of, read_head
-from pipelines.sources.parquet_images import ParquetImagesSource, find_image_column
-from pipelines.sources.specs import file_name
-from pipelines.sources.webdataset import WebDatasetSource
-from pipelines.sources.zip_archive import ZipSource
-from storage_formats.errors import UsageError
+from edje_index.images.ranges import open_ranged
+from pipelines.sources.base import Source, file_name, ignored_as, lost_file, ordered_map
+from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
+from pipelines.sources.parquet_images import ParquetImagesSource
+from storage_formats.format.source_columns import Value
 
-ARCHIVE_KINDS = ("archive", "webdataset", "zip", "parquet")
-PARQUET_SUFFIX = ".parquet"
 _ARCHIVES_AT_ONCE = 8
 
 
@@ -31,71 +33,136 @@ def is_archive_name(name: str) -> bool:
     return file_name(name).lower().endswith((*ARCHIVE_SUFFIXES, PARQUET_SUFFIX))
 
 
-def archive_source(path: str, head: bytes, column: str | None = None, *, clips: bool = False) -> Source | None:
-    """Return the source for an archive, or for a Parquet file with a column of images; None for other files.
+def archive_source(spec: str, column: str | None = None, *, clips: bool = False) -> Source:
+    """Return the source for an archive or a Parquet file of images. The file is opened when it is listed.
 
     Args:
-        path: path of the file.
-        head: the first bytes of the file.
-        column: the only column of a Parquet file to consider; None considers all columns.
+        spec: path or URL of a file for which `is_archive_name` is true.
+        column: the column of a Parquet file that holds the images; None looks for it.
         clips: True if the video files in an archive are inputs, too.
-
-    Raises:
-        UsageError: a Parquet file has several columns of images, and none of them has a usual name.
-        OSError, ValueError, pyarrow.ArrowException: a Parquet file cannot be read.
     """
-    name = file_name(path).lower()
-    if name.endswith(".zip") or (name.endswith(TAR_SUFFIXES) and head.startswith(ZIP_MAGIC)):
-        return ZipSource(path, clips=clips)
-    if name.endswith(TAR_SUFFIXES):
-        return WebDatasetSource(path, compression_of(head), clips=clips)
-    if name.endswith(PARQUET_SUFFIX):
-        images = find_image_column(path, column)
-        return None if images is None else ParquetImagesSource(path, images)
-    return None
+    if file_name(spec).lower().endswith(PARQUET_SUFFIX):
+        return ParquetImagesSource(spec, column, clips=clips)
+    return ArchiveSource(spec, clips=clips)
 
 
 @dataclass
-class ArchiveFile(FileSource):
-    """An archive or Parquet file that is opened when it is listed.
+class ArchiveSource(Source):
+    """The images in one archive, in the order of the archive, with the metadata beside them.
 
-    A Parquet file without images is ignored. A file that cannot be opened becomes one input with a problem.
-    `iter_inputs` raises UsageError if a server refuses the file or does not have it, because all images in the file
-    would be lost.
+    In a tar, consecutive members form a sample if their paths are equal up to the first dot of the file name
+    (WebDataset). The `.json` and `.txt` members of a sample contain the metadata of its images. In a zip, NAME.json and
+    NAME.txt contain the metadata of NAME.jpg. Other members that are not images are ignored.
 
-    Attributes:
-        column: the only column of a Parquet file to consider; None considers all columns.
+    Members that cannot be read, for example links, become inputs with a problem such as "unsupported-member". If the
+    archive is damaged, one input with the problem "truncated-archive", "damaged-archive" or "too-expensive" replaces
+    all members after the damage.
     """
 
-    column: str | None = None
-    kind: str = "archive"
+    kind = "archive"
 
-    def iter_inputs(self) -> Iterator[InputRef]:
-        import pyarrow as pa
-
-        self.ignored.clear()
+    def _iter_inputs(self) -> Iterator[InputRef]:
+        name = file_name(self.spec).lower()
         try:
-            source = archive_source(self.spec, read_head(self.path), self.column, clips=self.clips)
-        except NoRangesError as error:
-            raise UsageError(f"cannot read {self.spec}: {error.strerror}", parameter="sources") from error
-        except (OSError, ValueError, EOFError, pa.ArrowException) as error:
-            is_damage = not isinstance(error, OSError) or error.errno is None
-            problem = "damaged-archive" if is_damage else problem_of(error)
-            if is_remote(self.path) and problem in ("missing", "unreadable"):
-                reason = getattr(error, "strerror", None) or error
-                raise UsageError(f"cannot read {self.spec}: {reason}; check the URL", parameter="sources") from error
-            yield InputRef(display_path(self.path), self.path, problem=problem)
-            return
-        if source is None:
-            self.ignored.count(display_path(os.path.splitext(self.path)[1].lower()))
-            return
-        yield from source.iter_inputs()
-        self.ignored.add(source.ignored)
+            with open_ranged(self.path, only_headers=name.endswith((".tar", ".zip"))) as file:
+                kind = archive_kind(name, file.pread(HEAD_BYTES, 0)) or TAR
+                container = None if kind == TAR else Container(kind, file.length)
+                archive = KINDS[kind].open(file)
+                for sample in _samples(archive):
+                    yield from self._inputs(archive, container, sample)
+        except (ImageError, OSError, ValueError, EOFError) as error:
+            yield lost_file(self, error)
+
+    def _inputs(self, archive: Archive, container: Container | None, sample: list[Member]) -> Iterator[InputRef]:
+        """Yield the images of a sample with their metadata. Count all other members as ignored."""
+        sidecars: dict[bytes, dict[str, Member]] = {}
+        inputs: list[tuple[bytes, Member]] = []
+        for member in sample:
+            stem, suffix = _split(member, archive)
+            is_sidecar = stem and suffix in SIDECAR_SUFFIXES and member.problem is None
+            if is_sidecar and suffix not in sidecars.get(stem, {}):
+                sidecars.setdefault(stem, {})[suffix] = member
+            elif self._is_input(archive, member):
+                inputs.append((stem, member))
+        for stem in sidecars.keys() - {stem for stem, _ in inputs}:
+            for member in sidecars.pop(stem).values():
+                self._is_input(archive, member)
+        metadata: dict[bytes, dict[str, Value] | None] = {}
+        for stem, members in sidecars.items():
+            read = {suffix: functools.partial(_read_sidecar, archive, member) for suffix, member in members.items()}
+            metadata[stem] = sidecar_values(read, self.ignored)
+        for stem, member in inputs:
+            ref = InputRef(
+                f"{display_path(self.path)}!{display_path(member.name)}",
+                self.path,
+                member.offset,
+                member.size,
+                member=True,
+                problem=member.problem,
+                metadata=metadata.get(stem),
+            )
+            yield ref if member.problem else dataclasses.replace(ref, container=container)
+
+    def _is_input(self, archive: Archive, member: Member) -> bool:
+        """Return True if a member is an input. Otherwise count it as ignored."""
+        parts = [part for part in member.name.split(b"/") if part not in (b"", b".", b"..")]
+        if not parts:
+            self.ignored.count("(not a file)")
+            return False
+        # macOS puts the attributes of files into a directory of its own
+        name = next((part for part in parts if part.startswith(b".") or part == b"__MACOSX"), parts[-1])
+        name = b"." if name == b"__MACOSX" else name
+        key = ignored_as(name, functools.partial(_read_head, archive, member), clips=self.clips)
+        if key is not None:
+            self.ignored.count(key)
+        return key is None
 
 
-def compression_of(head: bytes) -> str | None:
-    """Return the compression of a tar archive that begins with `head`; None for an uncompressed archive."""
-    return next((name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), None)
+def _samples(archive: Archive) -> Iterator[list[Member]]:
+    """Yield the members of each sample. If the archive is damaged, first yield the members before the damage.
+
+    Raises:
+        ImageError: the archive is damaged.
+    """
+    if not archive.is_stream:
+        yield list(archive.members())
+        return
+    sample: list[Member] = []
+    try:
+        for member in archive.members():
+            if sample and _split(member, archive)[0] != _split(sample[0], archive)[0]:
+                yield sample
+                sample = []
+            sample.append(member)
+    except ImageError:
+        yield sample
+        raise
+    yield sample
+
+
+def _split(member: Member, archive: Archive) -> tuple[bytes, str]:
+    """Return the path that an image has in common with its metadata, and the suffix in lower case."""
+    folder, slash, base = member.name.rpartition(b"/")
+    stem, suffix = os.path.splitext(base)
+    if archive.is_stream:
+        stem, dot, suffix = base.partition(b".")
+        suffix = dot + suffix
+    return folder + slash + stem if stem else b"", os.fsdecode(suffix).lower()
+
+
+def _read_head(archive: Archive, member: Member) -> bytes:
+    """Return the first bytes of a member; empty if the member cannot be read or has more than a megabyte."""
+    try:
+        return archive.read(member.offset, min(HEAD_BYTES, member.size), MAX_SIDECAR_BYTES)[:HEAD_BYTES]
+    except ImageError:
+        return b""
+
+
+def _read_sidecar(archive: Archive, member: Member) -> bytes:
+    try:
+        return archive.read(member.offset, member.size, MAX_SIDECAR_BYTES)
+    except ImageError as error:
+        raise ValueError(error.detail) from error
 
 
 def scan_ahead(archives: Sequence[Source]) -> Iterator[InputRef]:
@@ -103,14 +170,6 @@ def scan_ahead(archives: Sequence[Source]) -> Iterator[InputRef]:
     if len(archives) == 1:
         yield from archives[0].iter_inputs()
         return
-    pending: deque[Future[list[InputRef]]] = deque()
-    with ThreadPoolExecutor(_ARCHIVES_AT_ONCE, "edje-scan") as pool:
-        try:
-            for archive in archives:
-                pending.append(pool.submit(list, archive.iter_inputs()))
-                if len(pending) >= _ARCHIVES_AT_ONCE:
-                    yield from pending.popleft().result()
-            while pending:
-                yield from pending.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    listed = ordered_map(lambda archive: list(archive.iter_inputs()), archives, _ARCHIVES_AT_ONCE, _ARCHIVES_AT_ONCE)
+    for refs in listed:
+        yield from refs

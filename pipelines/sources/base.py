@@ -1,38 +1,298 @@
-"""The interface that all kinds of sources implement."""
+"""What all kinds of sources share: their interface, the choice of files, and inputs that are whole files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+import os
+import stat
+import tempfile
+import urllib.parse
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
-from edje_index.images.inputs import InputRef
+from edje_index.images.clips import clip_format
+from edje_index.images.decode import HEAD_BYTES, ImageError, image_format
+from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, display_path
+from edje_index.images.remote.access import read_remote, read_remote_range, remote_version, require_libraries
+from edje_index.images.remote.urls import ChangedFileError, NoRangesError, has_credentials, is_remote, scheme_of
+from edje_index.images.transient import TransientInputError, is_transient, transient_error
+from storage_formats.errors import UsageError
+from storage_formats.format.object_store import WEB_SCHEMES
+from storage_formats.ordered_results import ordered_results
+
+STANDARD_INPUT = "-"
+
+IMAGE_SUFFIXES = frozenset(
+    b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .pfm"
+    b" .avif .avifs .heic .heif .hif .jp2 .j2k .j2c .jpc .jpf .jpx .jxl .mpo .qoi".split()
+)
+"""Suffixes of inputs. Formats that cannot be decoded (HEIC, JPEG XL) become failed rows instead of ignored files."""
+
+VIDEO_SUFFIXES = frozenset(b".mp4 .m4v .mov .qt .3gp .3g2 .webm .mkv .avi".split())
+"""Suffixes of inputs if clips are indexed."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_LONGEST_SUFFIX = 12
+_MAX_KEYS = 100
 
 
-class Source(Protocol):
+class Ignored(dict[str, int]):
+    """Counts the entries that are not inputs, by suffix or by reason in parentheses."""
+
+    def count(self, key: str, entries: int = 1) -> None:
+        """Count entries under `key`, or under "(other)" if the key is unusual."""
+        if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
+            key = "(other)"
+        self[key] = self.get(key, 0) + entries
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add the counts of another source."""
+        for key, count in counts.items():
+            self.count(key, count)
+
+
+@dataclass
+class Source(ABC):
     """A source of images and clips.
 
     Attributes:
         spec: the source as the user wrote it.
-        kind: "folder", "image" (one image file), "webdataset" (tar archive), "zip", "parquet" (images in a Parquet
-            file), "archive" (one of these three, not opened yet), "list" (table with a path column), "lines" (text
-            file with one path per line) or "captions" (caption file).
-        path: absolute path of the directory or file.
-        clips: True if video files are inputs, too.
+        kind: "folder", "image" (one image file), "archive" (tar, zip), "parquet" (images in a Parquet file), "list"
+            (table with a path column), "lines" (text file with one path per line) or "captions" (caption file).
+        path: absolute path of the directory or file, or its URL.
+        clips: True if video files are inputs, too. Otherwise they are ignored, unless a list names them.
         ignored: number of entries that are not inputs, in the latest pass over the source. Keys are suffixes (".txt")
             or reasons ("(hidden)").
+        inputs: number of inputs in the latest pass.
     """
 
     spec: str
-    kind: str
-    path: bytes
-    clips: bool
+    path: bytes = field(init=False)
+    ignored: Ignored = field(init=False, default_factory=Ignored)
+    clips: bool = field(default=False, kw_only=True)
+    inputs: int = field(init=False, default=0)
+    kind: ClassVar[str]
 
-    @property
-    def ignored(self) -> Mapping[str, int]: ...
+    def __post_init__(self) -> None:
+        self.path = absolute_path(self.spec)
 
     def iter_inputs(self) -> Iterator[InputRef]:
         """Yield every input once, always in the same order.
 
         An entry that cannot be read becomes an input with a `problem`.
         """
-        ...
+        self.ignored.clear()
+        self.inputs = 0
+        for ref in self._iter_inputs():
+            self.inputs += 1
+            yield ref
+
+    @abstractmethod
+    def _iter_inputs(self) -> Iterator[InputRef]:
+        """Do the same as `iter_inputs`, and count ignored entries in `ignored`."""
+
+
+@dataclass
+class ImageFileSource(Source):
+    """A source that is one image file or one clip."""
+
+    kind = "image"
+
+    def _iter_inputs(self) -> Iterator[InputRef]:
+        yield file_input(self.path)
+
+
+def is_url(spec: str) -> bool:
+    """Return True if a source is named by a URL that this package reads."""
+    return is_remote(os.fsencode(spec))
+
+
+def absolute_path(spec: str) -> bytes:
+    """Return the absolute path of a source, or its URL."""
+    return os.fsencode(spec) if is_url(spec) else os.path.abspath(os.fsencode(spec))
+
+
+def absolute_spec(spec: str) -> str:
+    """Return a source as the index records it, so that it means the same in every working directory."""
+    return spec if spec == STANDARD_INPUT else display_path(absolute_path(spec))
+
+
+def file_name(spec: str) -> str:
+    """Return the path or URL of a file. The query of a web URL is removed, so that the URL ends in the file suffix."""
+    if scheme_of(spec) not in WEB_SCHEMES:
+        return spec
+    return urllib.parse.urlsplit(spec)._replace(query="", fragment="").geturl()
+
+
+def has_input_suffix(name: bytes, clips: bool) -> bool:
+    """Return True if the file name has an image suffix, or with `clips` a video suffix."""
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix in IMAGE_SUFFIXES or (clips and suffix in VIDEO_SUFFIXES)
+
+
+def is_input(head: bytes, clips: bool) -> bool:
+    """Return True if a file begins like an image, or with `clips` like a clip. `head` has `HEAD_BYTES` bytes."""
+    return image_format(head) is not None or (clips and clip_format(head) is not None)
+
+
+def ignored_as(name: bytes, read_head: Callable[[], bytes], *, clips: bool) -> str | None:
+    """Return the key under which `Ignored` counts a regular file; None if the file is an input.
+
+    Args:
+        name: name of the file, without directories.
+        read_head: function that returns the first bytes of the file, or raises OSError. This function is called only
+            if the name has no suffix.
+        clips: True if clips are inputs, too.
+    """
+    if name.startswith(b"."):
+        return "(hidden)"
+    if has_input_suffix(name, clips):
+        return None
+    suffix = os.path.splitext(name)[1].lower()
+    if suffix:
+        return display_path(suffix)
+    return None if is_input(read_head(), clips) else "(no suffix)"
+
+
+def file_input(path: bytes, uri: str | None = None) -> InputRef:
+    """Return an input for the file at `path`.
+
+    The input has a `problem` if the file is missing, unreadable or not a regular file.
+
+    Args:
+        path: path of the file, or its URL. No request is sent for a URL.
+        uri: uri of the input; None derives the uri from `path`.
+    """
+    uri = display_path(path) if uri is None else uri
+    if is_remote(path):
+        require_libraries(os.fsdecode(path))
+        return InputRef(uri, path)
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        return InputRef(uri, path, problem=problem_of(error))
+    if not stat.S_ISREG(status.st_mode):
+        return InputRef(uri, path, problem="unreadable")
+    return InputRef(uri, path, size=status.st_size)
+
+
+def listed_input(value: Any, directory: bytes) -> InputRef | None:
+    """Return the input with the path or URL `value`; None if `value` is neither, or is a URL with credentials.
+
+    Args:
+        value: the value in a list.
+        directory: directory or URL at which relative paths start. A list on a server cannot name local files.
+    """
+    if isinstance(value, str):
+        scheme = scheme_of(value)
+        if scheme is not None and scheme != "file":
+            return _url_input(value.strip())
+        try:
+            value = urllib.parse.unquote_to_bytes(value[len("file://") :]) if scheme else os.fsencode(value)
+        except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
+            return None
+        if scheme and is_remote(directory):
+            return None
+    if not isinstance(value, bytes) or not value or b"\0" in value:
+        return None
+    if is_remote(directory):
+        is_below = not value.startswith(b"/") and b".." not in value.split(b"/")
+        return file_input(directory + b"/" + value) if is_below else None
+    return file_input(os.path.join(directory, value))
+
+
+def _url_input(url: str) -> InputRef | None:
+    bucket, _, key = url.partition("://")[2].partition("/")
+    if scheme_of(url) not in WEB_SCHEMES:  # keys of an object store are no encoded addresses
+        key = key.replace(" ", "")
+    if any(letter.isspace() or not letter.isprintable() for letter in bucket + key):
+        return None
+    if has_credentials(url):  # the index would store a password in clear text
+        return None
+    ref = InputRef(url, os.fsencode(url), problem="not-a-local-path")
+    return file_input(ref.path) if is_remote(ref.path) else ref
+
+
+def problem_of(error: Exception) -> str:
+    """Return the `problem` of an input that could not be read because of `error`.
+
+    Raises:
+        TransientInputError: the error has a temporary reason, so a later attempt may succeed.
+    """
+    if isinstance(error, ImageError):
+        return error.reason
+    if isinstance(error, ChangedFileError):
+        raise TransientInputError(f"{error.filename} has changed while it was listed; run the command again") from error
+    if isinstance(error, OSError) and is_transient(error):
+        raise transient_error(display_path(os.fsencode(error.filename or "a source")), error) from error
+    return "missing" if isinstance(error, FileNotFoundError | NotADirectoryError) else "unreadable"
+
+
+def lost_file(source: Source, error: Exception) -> InputRef:
+    """Return the one input of an archive or Parquet file that cannot be read any further because of `error`.
+
+    Raises:
+        UsageError: a server refuses the file or does not have it. All images in the file would be lost.
+        TransientInputError: as for `problem_of`.
+    """
+    is_damage = not isinstance(error, OSError | ImageError) or (isinstance(error, OSError) and error.errno is None)
+    problem = "damaged-archive" if is_damage else problem_of(error)
+    if isinstance(error, NoRangesError) or (is_remote(source.path) and problem in ("missing", "unreadable")):
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {source.spec}: {reason}; check the URL", parameter="sources") from error
+    return InputRef(display_path(source.path), source.path, problem=problem)
+
+
+def read_head(path: bytes, size: int | None = None) -> bytes:
+    """Return the first `HEAD_BYTES` bytes of a regular file or a URL. Raises OSError if the file cannot be read.
+
+    Args:
+        path: path or URL.
+        size: number of bytes of the file, if it is known.
+    """
+    if is_remote(path):
+        url = os.fsdecode(path)
+        version = remote_version(url) if size is None else None
+        length = min(HEAD_BYTES, version.length if version is not None else size or 0)
+        return read_remote_range(url, length, 0, version=version) if length else b""
+    with open(path, "rb", buffering=0) as file:
+        return file.read(HEAD_BYTES)
+
+
+def ordered_map(
+    work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int, ahead: int
+) -> Iterator[_Result]:
+    """Yield `work(item)` of each item, in order. Threads work on at most `ahead` items ahead."""
+    with ThreadPoolExecutor(threads, "edje-list") as pool:
+        try:
+            yield from ordered_results(items, lambda item: pool.submit(work, item), ahead=ahead)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class LocalFile:
+    """A local file, or a temporary copy of a file on a server. The copy is removed together with this object.
+
+    Args:
+        path: path or URL of the file. A file on a server may have at most 1 GiB.
+
+    Attributes:
+        path: path of the file or of the copy.
+
+    Raises:
+        OSError: the file cannot be read from the server.
+    """
+
+    def __init__(self, path: bytes) -> None:
+        self.path = path
+        if is_remote(path):
+            data = read_remote(os.fsdecode(path), MAX_INPUT_BYTES)
+            fd, name = tempfile.mkstemp(prefix="edje-list-")
+            weakref.finalize(self, os.unlink, name)
+            with os.fdopen(fd, "wb") as copy:
+                copy.write(data)
+            self.path = os.fsencode(name)

@@ -1,18 +1,21 @@
-"""Finds byte-identical inputs."""
+"""Content hashes and duplicates of inputs, and a digest that shows whether sources have changed."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.inputs import InputRef, read_bytes
-from storage_formats.ordered_results import ordered_results
+from edje_index.images.inputs import InputRef, metadata_text, read_bytes
+from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
+from pipelines.sources.base import ordered_map
 
 _MAX_THREADS = 8
 _AHEAD = 4  # inputs per thread that are being hashed or wait for the caller
+_REPORT_SECONDS = 0.5  # at least between two progress events
 
 
 def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
@@ -39,11 +42,7 @@ def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
         TransientInputError: an input cannot be read for a temporary reason.
     """
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
-    with ThreadPoolExecutor(threads, "edje-hash") as pool:
-        try:
-            yield from ordered_results(refs, lambda ref: pool.submit(_hash, ref), ahead=threads * _AHEAD)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    yield from ordered_map(_hash, refs, threads, threads * _AHEAD)
 
 
 def _hash(ref: InputRef) -> InputRef:
@@ -54,3 +53,36 @@ def _hash(ref: InputRef) -> InputRef:
     except ImageError as error:
         return dataclasses.replace(ref, problem=error.reason)
     return dataclasses.replace(ref, size=len(data), content_hash=content_hash(data))
+
+
+def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop) -> Iterator[InputRef]:
+    """Yield `refs` unchanged, add each input to `digest`, and report the progress.
+
+    Args:
+        refs: inputs.
+        digest: `hashlib` hash object to update.
+        on_event: called with each progress event.
+        should_stop: called before each input and after the last input; the listing stops once `should_stop()` returns
+            True.
+
+    Raises:
+        JobStopped: `should_stop()` returned True.
+    """
+    reported_at = time.monotonic()
+    for number, ref in enumerate(refs, 1):
+        _stop_if(should_stop)
+        digest.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
+        if ref.container is not None:
+            digest.update(str(ref.container).encode())
+        if ref.metadata is not None:
+            digest.update(metadata_text(ref.metadata).encode())
+        if time.monotonic() - reported_at >= _REPORT_SECONDS:
+            reported_at = time.monotonic()
+            on_event(Progress("listing the sources", number))
+        yield ref
+    _stop_if(should_stop)  # Ctrl-C also ends the program that writes a list to standard input, so the list may be cut
+
+
+def _stop_if(should_stop: ShouldStop) -> None:
+    if should_stop():
+        raise JobStopped("stopped while listing the sources")

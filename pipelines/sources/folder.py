@@ -1,28 +1,52 @@
-"""Sources that list files: a directory tree, or a single image file."""
+"""Sources that are directory trees, local or on a server."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edje_index.images.inputs import InputRef, display_path
-from pipelines.sources.archives import ArchiveFile, is_archive_name, scan_ahead
-from pipelines.sources.file_source import FileSource
-from pipelines.sources.files import file_input, problem_of, read_head
+from edje_index.images.remote.access import list_remote_folder, read_remote
+from edje_index.images.remote.urls import is_remote
+from pipelines.sources.archives import archive_source, is_archive_name, scan_ahead
+from pipelines.sources.base import (
+    Ignored,
+    Source,
+    file_input,
+    has_input_suffix,
+    ignored_as,
+    ordered_map,
+    problem_of,
+    read_head,
+)
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
-from pipelines.sources.selection import Ignored, has_input_suffix, ignored_as
 from storage_formats.format.layout import Layout
 
+_FILES_AT_ONCE = 16
 _FileId = tuple[int, int]  # device and inode: the same for every path to a file or directory
 
 
 @dataclass
-class FolderSource(FileSource):
+class _Entries:
+    """The contents of a directory.
+
+    Attributes:
+        files: sizes of the files by name; None for local files.
+        directories: names of the subdirectories.
+        links: names of the symbolic links.
+    """
+
+    files: dict[bytes, int | None] = field(default_factory=dict)
+    directories: list[bytes] = field(default_factory=list)
+    links: set[bytes] = field(default_factory=set)
+
+
+@dataclass
+class FolderSource(Source):
     """The images in a directory and its subdirectories.
 
     In each directory, the files come first and the subdirectories follow, both sorted by the bytes of their names.
@@ -35,172 +59,176 @@ class FolderSource(FileSource):
     Directories of indexes are ignored, because the output of a build may lie in its source.
     """
 
-    kind: str = "folder"
+    kind = "folder"
 
-    def iter_inputs(self) -> Iterator[InputRef]:
-        self.ignored.clear()
-        yield from _Walk(self.ignored, self.clips).below(self.path)
-
-
-@dataclass
-class ImageFileSource(FileSource):
-    """A source that is one image file or one clip."""
-
-    kind: str = "image"
-
-    def iter_inputs(self) -> Iterator[InputRef]:
-        yield file_input(self.path)
-
-
-@dataclass
-class _Entries:
-    """The names of the files, subdirectories and symbolic links in a directory."""
-
-    files: list[bytes] = field(default_factory=list)
-    directories: list[bytes] = field(default_factory=list)
-    links: set[bytes] = field(default_factory=set)
-
-
-class _Walk:
-    """One pass over a directory tree. Each file and each directory is used once."""
-
-    def __init__(self, ignored: Ignored, clips: bool) -> None:
-        self._ignored = ignored
-        self._clips = clips
+    def _iter_inputs(self) -> Iterator[InputRef]:
         self._visited: set[_FileId] = set()
         self._linked: dict[_FileId, set[bytes]] = {}  # files already used through a link, by directory
         self._archives_seen: set[_FileId] = set()
-
-    def below(self, root: bytes) -> Iterator[InputRef]:
-        pending = [root]
+        list_directory = self._list_remote if is_remote(self.path) else self._list_local
+        pending = [self.path.rstrip(b"/") if is_remote(self.path) else self.path]
         while pending:
             directory = pending.pop()
             try:
-                identity = _file_id(directory)
-                entries = _Entries() if identity in self._visited else self._list(directory)
+                entries = list_directory(directory)
             except OSError as error:
                 yield InputRef(display_path(directory), directory, problem=problem_of(error))
                 continue
-            if identity in self._visited:
-                self._ignored.count("(folder seen)")
-            elif _is_index(directory, entries):
-                self._ignored.count("(index)")
-                entries = _Entries()
-            self._visited.add(identity)
-            yield from self._files(directory, identity, entries)
-            pending += [os.path.join(directory, name) for name in sorted(entries.directories, reverse=True)]
+            yield from self._inputs(directory, entries)
+            pending += [os.path.join(directory, name) for name in sorted(set(entries.directories), reverse=True)]
 
-    def _list(self, directory: bytes) -> _Entries:
+    def _list_remote(self, directory: bytes) -> _Entries:
+        listing = list_remote_folder(os.fsdecode(directory))
+        if listing is None:
+            raise ValueError(f"the server of {self.spec} does not list directories; give the URLs of files")
+        files, directories = listing
+        entries = _Entries({os.fsencode(name): size for name, size in files.items()})
+        for name in directories:
+            if name.startswith("."):
+                self.ignored.count("(hidden)")
+            else:
+                entries.directories.append(os.fsencode(name))
+        return entries
+
+    def _list_local(self, directory: bytes) -> _Entries:
         entries = _Entries()
+        identity = _file_id(directory)
+        if identity in self._visited:
+            self.ignored.count("(folder seen)")
+            return entries
         with os.scandir(directory) as listing:
             for entry in listing:
                 if entry.is_symlink():
                     entries.links.add(entry.name)
                 elif entry.is_file(follow_symlinks=False):
-                    entries.files.append(entry.name)
+                    entries.files[entry.name] = None
                 elif not entry.is_dir(follow_symlinks=False):
-                    self._ignored.count("(not a file)")
+                    self.ignored.count("(not a file)")
                 elif entry.name.startswith(b"."):
-                    self._ignored.count("(hidden)")
+                    self.ignored.count("(hidden)")
                 else:
                     entries.directories.append(entry.name)
+        self._visited.add(identity)
+        if _is_index(directory, entries):
+            self.ignored.count("(index)")
+            return _Entries()
         return entries
 
-    def _files(self, directory: bytes, identity: _FileId, entries: _Entries) -> Iterator[InputRef]:
-        prefix = os.path.join(directory, b"")
-        prefix_uri = display_path(prefix)
-        linked = self._linked.get(identity, ())
-        sidecars = find_sidecars(entries.files, self._clips)
-        reads_archives = not holds_inputs([*entries.files, *entries.links], self._clips)
+    def _inputs(self, directory: bytes, entries: _Entries) -> Iterator[InputRef]:
+        sidecars = find_sidecars(entries.files, self.clips)
+        names = sorted([*entries.files, *entries.links])
+        reads_archives = not holds_inputs(names, self.clips)
         archives: list[bytes] = []
-        for name in sorted([*entries.files, *entries.links]):
-            path = prefix + name
-            link = name in entries.links
-            if link and not self._leads_to_file(path, name, entries):
+        files: list[bytes] = []
+        for name in names:
+            if name in entries.links and not self._leads_to_file(directory, name, entries):
                 continue
             if name in sidecars:
                 continue
-            if reads_archives and is_archive_name(os.fsdecode(name)) and not name.startswith(b"."):
-                archives.append(path)
-                continue
-            ref = self._input(path, name, prefix_uri + display_path(name))
+            is_archive = reads_archives and is_archive_name(os.fsdecode(name)) and not name.startswith(b".")
+            (archives if is_archive else files).append(name)
+        read = functools.partial(_file, directory, entries.files, sidecars, self.clips)
+        is_server = is_remote(directory)
+        results = ordered_map(read, files, _FILES_AT_ONCE, 4 * _FILES_AT_ONCE) if is_server else map(read, files)
+        for name, (ref, ignored) in zip(files, results, strict=True):
+            self.ignored.add(ignored)
             if ref is None:
                 continue
-            if name in linked or (link and ref.problem is None and not self._is_new_target(path)):
-                self._ignored.count("(link seen)")
+            if self._is_repeated(directory, name, ref, entries):
+                self.ignored.count("(link seen)")
             else:
-                yield self._with_metadata(ref, sidecars)
-        yield from self._archives(archives)
+                yield ref
+        yield from self._archives(directory, archives)
 
-    def _archives(self, paths: list[bytes]) -> Iterator[InputRef]:
-        sources: list[ArchiveFile] = []
-        for path in paths:
+    def _archives(self, directory: bytes, names: list[bytes]) -> Iterator[InputRef]:
+        sources: list[Source] = []
+        for name in names:
+            path = os.path.join(directory, name)
             try:
-                identity = _file_id(path)
+                identity = None if is_remote(path) else _file_id(path)
             except OSError as error:
                 yield InputRef(display_path(path), path, problem=problem_of(error))
                 continue
             if identity in self._archives_seen:
-                self._ignored.count("(link seen)")
-            else:
-                sources.append(ArchiveFile(os.fsdecode(path), clips=self._clips))
-            self._archives_seen.add(identity)
+                self.ignored.count("(link seen)")
+                continue
+            if identity is not None:
+                self._archives_seen.add(identity)
+            sources.append(archive_source(os.fsdecode(path), clips=self.clips))
         yield from scan_ahead(sources)
         for source in sources:
-            self._ignored.add(source.ignored)
+            self.ignored.add(source.ignored)
 
-    def _with_metadata(self, ref: InputRef, sidecars: frozenset[bytes]) -> InputRef:
-        stem = os.path.splitext(ref.path)[0]
-        paths = {suffix: stem + suffix.encode() for suffix in SIDECAR_SUFFIXES}
-        read = {
-            suffix: functools.partial(_read_sidecar, path)
-            for suffix, path in paths.items()
-            if os.path.basename(path) in sidecars
-        }
-        return dataclasses.replace(ref, metadata=sidecar_values(read, self._ignored)) if read else ref
-
-    def _input(self, path: bytes, name: bytes, uri: str) -> InputRef | None:
-        try:
-            ignored = ignored_as(name, lambda: read_head(path), clips=self._clips)
-        except OSError as error:
-            return InputRef(uri, path, problem=problem_of(error))
-        if ignored is None:
-            return file_input(path, uri)
-        self._ignored.count(ignored)
-        return None
-
-    def _leads_to_file(self, link: bytes, name: bytes, entries: _Entries) -> bool:
-        """Return True if the link leads to a file, or if the link is broken and its name has the suffix of an input."""
+    def _leads_to_file(self, directory: bytes, name: bytes, entries: _Entries) -> bool:
+        """Return True if a link leads to a file, or if it is broken and its name has the suffix of an input."""
         if name.startswith(b"."):
-            self._ignored.count("(hidden)")
+            self.ignored.count("(hidden)")
             return False
         try:
-            mode = os.stat(link).st_mode
+            mode = os.stat(os.path.join(directory, name)).st_mode
         except OSError:
-            if has_input_suffix(name, self._clips):
+            if has_input_suffix(name, self.clips):
                 return True
-            self._ignored.count("(broken link)")
+            self.ignored.count("(broken link)")
             return False
         if stat.S_ISDIR(mode):
             entries.directories.append(name)
         elif not stat.S_ISREG(mode):
-            self._ignored.count("(not a file)")
+            self.ignored.count("(not a file)")
         return stat.S_ISREG(mode)
 
-    def _is_new_target(self, link: bytes) -> bool:
-        """Record the target of a link. Return False if the target was recorded before."""
-        directory, name = os.path.split(os.path.realpath(link))
-        try:
-            home = _file_id(directory)
-            if home in self._visited and ignored_as(name, lambda: read_head(link), clips=self._clips) is None:
-                return False
-        except OSError:
-            return True
-        linked = self._linked.setdefault(home, set())
-        if name in linked:
+    def _is_repeated(self, directory: bytes, name: bytes, ref: InputRef, entries: _Entries) -> bool:
+        """Return True if the file of an input was used before, under another path. Record the target of a link."""
+        if name not in entries.links:
+            return bool(self._linked) and name in self._linked.get(_file_id(directory), ())
+        if ref.problem is not None:
             return False
-        linked.add(name)
-        return True
+        target_directory, target = os.path.split(os.path.realpath(ref.path))
+        try:
+            home = _file_id(target_directory)
+            read = functools.partial(read_head, ref.path)
+            if home in self._visited and ignored_as(target, read, clips=self.clips) is None:
+                return True
+        except OSError:
+            return False
+        used = self._linked.setdefault(home, set())
+        is_repeated = target in used
+        used.add(target)
+        return is_repeated
+
+
+def _file(
+    directory: bytes, sizes: dict[bytes, int | None], sidecars: frozenset[bytes], clips: bool, name: bytes
+) -> tuple[InputRef | None, Ignored]:
+    """Return (input, ignored entries) for a file. The input is None if the file is ignored."""
+    path, size, ignored = os.path.join(directory, name), sizes.get(name), Ignored()
+    try:
+        key = ignored_as(name, functools.partial(read_head, path, size), clips=clips)
+    except (OSError, EOFError) as error:
+        return InputRef(display_path(path), path, problem=problem_of(error)), ignored
+    if key is not None:
+        ignored.count(key)
+        return None, ignored
+    ref = file_input(path) if size is None else InputRef(display_path(path), path, size=size)
+    stem = os.path.splitext(name)[0]
+    read = {
+        suffix: functools.partial(_read_sidecar, os.path.join(directory, stem + suffix.encode()))
+        for suffix in SIDECAR_SUFFIXES
+        if stem + suffix.encode() in sidecars
+    }
+    return replace(ref, metadata=sidecar_values(read, ignored)) if read else ref, ignored
+
+
+def _read_sidecar(path: bytes) -> bytes:
+    try:
+        if is_remote(path):
+            return read_remote(os.fsdecode(path), MAX_SIDECAR_BYTES)
+        with open(path, "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size > MAX_SIDECAR_BYTES:
+                raise ValueError("too many bytes of metadata")
+            return file.read(MAX_SIDECAR_BYTES)
+    except OSError as error:
+        raise ValueError(problem_of(error)) from error
 
 
 def _is_index(directory: bytes, entries: _Entries) -> bool:
@@ -215,7 +243,7 @@ def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
     return any(has_input_suffix(name, clips) and not name.startswith(b".") for name in names)
 
 
-def find_sidecars(names: Sequence[bytes], clips: bool) -> frozenset[bytes]:
+def find_sidecars(names: Iterable[bytes], clips: bool) -> frozenset[bytes]:
     """Return the names of the metadata files in a directory: NAME.json and NAME.txt, if there is an input NAME.jpg.
 
     With `clips`, NAME can also be the name of a clip such as NAME.mp4.
@@ -223,16 +251,6 @@ def find_sidecars(names: Sequence[bytes], clips: bool) -> frozenset[bytes]:
     stems = {os.path.splitext(name)[0] for name in names if has_input_suffix(name, clips) and not name.startswith(b".")}
     suffixes = tuple(suffix.encode() for suffix in SIDECAR_SUFFIXES)
     return frozenset(name for name in names if name.endswith(suffixes) and os.path.splitext(name)[0] in stems)
-
-
-def _read_sidecar(path: bytes) -> bytes:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size > MAX_SIDECAR_BYTES:
-                raise ValueError("too many bytes of metadata")
-            return file.read(MAX_SIDECAR_BYTES)
-    except OSError as error:
-        raise ValueError(problem_of(error)) from error
 
 
 def _file_id(path: bytes) -> _FileId:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipelines.sources.selection import Ignored
+from pipelines.sources.base import Ignored
 from storage_formats.format.source_columns import Value, is_allowed, stored_name
 
 CAPTIONS = "captions"
@@ -18,6 +19,7 @@ CAPTIONS = "captions"
 
 SIDECAR_SUFFIXES = (".json", ".txt")
 MAX_SIDECAR_BYTES = 1 << 20
+BINARY = "(binary column)"
 UNREADABLE = "(unreadable metadata)"
 BAD_NAME = "(column name not allowed)"
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -32,12 +34,13 @@ def source_values(values: Mapping[Any, Any], ignored: Ignored) -> dict[str, Valu
         values: values by name, from JSON, Parquet or CSV.
         ignored: counter for names that a column cannot have.
     """
-    standard_names = _standard_names()
+    from storage_formats.format.rows import ROW_SCHEMA
+
     result: dict[str, Value] = {}
     for name, value in values.items():
         if value is None:
             continue
-        if not isinstance(name, str) or not is_allowed(column := stored_name(name, standard_names)):
+        if not isinstance(name, str) or not is_allowed(column := stored_name(name, ROW_SCHEMA.names)):
             ignored.count(BAD_NAME)
         else:
             result[column] = _typed(value)
@@ -58,7 +61,7 @@ def sidecar_values(read: Mapping[str, Callable[[], bytes]], ignored: Ignored) ->
     for suffix, read_file in sorted(read.items()):  # the object comes first, so that its captions win
         try:
             text = read_file().decode("utf-8-sig")
-            parsed = json.loads(text) if suffix == ".json" else {CAPTIONS: _lines(text)}
+            parsed = json.loads(text) if suffix == ".json" else {CAPTIONS: _captions(text)}
         except (ValueError, RecursionError):
             ignored.count(UNREADABLE)
             continue
@@ -69,15 +72,57 @@ def sidecar_values(read: Mapping[str, Callable[[], bytes]], ignored: Ignored) ->
     return source_values(values, ignored)
 
 
-def _lines(text: str) -> list[str] | None:
+def _captions(text: str) -> list[str] | None:
     return [line.strip() for line in text.splitlines() if line.strip()] or None
 
 
-def _standard_names() -> Iterable[str]:
-    from storage_formats.format.rows import ROW_SCHEMA
+def metadata_columns(schema: Any, input_column: str, ignored: Ignored) -> list[str]:
+    """Return the names of the columns with metadata: all columns except `input_column` and unusable columns.
 
-    names: list[str] = ROW_SCHEMA.names
+    A column is unusable if it has binary values, or if another column has the same name. `ignored` counts these
+    columns.
+    """
+    copies = Counter(schema.names)
+    names: list[str] = []
+    for field in schema:
+        if field.name == input_column:
+            continue
+        if copies[field.name] > 1:
+            ignored.count(BAD_NAME)
+        elif _holds_binary(field.type):
+            ignored.count(BINARY)
+        else:
+            names.append(field.name)
     return names
+
+
+def _holds_binary(arrow_type: Any) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(arrow_type):
+        return _holds_binary(arrow_type.value_type)
+    tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+    fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
+    return any(test(arrow_type) for test in tests) or any(_holds_binary(field.type) for field in fields)
+
+
+def to_python(column: Any) -> Sequence[Any]:
+    """Return the values of an Arrow column as Python objects.
+
+    If a text is not UTF-8, all texts become bytes. If a value has no Python object, all values become text.
+    """
+    import pyarrow as pa
+
+    values: list[Any]
+    if pa.types.is_timestamp(column.type):
+        column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        values = column.cast(pa.binary()).to_pylist()
+    except (ValueError, OverflowError):  # a date after the year 9999, for example
+        values = column.cast(pa.string()).to_pylist()
+    return values
 
 
 def _typed(value: Any) -> Value:

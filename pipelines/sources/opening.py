@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import itertools
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from edje_index.images.containers.container import TAR_SUFFIXES
+from edje_index.images.containers.container import ARCHIVE_SUFFIXES, PARQUET, PARQUET_SUFFIX, magic_kind
 from edje_index.images.inputs import InputRef
-from edje_index.images.remote.urls import is_remote, scheme_of
-from pipelines.sources.archives import ARCHIVE_KINDS, archive_source, compression_of, is_archive_name, scan_ahead
-from pipelines.sources.base import Source
-from pipelines.sources.braces import expand_braces
-from pipelines.sources.caption_file import CAPTION_SUFFIX, CaptionFileSource
-from pipelines.sources.files import read_head
-from pipelines.sources.folder import FolderSource, ImageFileSource, holds_inputs
-from pipelines.sources.lines import LINES_SUFFIX, LinesSource
-from pipelines.sources.path_list import LIST_SUFFIXES, PathListSource
-from pipelines.sources.remote import matching_urls, open_remote, refuse_credentials
-from pipelines.sources.selection import has_input_suffix, is_input
-from pipelines.sources.specs import STANDARD_INPUT, is_url
+from edje_index.images.remote.access import list_remote_folder, require_libraries
+from edje_index.images.remote.urls import has_credentials, is_remote, scheme_of, without_credentials
+from pipelines.sources.archives import archive_source, is_archive_name, scan_ahead
+from pipelines.sources.base import (
+    STANDARD_INPUT,
+    ImageFileSource,
+    Source,
+    file_name,
+    has_input_suffix,
+    is_input,
+    is_url,
+    read_head,
+)
+from pipelines.sources.folder import FolderSource, holds_inputs
+from pipelines.sources.lists import (
+    CAPTION_SUFFIX,
+    LINES_SUFFIX,
+    LIST_SUFFIXES,
+    CaptionFileSource,
+    LinesSource,
+    PathListSource,
+)
+from pipelines.sources.parquet_images import find_image_column
 from storage_formats.errors import UsageError
+from storage_formats.format.object_store import WEB_SCHEMES
 
 ACCEPTED = (
-    "a directory, a .tar (also .tar.gz, .tar.xz, .tar.zst), a .zip, a Parquet file of images, a list of paths "
+    f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of images, a list of paths "
     f"({', '.join((*LIST_SUFFIXES, LINES_SUFFIX))}, or - for standard input), a caption file "
     f"({CAPTION_SUFFIX}, of COCO or Karpathy), an image file, a URL of any of these, or a quoted pattern such as "
     "'shards-{0000..0127}.tar' or 'shards/*.tar'"
 )
+MAX_EXPANSIONS = 100_000
+_ARCHIVE_KINDS = ("archive", PARQUET)
+_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
 
 
 def open_sources(specs: Iterable[str], column: str | None = None, *, clips: bool = False) -> list[Source]:
@@ -46,19 +63,36 @@ def open_sources(specs: Iterable[str], column: str | None = None, *, clips: bool
             is given but no source is a list of paths.
     """
     sources = [open_source(name, column, clips=clips) for spec in specs for name in _expanded(spec)]
-    if column is not None and not any(source.kind in ("list", "parquet") for source in sources):
+    if column is not None and not any(source.kind in (PathListSource.kind, PARQUET) for source in sources):
         raise UsageError(
             f"the column {column} is given, but no source is a table with columns; leave the column out",
             parameter="column",
         )
-    _refuse_overlaps(sources)
+    source_of_path: dict[bytes, Source] = {}
+    for source in sources:
+        other = source_of_path.setdefault(_real_path(source), source)
+        if other is not source:
+            raise UsageError(
+                f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
+            )
+    for source, outer in _nested(source_of_path):
+        raise UsageError(f"{source.spec} is inside {outer.spec}; leave out one of these sources", parameter="sources")
     return sources
+
+
+def without_nested(sources: Sequence[Source]) -> list[Source]:
+    """Return `sources` without repeated sources and without sources that are inside another source."""
+    source_of_path: dict[bytes, Source] = {}
+    for source in sources:
+        source_of_path.setdefault(_real_path(source), source)
+    nested = [source for source, _ in _nested(source_of_path)]
+    return [source for source in source_of_path.values() if source not in nested]
 
 
 def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
     """Yield the inputs of all sources in row order."""
     # Consecutive archives are read in parallel, because reading the headers mostly waits for the disk.
-    for are_archives, group in itertools.groupby(sources, lambda source: source.kind in ARCHIVE_KINDS):
+    for are_archives, group in itertools.groupby(sources, lambda source: source.kind in _ARCHIVE_KINDS):
         if are_archives:
             yield from scan_ahead(list(group))
         else:
@@ -66,85 +100,76 @@ def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
                 yield from source.iter_inputs()
 
 
+def count_ignored(sources: Sequence[Source]) -> dict[str, int]:
+    """Return the number of entries of all `sources` that are not inputs, by suffix or reason."""
+    total: Counter[str] = Counter()
+    for source in sources:
+        total.update(source.ignored)
+    return dict(sorted(total.items()))
+
+
 def open_source(spec: str, column: str | None = None, *, clips: bool = False) -> Source:
-    """Open one directory or file as a source.
+    """Open one directory or file as a source. Archives are opened when they are listed.
 
     Args:
-        spec: path of the directory or file.
-        column: name of the path column, if the file is a list of paths; None selects the first column with a name in
-            `PATH_COLUMNS`.
+        spec: path or URL of the directory or file.
+        column: name of the path column, if the file is a list of paths, or of the column of images; None selects the
+            first column with a name in `PATH_COLUMNS`.
         clips: True if video files are inputs, too.
 
     Raises:
         UsageError: the path does not exist, cannot be read, or is not a source.
+        MissingExtraError: the library for this kind of server is not installed.
     """
+    import pyarrow as pa
+
     if spec == STANDARD_INPUT:
         return LinesSource(spec)
-    refuse_credentials(spec)
+    _refuse_credentials(spec)
     if is_url(spec):
-        return open_remote(spec, column, clips=clips)
-    if scheme_of(spec) is not None:
+        require_libraries(spec)
+    elif scheme_of(spec) is not None:
         raise UsageError(
             f"{spec} is not a local path; mount the storage, or copy the files to this machine", parameter="sources"
         )
-    if os.path.isdir(spec):
+    elif os.path.isdir(spec):
         if not os.access(spec, os.R_OK | os.X_OK):
             raise UsageError(
                 f"cannot list the directory {spec}: permission denied; change its permissions", parameter="sources"
             )
         return FolderSource(spec, clips=clips)
-    head = _head(spec)
-    return _archive(spec, head, column, clips=clips) or _list(spec, column) or _file(spec, head, clips=clips)
-
-
-def _archive(spec: str, head: bytes, column: str | None, *, clips: bool) -> Source | None:
-    import pyarrow as pa
-
-    if compression_of(head) and not is_archive_name(spec):
+    head = b"" if is_url(spec) else _head(spec)
+    suffix = os.path.splitext(file_name(spec))[1].lower()
+    try:
+        if suffix == PARQUET_SUFFIX:
+            images = find_image_column(spec, column)
+            return PathListSource(spec, column) if images is None else archive_source(spec, images, clips=clips)
+        if is_archive_name(spec):
+            return archive_source(spec, clips=clips)
+        if suffix in LIST_SUFFIXES:
+            return PathListSource(spec, column)
+        if suffix == LINES_SUFFIX:
+            return LinesSource(spec)
+        if suffix == CAPTION_SUFFIX and not is_url(spec):
+            return CaptionFileSource(spec)
+        is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(head, clips)
+        if is_image or (is_url(spec) and file_name(spec) != spec):
+            return ImageFileSource(spec)
+        if is_url(spec):
+            return _remote_folder(spec, clips)
+    except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+        advice = "the URL and the credentials" if is_url(spec) else "the file and its format"
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {spec}: {reason}; check {advice}", parameter="sources") from error
+    if (compression := magic_kind(head)) is not None:
         raise UsageError(
-            f"{spec} is compressed ({compression_of(head)}), but its name does not end in {', '.join(TAR_SUFFIXES)}; "
-            "rename the file if it is a tar archive",
+            f"{spec} is compressed ({compression}), but its name does not end in {', '.join(ARCHIVE_SUFFIXES)}; "
+            "rename the file if it is an archive",
             parameter="sources",
         )
-    try:
-        return archive_source(spec, head, column, clips=clips)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise UsageError(f"cannot read {spec}: {error}; check the file and its format", parameter="sources") from error
-
-
-def _list(spec: str, column: str | None) -> Source | None:
-    suffix = os.path.splitext(spec)[1].lower()
-    if suffix in LIST_SUFFIXES:
-        return PathListSource(spec, column)
-    if suffix == CAPTION_SUFFIX:
-        return CaptionFileSource(spec)
-    return LinesSource(spec) if suffix == LINES_SUFFIX else None
-
-
-def _file(spec: str, head: bytes, *, clips: bool) -> Source:
-    if is_input(head, clips) or has_input_suffix(os.fsencode(spec), clips):
-        return ImageFileSource(spec)
     if is_input(head, clips=True):
         raise UsageError(f"{spec} is a video; set the number of frames per clip to index videos", parameter="sources")
     raise UsageError(f"{spec} is not a source of images; give {ACCEPTED}", parameter="sources")
-
-
-def _expanded(spec: str) -> list[str]:
-    """Return the names that a pattern of braces and wildcards expands to. The matches of a wildcard are sorted."""
-    if spec == STANDARD_INPUT or os.path.exists(spec):
-        return [spec]
-    return [name for pattern in expand_braces(spec) for name in _matches(pattern)]
-
-
-def _matches(pattern: str) -> list[str]:
-    if is_url(pattern):
-        return matching_urls(pattern)
-    if not glob.has_magic(pattern) or os.path.exists(pattern):
-        return [pattern]
-    names = sorted(glob.glob(pattern, recursive=True), key=os.fsencode)
-    if not names:
-        raise UsageError(f"no file matches {pattern}; check the pattern", parameter="sources")
-    return names
 
 
 def _head(spec: str) -> bytes:
@@ -158,71 +183,137 @@ def _head(spec: str) -> bytes:
         raise UsageError(f"cannot read {spec}: {error.strerror}; check the permissions", parameter="sources") from error
 
 
-def _refuse_overlaps(sources: Sequence[Source]) -> None:
-    """Raise UsageError if two sources are the same, or if one source is inside another source."""
-    source_of_path: dict[bytes, Source] = {}
-    for source in sources:
-        other = source_of_path.setdefault(_real_path(source), source)
-        if other is not source:
+def _remote_folder(url: str, clips: bool) -> Source:
+    listing = list_remote_folder(url)
+    if listing is None:
+        raise UsageError(
+            f"{url} is not an image, archive or table, and web servers do not list directories; give the URLs of "
+            "files, or a file with a list of URLs",
+            parameter="sources",
+        )
+    if not any(listing):
+        raise UsageError(f"{url} does not exist; check the URL", parameter="sources")
+    return FolderSource(url, clips=clips)
+
+
+def _refuse_credentials(url: str) -> None:
+    if has_credentials(url):
+        raise UsageError(
+            f"{without_credentials(url)} contains a user name or a password, which the index would store; "
+            "remove them from the URL, and put the credentials into the environment",
+            parameter="sources",
+        )
+
+
+def _expanded(spec: str) -> list[str]:
+    """Return the names that a pattern of braces and wildcards expands to. The matches of a wildcard are sorted."""
+    if spec == STANDARD_INPUT or os.path.exists(spec):
+        return [spec]
+    return [name for pattern in expand_braces(spec) for name in _matches(pattern)]
+
+
+def _matches(pattern: str) -> list[str]:
+    if not glob.has_magic(pattern) or os.path.exists(pattern):
+        return [pattern]
+    if not is_url(pattern):
+        names = glob.glob(pattern, recursive=True)
+    elif scheme_of(pattern) in WEB_SCHEMES:
+        return [pattern]
+    else:
+        _refuse_credentials(pattern)
+        parent, _, last = pattern.rpartition("/")
+        if glob.has_magic(parent):
             raise UsageError(
-                f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
+                f"{pattern} has a wildcard in a directory; use wildcards only after the last slash", parameter="sources"
             )
-    folders = {path: source for path, source in source_of_path.items() if source.kind == "folder"}
-    is_part_of_folder = _PartsOfFolders()
-    for path, source in source_of_path.items():
-        outer = next((folders[parent] for parent in _parents(path) if parent in folders), None)
-        if outer is not None and is_part_of_folder(source):
+        require_libraries(pattern)
+        try:
+            files, _ = list_remote_folder(parent) or ({}, [])
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"{source.spec} is inside {outer.spec}; leave out one of these sources", parameter="sources"
-            )
+                f"cannot read {pattern}: {reason}; check the URL and the credentials", parameter="sources"
+            ) from error
+        names = [f"{parent}/{name}" for name in fnmatch.filter(files, last)]
+    if not names:
+        raise UsageError(f"no file matches {pattern}; check the pattern", parameter="sources")
+    return sorted(names, key=os.fsencode)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return all names that `pattern` expands to, in order, as in shells and WebDataset: `{0000..0127}`, `{train,val}`.
+
+    Groups can be nested. A range can count down. If a bound of a range starts with 0, all numbers of the range are
+    padded with zeros.
+
+    Raises:
+        UsageError: the pattern expands to more than `MAX_EXPANSIONS` names.
+    """
+    names = list(itertools.islice(_expand(pattern), MAX_EXPANSIONS + 1))
+    if len(names) > MAX_EXPANSIONS:
+        raise UsageError(
+            f"{pattern} expands to more than {MAX_EXPANSIONS:,} names; give several smaller patterns",
+            parameter="sources",
+        )
+    return names
+
+
+def _expand(text: str) -> Iterator[str]:
+    for start in (position for position, letter in enumerate(text) if letter == "{"):
+        parts, depth, part_start = [], 0, start + 1
+        for position in range(start, len(text)):
+            letter = text[position]
+            depth += (letter == "{") - (letter == "}")
+            if depth == 0 or (depth == 1 and letter == ","):
+                parts.append(text[part_start:position])
+                part_start = position + 1
+            if depth == 0:
+                break
+        choices = _choices(parts) if depth == 0 else None  # an unclosed group stays text
+        if choices is not None:
+            for choice in choices:
+                yield from (text[:start] + choice + rest for rest in _expand(text[part_start:]))
+            return
+    yield text
+
+
+def _choices(parts: list[str]) -> Iterable[str] | None:
+    """Return the strings that a group expands to; None if the group is neither a list nor a range."""
+    if len(parts) > 1:
+        return itertools.chain.from_iterable(_expand(part) for part in parts)
+    bounds = _RANGE.fullmatch(parts[0])
+    if bounds is None:
+        return None
+    start, stop = int(bounds[1]), int(bounds[2])
+    padded = any(re.match(r"-?0\d", bound) for bound in bounds.groups())
+    width = max(map(len, bounds.groups())) if padded else 0
+    step = 1 if stop >= start else -1
+    return (f"{number:0{width}d}" for number in range(start, stop + step, step))
 
 
 def _real_path(source: Source) -> bytes:
     return source.path if is_remote(source.path) else os.path.realpath(source.path)
 
 
-class _PartsOfFolders:
-    """Finds sources whose inputs are also inputs of a directory that contains the source. Lists a directory once."""
-
-    def __init__(self) -> None:
-        self._listings: dict[bytes, list[bytes]] = {}
-
-    def __call__(self, source: Source) -> bool:
-        """Return True if the inputs of `source` are also inputs of a directory that contains `source`."""
-        if source.kind in ARCHIVE_KINDS:
-            return not is_remote(source.path) and not self._has_others_beside(source)
-        return source.kind in ("folder", "image")
-
-    def _has_others_beside(self, archive: Source) -> bool:
-        """Return True if the directory of `archive` also contains images or clips, so it does not read `archive`."""
-        directory = os.path.dirname(_real_path(archive))
-        if directory not in self._listings:
-            self._listings[directory] = os.listdir(directory)
-        return holds_inputs(self._listings[directory], archive.clips)
-
-
-def without_nested(sources: Sequence[Source]) -> list[Source]:
-    """Return `sources` without repeated sources and without sources that are inside another source."""
-    directories = {_real_path(source) for source in sources if source.kind == "folder"}
-    kept: dict[bytes, Source] = {}
-    is_part_of_folder = _PartsOfFolders()
-    for source in sources:
-        path = _real_path(source)
-        is_nested = any(parent in directories for parent in _parents(path)) and is_part_of_folder(source)
-        if not is_nested:
-            kept.setdefault(path, source)
-    return list(kept.values())
-
-
-def _parents(path: bytes) -> Iterator[bytes]:
-    while (parent := os.path.dirname(path)) != path:
-        yield parent
-        path = parent
-
-
-def count_ignored(sources: Sequence[Source]) -> dict[str, int]:
-    """Return the number of entries of all `sources` that are not inputs, by suffix or reason."""
-    total: Counter[str] = Counter()
-    for source in sources:
-        total.update(source.ignored)
-    return dict(sorted(total.items()))
+def _nested(sources: dict[bytes, Source]) -> Iterator[tuple[Source, Source]]:
+    """Yield (source, directory) of sources by path whose inputs are also inputs of a directory that contains them."""
+    folders = {path: source for path, source in sources.items() if source.kind == FolderSource.kind}
+    listings: dict[bytes, list[bytes]] = {}  # of directories that hold archives
+    for path, source in sources.items():
+        outer, parent = None, os.path.dirname(path)
+        while outer is None and parent != os.path.dirname(parent):
+            outer, parent = folders.get(parent), os.path.dirname(parent)
+        outer = outer or folders.get(parent)
+        if outer is source:
+            continue
+        if outer is None:
+            continue
+        if source.kind in _ARCHIVE_KINDS:  # a directory does not read archives beside images or clips
+            parent = os.path.dirname(path)
+            if not is_remote(path) and parent not in listings:
+                listings[parent] = os.listdir(parent)
+            is_part = not is_remote(path) and not holds_inputs(listings[parent], source.clips)
+        else:
+            is_part = source.kind in (FolderSource.kind, ImageFileSource.kind)
+        if is_part:
+            yield source, outer

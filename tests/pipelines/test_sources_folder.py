@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from edje_index.images.inputs import InputRef, read_bytes
 from pipelines.sources import open_source
+from pipelines.sources.base import Ignored
 from pipelines.sources.folder import FolderSource
-from pipelines.sources.selection import Ignored
 
 JPEG = b"\xff\xd8\xff\xe0" + bytes(40)
 

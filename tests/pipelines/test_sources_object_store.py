@@ -12,8 +12,8 @@ import pytest
 
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.ranges import open_ranged
-from edje_index.images.remote import objects
-from edje_index.images.remote.errors import ChangedFileError
+from edje_index.images.remote import access
+from edje_index.images.remote.urls import ChangedFileError
 from edje_index.images.transient import TransientInputError
 from pipelines.jobs.build import run_build
 from pipelines.jobs.update import run_update
@@ -43,9 +43,9 @@ def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]
     monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
     with FaultyProxy(server).running() as running:
         use_endpoint(monkeypatch, running.url)
-        objects._bucket.cache_clear()
+        access._bucket.cache_clear()
         yield running
-    objects._bucket.cache_clear()
+    access._bucket.cache_clear()
 
 
 @pytest.fixture

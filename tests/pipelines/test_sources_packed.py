@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images.containers import compressed, zips
-from edje_index.images.containers.compressed import DecompressedFile
+from edje_index.images.containers import streams, tars, zips
+from edje_index.images.containers.tars import TarArchive
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from edje_index.images.inputs import InputRef, read_bytes
@@ -104,8 +104,8 @@ def test_inputs_survive_their_list(folder: Path, suffix: str) -> None:
 
 
 def test_members_are_read_in_any_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "KEPT_BYTES", 100_000)
-    monkeypatch.setattr(compressed, "_CHUNK", 30_000)
+    monkeypatch.setattr(streams, "KEPT_BYTES", 100_000)
+    monkeypatch.setattr(tars, "_CHUNK", 30_000)
     refs = scan(pack(folder, ".tar.gz"))
     random.Random(0).shuffle(refs)
     assert contents(refs) == PHOTOS
@@ -113,7 +113,7 @@ def test_members_are_read_in_any_order(folder: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
 def test_a_read_that_fails_loses_no_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    monkeypatch.setattr(compressed, "_CHUNK", 30_000)
+    monkeypatch.setattr(tars, "_CHUNK", 30_000)
     path = pack(folder, suffix)
     refs = scan(path)
     data, failures = path.read_bytes(), [OSError(errno.EIO, "disk"), KeyboardInterrupt()]
@@ -123,7 +123,7 @@ def test_a_read_that_fails_loses_no_bytes(folder: Path, monkeypatch: pytest.Monk
             raise failures.pop()
         return data[offset : offset + size]
 
-    file = DecompressedFile(RangedFile(read_at, len(data)), COMPRESSORS[suffix])
+    file = TarArchive(RangedFile(read_at, len(data)), COMPRESSORS[suffix])
     for ref in refs:
         for _ in range(3):
             with contextlib.suppress(OSError, KeyboardInterrupt):
@@ -134,8 +134,8 @@ def test_a_read_that_fails_loses_no_bytes(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_threads_that_wait_do_not_restart_a_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "KEPT_BYTES", 0)
-    monkeypatch.setattr(compressed, "_CHUNK", 1000)
+    monkeypatch.setattr(streams, "KEPT_BYTES", 0)
+    monkeypatch.setattr(tars, "_CHUNK", 1000)
     path, opened, all_wait = pack(folder, ".tar.gz"), [], threading.Event()
     refs = scan(path)
     data = path.read_bytes()
@@ -145,11 +145,11 @@ def test_threads_that_wait_do_not_restart_a_stream(folder: Path, monkeypatch: py
         assert offset == 0 or all_wait.wait(30)
         return data[offset : offset + size]
 
-    file = DecompressedFile(RangedFile(read_at, len(data)), "gzip")
+    file = TarArchive(RangedFile(read_at, len(data)), "gzip")
     with ThreadPoolExecutor(len(refs)) as pool:
         first = pool.submit(file.pread, refs[0].size, refs[0].offset)
         rest = [pool.submit(file.pread, ref.size, ref.offset) for ref in reversed(refs[1:])]
-        while len(file._turns._waiting) < len(rest):
+        while len(file._window._turns._waiting) < len(rest):
             assert not first.done()
         all_wait.set()
         assert [each.result() for each in [first, *reversed(rest)]] == list(PHOTOS.values())
@@ -165,9 +165,9 @@ def test_ranges_of_decompressed_files(
     path = tmp_path_factory.getbasetemp() / "content.xz"
     path.write_bytes(lzma.compress(content[:2500]) + bytes(8) + lzma.compress(content[2500:]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compressed, "KEPT_BYTES", kept)
-        patch.setattr(compressed, "_CHUNK", 512)
-        file = DecompressedFile(open_ranged(os.fsencode(path)), "xz")
+        patch.setattr(streams, "KEPT_BYTES", kept)
+        patch.setattr(tars, "_CHUNK", 512)
+        file = TarArchive(open_ranged(os.fsencode(path)), "xz")
         for offset, size in ranges:
             assert file.pread(size, offset) == content[offset : offset + size]
         file.close()
@@ -199,12 +199,12 @@ def test_an_archive_that_changed_after_the_plan(folder: Path) -> None:
 
 
 def test_a_bomb_in_a_compressed_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "FREE_EXPANSION", 4 << 20)
+    monkeypatch.setattr(tars, "FREE_EXPANSION", 4 << 20)
     path = tmp_path / "bomb.tar.xz"
     with tarfile.open(path, "w:xz", preset=0) as archive:
         for name in ("a.jpg", "b.jpg"):
             info = tarfile.TarInfo(name)
-            info.size = compressed.FREE_EXPANSION
+            info.size = tars.FREE_EXPANSION
             archive.addfile(info, _Zeros())
     assert contents(scan(path))["bomb.tar.xz"] == "too-expensive"
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images.containers import parquet_images
+from edje_index.images.containers import streams
 from edje_index.images.containers.parquet_images import ParquetImages
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.inputs import read_bytes
@@ -118,7 +118,7 @@ def test_sounds_are_no_images(tmp_path: Path) -> None:
 
 
 def test_images_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_images, "KEPT_BYTES", 50_000)
+    monkeypatch.setattr(streams, "KEPT_BYTES", 50_000)
     path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=4)
     refs = list(open_source(str(path)).iter_inputs())
     for seed in range(5):
@@ -127,18 +127,18 @@ def test_images_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_threads_read_on_across_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_images, "KEPT_BYTES", 0)
+    monkeypatch.setattr(streams, "KEPT_BYTES", 0)
     path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=1)
     starts: list[int] = []
     with open_ranged(bytes(path)) as file:
         images = ParquetImages(file, "jpg")
-        iterate = images._iterate
-        monkeypatch.setattr(images, "_iterate", lambda group: starts.append(group) or iterate(group))
-        assert [images.read(row, 1 << 20) for row in (0, 3, 9)] == [PHOTOS[row] for row in (0, 3, 9)]
+        begin = images._window._begin
+        monkeypatch.setattr(images._window, "_begin", lambda group: starts.append(group) or begin(group))
+        assert [images.read(row, 0, 1 << 20) for row in (0, 3, 9)] == [PHOTOS[row] for row in (0, 3, 9)]
         assert starts == []
-        assert images.read(2, 1 << 20) == PHOTOS[2]
-        monkeypatch.setattr(parquet_images, "_NEAR_ROWS", 2)
-        assert images.read(8, 1 << 20) == PHOTOS[8]
+        assert images.read(2, 0, 1 << 20) == PHOTOS[2]
+        monkeypatch.setattr(streams, "NEAR", 2)
+        assert images.read(8, 0, 1 << 20) == PHOTOS[8]
         assert starts == [2, 8]
 
 
@@ -152,7 +152,7 @@ def test_a_damaged_row_group_fails_its_rows_only(tmp_path: Path) -> None:
     assert values(path) == [*PHOTOS[:2], *damaged, *PHOTOS[4:]]
     with open_ranged(bytes(path)) as file:  # no thread reads the damaged rows
         images = ParquetImages(file, "jpg")
-        assert [images.read(row, 1 << 20) for row in (0, 9, 4)] == [PHOTOS[row] for row in (0, 9, 4)]
+        assert [images.read(row, 0, 1 << 20) for row in (0, 9, 4)] == [PHOTOS[row] for row in (0, 9, 4)]
 
 
 def test_a_read_that_fails_is_no_damage(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def test_a_read_that_fails_is_no_damage(tmp_path: Path) -> None:
 
     images = ParquetImages(RangedFile(read_at, len(data)), "jpg")
     for error in (OSError(errno.EIO, "disk"), KeyboardInterrupt()):
-        assert images.read(0, 1 << 20) == PHOTOS[0]
+        assert images.read(0, 0, 1 << 20) == PHOTOS[0]
         failures.append(error)
         with pytest.raises(type(error)):
-            images.read(9, 1 << 20)
-        assert images.read(9, 1 << 20) == PHOTOS[9]
+            images.read(9, 0, 1 << 20)
+        assert images.read(9, 0, 1 << 20) == PHOTOS[9]
 
 
 def test_a_changed_file(tmp_path: Path) -> None:

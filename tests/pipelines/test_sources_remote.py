@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edje_index.images.containers import compressed, parquet_images
+from edje_index.images import ranges
+from edje_index.images.containers import streams, tars
 from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.remote import blocks, web
+from edje_index.images.remote import web
 from edje_index.images.transient import TransientInputError
 from pipelines.cli.failures import failed_rows
 from pipelines.jobs.build import run_build
@@ -27,8 +28,8 @@ from pipelines.jobs.retry_failed import run_retry_failed
 from pipelines.jobs.update import run_update
 from pipelines.planning.config import AppendConfig, UpdateConfig
 from pipelines.progress.events import StatusMessage
-from pipelines.sources import iter_all, open_source, open_sources, remote_folder
-from pipelines.sources.zip_archive import ZipSource
+from pipelines.sources import folder, iter_all, open_source, open_sources
+from pipelines.sources.archives import ArchiveSource
 from storage_formats import MissingExtraError, TokenStore, UsageError, read_rows
 from tests.pipelines.test_build_packed import _pack
 from tests.web_server import WebServer, web_server
@@ -76,10 +77,8 @@ def test_archives_on_a_server(server: WebServer, tmp_path: Path, photos: Path, n
 def test_archives_read_in_any_order(
     server: WebServer, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    for module, name, value in [(blocks, "BLOCK_BYTES", 700), (compressed, "_CHUNK", 500)]:
+    for module, name, value in [(ranges, "BLOCK_BYTES", 700), (tars, "_CHUNK", 500), (streams, "KEPT_BYTES", 1000)]:
         monkeypatch.setattr(module, name, value)
-    for module in (compressed, parquet_images):
-        monkeypatch.setattr(module, "KEPT_BYTES", 1000)
     path = _packed_as(suffix, photos, tmp_path)
     server.files[f"/{path.name}"] = path.read_bytes()
     for spec in (str(path), f"{server.url}/{path.name}"):
@@ -125,7 +124,7 @@ class ChangingFile:
 def test_a_file_that_changes_between_requests_is_never_mixed(
     server: WebServer, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, change: str
 ) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(ranges, "BLOCK_BYTES", 700)
     path = _packed_as(suffix, photos, tmp_path)
     data = path.read_bytes()
     versions = [(data, '"a"'), (bytes(len(data)), '"b"') if change == "etag" else (data[:-600] + bytes(601), "")]
@@ -156,7 +155,7 @@ def test_a_zip_whose_list_of_members_cannot_be_read_now_is_not_damaged(
 ) -> None:
     path = _packed_as("zip", photos, tmp_path)
     server.files["/b.zip"] = path.read_bytes()
-    source = ZipSource(f"{server.url}/b.zip")
+    source = ArchiveSource(f"{server.url}/b.zip")
     assert len(list(source.iter_inputs())) == 10
     server.requests.clear()
     server.responses["/b.zip"] = lambda headers: (
@@ -396,7 +395,7 @@ def test_files_without_suffix_in_a_remote_folder(server: WebServer, monkeypatch:
 
 def test_a_large_remote_folder_is_searched_once_for_images(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
-    monkeypatch.setattr(remote_folder, "holds_inputs", lambda names, clips: searches.append(names) or True)
+    monkeypatch.setattr(folder, "holds_inputs", lambda names, clips: searches.append(names) or True)
     _list_on_hub(server, monkeypatch, {f"{number}.tar": 9 for number in range(20)})
     sources = open_sources(["hf://datasets-owner/set"])
     assert list(iter_all(sources)) == []

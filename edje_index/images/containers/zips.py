@@ -8,9 +8,9 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from edje_index.images.archive_damage import ArchiveDamage
+from edje_index.images.containers.members import Member
+from edje_index.images.decode import ImageError
 from edje_index.images.ranges import RangedFile
 
 MAX_EXPANSION = 100
@@ -23,33 +23,18 @@ _ENCRYPTED = 0x1
 _STEP = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ZipMember:
-    """One file in a zip.
-
-    Attributes:
-        name: name in the archive.
-        offset: offset of the member's header in the archive.
-        size: declared number of bytes of the content.
-        problem: reason why the member cannot be read; None if it can be read.
-    """
-
-    name: str
-    offset: int
-    size: int
-    problem: str | None = None
-
-
 class ZipArchive:
-    """An open zip. Thread-safe.
+    """An open zip. Thread-safe. The offset of a member is that of its header.
 
     Args:
         file: the archive. `close` closes this file.
 
     Raises:
-        ArchiveDamage: the list of members is damaged.
+        ImageError: the list of members is damaged.
         OSError: the file cannot be read.
     """
+
+    is_stream = False
 
     def __init__(self, file: RangedFile) -> None:
         self._file = file
@@ -57,28 +42,28 @@ class ZipArchive:
             self._archive = zipfile.ZipFile(file)
         self._info_at = {info.header_offset: info for info in self._archive.infolist()}
 
-    def members(self) -> Iterator[ZipMember]:
+    def members(self) -> Iterator[Member]:
         """Yield the files in the order of the archive's list of members. No content is read."""
         for info in self._archive.infolist():
             if not info.filename.endswith("/"):  # `ZipInfo.is_dir` fails for an empty name
-                yield ZipMember(info.filename, info.header_offset, info.file_size, _problem(info))
+                name = info.filename.encode("utf-8", "backslashreplace")
+                yield Member(name, info.header_offset, info.file_size, _problem(info))
 
-    def read(self, offset: int, max_bytes: int) -> bytes:
+    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         """Return the content of the member whose header is at `offset`.
 
         Raises:
-            ArchiveDamage: there is no such member, or it is damaged or larger than `max_bytes`.
+            ImageError: there is no such member, or it is damaged or larger than `max_bytes`.
             OSError: the file cannot be read.
         """
         info = self._info_at.get(offset)
         if info is None:
-            raise ArchiveDamage(reason="changed-since-plan", detail=f"the archive has no member at byte {offset}")
+            raise ImageError(reason="changed-since-plan", detail=f"the archive has no member at byte {offset}")
         if (problem := _problem(info)) is not None:
-            raise ArchiveDamage(reason=problem, detail="found while planning")
-        if info.file_size > max_bytes:
-            raise ArchiveDamage(
-                reason="too-many-bytes", detail=f"{info.file_size} bytes is over the limit of {max_bytes}"
-            )
+            raise ImageError(reason=problem, detail="found while planning")
+        if max(size, info.file_size) > max_bytes:
+            detail = f"{max(size, info.file_size)} bytes is over the limit of {max_bytes}"
+            raise ImageError(reason="too-many-bytes", detail=detail)
         with _named_damage("the member"), self._archive.open(info) as member:
             return b"".join(iter(lambda: member.read(_STEP), b""))
 
@@ -99,7 +84,7 @@ def _problem(info: zipfile.ZipInfo) -> str | None:
 
 @contextmanager
 def _named_damage(part: str) -> Iterator[None]:
-    """Turn errors of `zipfile` at damaged archives into ArchiveDamage. Operating system errors stay unchanged."""
+    """Turn errors of `zipfile` at damaged archives into ImageError. Operating system errors stay unchanged."""
     try:
         yield
     except (
@@ -110,6 +95,5 @@ def _named_damage(part: str) -> Iterator[None]:
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
-        raise ArchiveDamage(
-            reason="damaged-archive", detail=f"{part} of the zip is damaged: {error or type(error).__name__}"
-        ) from error
+        detail = f"{part} of the zip is damaged: {error or type(error).__name__}"
+        raise ImageError(reason="damaged-archive", detail=detail) from error

@@ -1,16 +1,38 @@
-"""Reads remote files by their URLs, whatever the kind of the server."""
+"""Reads files in object stores, on web servers and on the Hugging Face Hub, by their URLs.
+
+URLs of the Hub are `hf://datasets/OWNER/NAME[@REVISION]/PATH`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import importlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
 
-from edje_index.images.remote import hub, web
-from edje_index.images.remote.errors import ChangedFileError
-from edje_index.images.remote.listing import Folder
-from edje_index.images.remote.urls import HUB_SCHEME, scheme_of
-from edje_index.images.remote.versions import FileVersion
+from edje_index.images.remote import web
+from edje_index.images.remote.urls import (
+    HUB_SCHEME,
+    ChangedFileError,
+    FileVersion,
+    OversizedFileError,
+    UnreachableError,
+    scheme_of,
+)
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.object_store import STORE_SCHEMES
+from storage_formats.format.object_store import STORE_SCHEMES, ObjectChangedError, ObjectFolder, ObjectStoreError
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+_BUCKETS = 32  # whose connections stay open
+_MAX_PAGE_BYTES = 64 << 20
+_HUB_KINDS = ("datasets", "spaces")
+_NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 
 
 def require_libraries(url: str) -> None:
@@ -23,19 +45,21 @@ def read_remote(url: str, max_bytes: int) -> bytes:
     """Return a whole file.
 
     Raises:
-        OSError: the file cannot be read. `UnreachableError` and the other errors of `edje_index.images.remote.web` are
-            kinds of OSError.
+        FileNotFoundError, PermissionError: there is no such file, or the server refuses the request.
+        UnreachableError: the server does not respond.
+        OversizedFileError: the file is longer than `max_bytes`.
         MissingExtraError: a library is not installed.
         ValueError: the URL is not valid.
     """
-    scheme = scheme_of(url)
-    if scheme in STORE_SCHEMES:
-        from edje_index.images.remote.objects import read_object
-
-        return read_object(url, max_bytes)
-    if scheme == HUB_SCHEME:
-        return web.read_web(hub.HubFile.parse(url).url, max_bytes, hub.hub_headers())
-    return web.read_web(url, max_bytes)
+    if scheme_of(url) not in STORE_SCHEMES:
+        return web.read_web(*_web_request(url), max_bytes=max_bytes)
+    try:
+        with _object(url) as (bucket, key):
+            return bucket.read(key, max_bytes).data
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise OversizedFileError(max_bytes + 1, max_bytes, url) from error
+        raise
 
 
 def read_remote_range(url: str, size: int, offset: int, *, version: FileVersion | None = None) -> bytes:
@@ -53,46 +77,124 @@ def read_remote_range(url: str, size: int, offset: int, *, version: FileVersion 
         OSError, MissingExtraError, ValueError: see `read_remote`.
     """
     try:
-        return _read_range(url, size, offset, version)
+        if scheme_of(url) not in STORE_SCHEMES:
+            return web.read_web_range(*_web_request(url), size=size, offset=offset, version=version)
+        with _object(url) as (bucket, key):
+            etag = None if version is None else version.etag
+            return bytes(bucket.read_range(key, offset, offset + size, etag=etag))
     except EOFError as error:
         if version is None:
             raise
         raise ChangedFileError(url) from error
 
 
-def _read_range(url: str, size: int, offset: int, version: FileVersion | None) -> bytes:
-    scheme = scheme_of(url)
-    if scheme in STORE_SCHEMES:
-        from edje_index.images.remote.objects import read_object_range
-
-        return read_object_range(url, size, offset, version=version)
-    if scheme == HUB_SCHEME:
-        return web.read_web_range(hub.HubFile.parse(url).url, size, offset, hub.hub_headers(), version=version)
-    return web.read_web_range(url, size, offset, version=version)
-
-
 def remote_version(url: str) -> FileVersion:
     """Return the length of a file, and what identifies its contents. Raises as `read_remote`."""
-    scheme = scheme_of(url)
-    if scheme in STORE_SCHEMES:
-        from edje_index.images.remote.objects import object_version
+    if scheme_of(url) not in STORE_SCHEMES:
+        return web.web_version(*_web_request(url))
+    with _object(url) as (bucket, key):
+        info = bucket.info(key)
+    if info is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", url)
+    return FileVersion(info.size, info.etag)
 
-        return object_version(url)
-    if scheme == HUB_SCHEME:
-        return web.web_version(hub.HubFile.parse(url).url, hub.hub_headers())
-    return web.web_version(url)
 
-
-def list_remote_folder(url: str) -> Folder | None:
+def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
     """Return the contents of a directory; None if the server lists no directories.
+
+    Returns:
+        (sizes of the files by name, names of the subdirectories).
 
     Raises:
         OSError, ValueError, MissingExtraError: see `read_remote`.
         TransientInputError: an object store does not respond.
     """
-    scheme = scheme_of(url)
-    if scheme in STORE_SCHEMES:
-        from edje_index.images.remote.objects import list_object_folder
+    if scheme_of(url) in STORE_SCHEMES:
+        return _list_objects(url)
+    return _list_hub(url) if scheme_of(url) == HUB_SCHEME else None
 
-        return list_object_folder(url)
-    return hub.list_hub_folder(url) if scheme == HUB_SCHEME else None
+
+def _web_request(url: str) -> tuple[str, dict[str, str]]:
+    """Return the URL of the content of a file, and the headers of a request for it."""
+    if scheme_of(url) != HUB_SCHEME:
+        return url, {}
+    repository, revision, path = _hub_parts(url)
+    return f"{_hub_endpoint()}/{repository}/resolve/{revision}/{path}", _hub_headers()
+
+
+def _hub_endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
+
+
+def _hub_headers() -> dict[str, str]:
+    token = os.environ.get("HF_TOKEN")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _hub_parts(url: str) -> tuple[str, str, str]:
+    """Return (repository such as "datasets/OWNER/NAME", revision, path), encoded for a URL."""
+    parts = url.partition("://")[2].strip("/").split("/")
+    length = 3 if parts[0] in _HUB_KINDS else 2
+    if len(parts) < length or not all(parts):
+        raise ValueError(f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME/data")
+    repository, _, revision = "/".join(parts[:length]).partition("@")
+    return repository, quote(revision or "main", safe=""), quote("/".join(parts[length:]))
+
+
+def _list_hub(url: str) -> tuple[dict[str, int], list[str]]:
+    repository, revision, path = _hub_parts(url)
+    kind = "" if repository.split("/")[0] in _HUB_KINDS else "models/"
+    page: str | None = f"{_hub_endpoint()}/api/{kind}{repository}/tree/{revision}/{path}".rstrip("/")
+    files: dict[str, int] = {}
+    directories: list[str] = []
+    while page is not None:
+        answer = web.request(page, _hub_headers(), _MAX_PAGE_BYTES)
+        try:
+            entries = json.loads(answer.body)
+        except (ValueError, RecursionError) as error:
+            raise OSError(errno.EPROTO, f"the answer of {page} is not JSON: {error}") from error
+        for entry in entries:
+            name = str(entry["path"]).rpartition("/")[2]
+            if entry["type"] == "directory":
+                directories.append(name)
+            else:
+                files[name] = int(entry["size"])
+        following = _NEXT.search(answer.headers.get("Link", ""))
+        page = following[1] if following else None
+    return files, directories
+
+
+def _list_objects(url: str) -> tuple[dict[str, int], list[str]]:
+    import obstore
+    from obstore.exceptions import BaseError
+
+    from edje_index.images.transient import retry
+
+    def listed() -> Any:
+        with _object(url.rstrip("/")) as (bucket, key):
+            try:
+                return obstore.list_with_delimiter(bucket.store, key or None)
+            except BaseError as error:
+                raise UnreachableError(str(error).partition("\n")[0].partition(": <?xml")[0], url) from error
+
+    result = retry(listed, url)  # obstore does not repeat a list that is cut off
+    files = {each["path"].rpartition("/")[2]: int(each["size"]) for each in result["objects"]}
+    return files, [prefix.rstrip("/").rpartition("/")[2] for prefix in result["common_prefixes"]]
+
+
+@contextlib.contextmanager
+def _object(url: str) -> Iterator[tuple[ObjectFolder, str]]:
+    """Yield the bucket in the URL of an object, and the key of the object. Translate the errors of the store."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    try:
+        yield _bucket(f"{scheme}://{bucket}"), key
+    except ObjectChangedError as error:
+        raise ChangedFileError(url) from error
+    except ObjectStoreError as error:
+        raise UnreachableError(str(error), url) from error
+
+
+@functools.lru_cache(_BUCKETS)
+def _bucket(url: str) -> ObjectFolder:
+    return ObjectFolder.open(url)

@@ -1,8 +1,10 @@
-"""Distinguishes URLs from paths, and removes passwords from URLs."""
+"""Distinguishes URLs from paths, and removes passwords from URLs. Defines the errors and versions of remote files."""
 
 from __future__ import annotations
 
+import errno
 import re
+from dataclasses import dataclass
 
 from storage_formats.format.object_store import INDEX_SCHEMES
 
@@ -33,3 +35,46 @@ def has_credentials(url: str) -> bool:
 def without_credentials(text: str) -> str:
     """Return `text`, with "..." in place of the user names and passwords of its URLs."""
     return _USER.sub("...@", text)
+
+
+@dataclass(frozen=True)
+class FileVersion:
+    """What a server says about a file, so that ranges of two versions are never combined.
+
+    Attributes:
+        length: number of bytes.
+        etag: identifier of the contents; None if the server sends none.
+    """
+
+    length: int
+    etag: str | None = None
+
+
+class UnreachableError(OSError):
+    """A server does not respond, or cannot respond now. A later attempt may succeed."""
+
+    def __init__(self, reason: str, url: str) -> None:
+        super().__init__(errno.EHOSTUNREACH, reason, url)
+
+
+class NoRangesError(OSError):
+    """A server does not answer requests for byte ranges."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            errno.EOPNOTSUPP, "the server does not answer requests for byte ranges; download the file", url
+        )
+
+
+class OversizedFileError(OSError):
+    """A file is longer than the caller allows."""
+
+    def __init__(self, length: int, max_bytes: int, url: str) -> None:
+        super().__init__(errno.EFBIG, f"{length} bytes is over the limit of {max_bytes}", url)
+
+
+class ChangedFileError(OSError):
+    """A file on a server has changed while it was read."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(errno.EPROTO, "the file on the server has changed while it was read", url)

@@ -151,7 +151,7 @@ def online_features(job: Preparation, items: Sequence[CaptionedImage]) -> Commit
         EdjeError: the images have changed since the index was built.
         JobStopped: the build stopped before its end. Finished shards are kept.
     """
-    from edje_index.images.input_table import write_input_table
+    from edje_index.images.input_lists import write_input_table
     from edje_index.models.adapter import STRIDED, build_adapter
     from pipelines.sources import iter_all, open_sources
     from storage_formats.format.manifest import CommittedIndex

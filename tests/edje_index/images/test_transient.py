@@ -18,7 +18,7 @@ from edje_index.images import transient
 from edje_index.images.decode import ImageError, decode_rgb
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.transient import TransientInputError, is_transient, retry
-from pipelines.sources.folder import problem_of
+from pipelines.sources.base import problem_of
 from tests.edje_index.image_cases import encoded
 
 ERRORS = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "ETIMEDOUT")

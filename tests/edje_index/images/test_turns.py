@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from edje_index.images.containers.turns import Turns
+from edje_index.images.containers.streams import Turns
 
 SECONDS = 30  # longest time that a test waits
 

@@ -15,7 +15,7 @@ from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.remote import web
 from edje_index.images.remote.access import read_remote, read_remote_range, remote_version
-from edje_index.images.remote.errors import NoRangesError, OversizedFileError, UnreachableError
+from edje_index.images.remote.urls import NoRangesError, OversizedFileError, UnreachableError
 from edje_index.images.transient import TransientInputError
 from tests.web_server import WebServer, web_server
 

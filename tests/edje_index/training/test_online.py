@@ -14,7 +14,7 @@ from PIL import Image
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.images.decode import decode_rgb
-from edje_index.images.input_table import InputTable, write_input_table
+from edje_index.images.input_lists import InputTable, write_input_table
 from edje_index.images.inputs import InputRef
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
