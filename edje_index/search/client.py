@@ -227,4 +227,4 @@ def _message(content: bytes, status: int) -> str:
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the service sent no error message, only HTTP status {status}"
+        return f"HTTP status {status}: {content[:200].decode(errors='replace')}"

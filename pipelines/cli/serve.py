@@ -96,14 +96,13 @@ def serve(
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits
         from pipelines.service.indexes import open_indexes
-        from pipelines.service.server import address_of, create_app, listen, run_service
+        from pipelines.service.server import address_of, listen, run_service
 
     limits = Limits(waiting=queue, deadline_seconds=deadline)
     with listen(host, port) as listener:
         note(f"loading {', '.join(map(str, indexes))}")
         opened = open_indexes(indexes, model, device=device, dtype=dtype)
-        app = create_app(opened, limits, keys, allowed, lambda: print_line(address_of(listener)))
-        run_service(app, limits, listener)
+        run_service(opened, limits, listener, lambda: print_line(address_of(listener)), keys, allowed)
 
 
 def _is_loopback_address(host: str) -> bool:

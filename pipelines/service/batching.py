@@ -11,22 +11,15 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelines.service.guard import Limits, Metrics, overloaded
 
 _SMOOTHING = 0.3  # weight of the newest batch in the estimated rate
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The times of a request.
-
-    Attributes:
-        waited: seconds that the request spent in the queue.
-        computed: seconds that the model took for the batch.
-        batch: number of requests in the batch.
-    """
+class Timing(NamedTuple):
+    """Seconds that a request waited in the queue, seconds and number of requests of its batch."""
 
     waited: float
     computed: float

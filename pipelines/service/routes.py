@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -25,28 +24,10 @@ from edje_index.images.thumbnails import read_thumbnails
 from edje_index.search.query_image import encode_images
 from edje_index.search.ranks import embedding_order, rank_hits
 from edje_index.search.requested_rows import requested_rows
+from pipelines.service import schemas
 from pipelines.service.batching import Batcher, Timing
-from pipelines.service.guard import Limits, Metrics, ServiceError, overloaded
+from pipelines.service.guard import Limits, Metrics, ServiceError
 from pipelines.service.indexes import ServedIndex
-from pipelines.service.schemas import (
-    CohereAnswer,
-    CohereRerankRequest,
-    CohereResult,
-    Document,
-    DocumentObject,
-    EmbedRequest,
-    ErrorAnswer,
-    HitAnswer,
-    ImageInput,
-    ImageUrl,
-    SearchAnswer,
-    SearchRequest,
-    TeiRerankRequest,
-    TeiResult,
-    TextSearchAnswer,
-    TextSearchRequest,
-    TimingAnswer,
-)
 from storage_formats.errors import RowIdError, UsageError
 
 if TYPE_CHECKING:
@@ -55,17 +36,14 @@ if TYPE_CHECKING:
     from edje_index.search.search_options import SearchOptions
     from edje_index.search.token_index import TokenIndex
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 422, 429, 503, 504)
+    status: {"model": schemas.ErrorAnswer} for status in (400, 401, 404, 408, 413, 422, 429, 503, 504)
 }
 _MAX_ROW_ID = (1 << 53) - 1
 _MAX_DIGITS = 15
 _THUMBNAIL_SECONDS = 3600  # in the browser's cache; the photo of a row does not change
 _PAIRS_PER_IMAGE = 16  # one pass of the vision tower takes about as long as this many pairs of the joint encoder
-_DATA_URI = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(;[\w=-]+)*;base64,", re.ASCII | re.IGNORECASE)
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.ASCII | re.IGNORECASE)
 
 
 @dataclass
@@ -103,10 +81,9 @@ class ServiceState:
             raise ServiceError(404, f"there is no such index; choose one of: {', '.join(self.indexes)}")
         return self.indexes[name]
 
-    async def in_thread(self, function: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
+    async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call `function`, which reads files, on another thread. The number of threads is limited."""
-        self._check_waiting(self.file_threads, "reading files")
-        return await to_thread.run_sync(lambda: function(*arguments, **options), limiter=self.file_threads)
+        return await to_thread.run_sync(function, *arguments, limiter=self.file_threads)
 
     def check_query(self, *texts: str) -> None:
         """Raise ServiceError if a text is blank or too long."""
@@ -132,18 +109,21 @@ class ServiceState:
         Args:
             index: index whose vision tower encodes the images.
             images: the encoded images of one request.
-            run: function that the model runs. It takes images as the vision tower reads them, and returns their
-                results.
+            run: function that the model runs: takes images as the vision tower reads them, returns their results.
             pairs: number of pairs that `run` scores besides its images.
         """
-        self._check_waiting(self.image_requests, "sending images")
         encoder, left, small = index.model.image_encoder, self.limits.request_pixels, []
         async with self.image_requests:
             for data in images:
                 max_pixels = min(self.limits.image_pixels, left)
-                image, pixels = await asyncio.get_running_loop().run_in_executor(
-                    self.decoding, _decode, data, max_pixels, encoder.preprocess.resize
-                )
+                try:
+                    image, pixels = await asyncio.get_running_loop().run_in_executor(
+                        self.decoding, _decode, data, max_pixels, encoder.preprocess.resize
+                    )
+                except ImageError as error:
+                    is_large = error.reason == "too-many-pixels"
+                    hint = f"; all images of a request may have {self.limits.request_pixels} pixels" if is_large else ""
+                    raise ServiceError(413 if is_large else 422, f"cannot read an image: {error}{hint}") from error
                 small.append(image)
                 left -= pixels
             # On a CPU, a vision tower takes a third of a second per image, so the model answers searches in between.
@@ -156,28 +136,21 @@ class ServiceState:
                 results += values
         return results, timing
 
-    def _check_waiting(self, limiter: CapacityLimiter, what: str) -> None:
-        if limiter.statistics().tasks_waiting >= self.limits.waiting:
-            raise overloaded(f"too many requests are {what}; try again later", 1)
-
 
 def _decode(data: bytes, max_pixels: int, resize: Callable[[Image.Image], Image.Image]) -> tuple[Image.Image, int]:
-    """Decode an image. Return the image as the vision tower reads it, and the number of pixels that were decoded."""
-    try:
-        image = decode_rgb(data, max_pixels)
-        return resize(image), image.width * image.height
-    except ImageError as error:
-        status = 413 if error.reason == "too-many-pixels" else 422
-        raise ServiceError(status, f"cannot read an image: {error}") from error
+    """Return an image as the vision tower reads it, and the number of pixels that were decoded."""
+    image = decode_rgb(data, max_pixels)
+    return resize(image), image.width * image.height
 
 
 def _image_bytes(text: str) -> bytes:
     """Return the bytes of an image file that a client sent as a data URI with base64, or as base64 alone."""
-    match = _DATA_URI.match(text[:200])
-    if match is None and _ADDRESS.match(text[:40]):
+    header = text[:200].partition(",")[0]
+    is_data = header[:5].lower() == "data:" and header[-7:].lower() == ";base64"
+    if ":" in header and not is_data:
         raise ServiceError(422, "send an image as base64 or as a data URI with base64; URLs are not fetched")
     try:
-        return base64.b64decode(text[match.end() if match else 0 :], validate=True)
+        return base64.b64decode(text[len(header) + 1 if is_data else 0 :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise ServiceError(422, "an image is not valid base64; send the bytes of the image file as base64") from error
 
@@ -230,7 +203,7 @@ async def metrics(state: State) -> Response:
 
 
 @router.post("/search")
-async def search(state: State, body: SearchRequest) -> SearchAnswer:
+async def search(state: State, body: schemas.SearchRequest) -> schemas.SearchAnswer:
     """Search by text, or search for images that are similar to an image or to a row."""
     served = state.index(body.index)
     index = await state.in_thread(served.at, body.precision)
@@ -270,21 +243,21 @@ async def search(state: State, body: SearchRequest) -> SearchAnswer:
             cost=pairs * tokens,
             kind=("search", id(index), body.pool, *options.values()),
         )
-    best = [HitAnswer(**asdict(hit), rank=rank, embedding_rank=None) for rank, hit in enumerate(hits, 1)]
+    best = [schemas.HitAnswer(**vars(hit), rank=rank) for rank, hit in enumerate(hits, 1)]
     by_embedding = None
     if body.query is not None and body.rerank and body.embedding_order and hits:
         ranked = rank_hits(hits)
         best, by_embedding = (
-            [HitAnswer(**asdict(each.hit), rank=each.rank, embedding_rank=each.embedding_rank) for each in order]
+            [schemas.HitAnswer(**vars(each.hit), rank=each.rank, embedding_rank=each.embedding_rank) for each in order]
             for order in (ranked[: body.k], embedding_order(ranked)[: body.k])
         )
-    return SearchAnswer(
+    return schemas.SearchAnswer(
         index=served.name,
         precision=index.precision,
         hits=best,
         by_embedding=by_embedding,
         weights={part: weight for part, weight in weights.items() if weight},
-        timing=TimingAnswer(
+        timing=schemas.TimingAnswer(
             waited_ms=1000 * timing.waited,
             computed_ms=1000 * timing.computed,
             batch=timing.batch,
@@ -294,7 +267,7 @@ async def search(state: State, body: SearchRequest) -> SearchAnswer:
 
 
 @router.post("/search/texts")
-async def search_texts(state: State, body: TextSearchRequest) -> TextSearchAnswer:
+async def search_texts(state: State, body: schemas.TextSearchRequest) -> schemas.TextSearchAnswer:
     """Search for the texts that describe an image, or the image of a row, best."""
     texts, limits = body.texts, state.limits
     if len(texts) > limits.documents:
@@ -313,7 +286,7 @@ async def search_texts(state: State, body: TextSearchRequest) -> TextSearchAnswe
     else:
         (hits,), _ = await state.on_images(index, [_image_bytes(body.image)], run, pairs)
     weights = index.model.weights("i2t", body.score or "bundle").by_part()
-    return TextSearchAnswer(
+    return schemas.TextSearchAnswer(
         index=served.name,
         precision=index.precision,
         hits=hits,
@@ -321,20 +294,26 @@ async def search_texts(state: State, body: TextSearchRequest) -> TextSearchAnswe
     )
 
 
-@router.post("/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
-@router.post("/v1/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
-@router.post("/v2/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
-async def rerank(state: State, body: TeiRerankRequest | CohereRerankRequest) -> list[TeiResult] | CohereAnswer:
+@router.post("/rerank", response_model=list[schemas.TeiResult] | schemas.CohereAnswer, response_model_exclude_none=True)
+@router.post(
+    "/v1/rerank", response_model=list[schemas.TeiResult] | schemas.CohereAnswer, response_model_exclude_none=True
+)
+@router.post(
+    "/v2/rerank", response_model=list[schemas.TeiResult] | schemas.CohereAnswer, response_model_exclude_none=True
+)
+async def rerank(
+    state: State, body: schemas.TeiRerankRequest | schemas.CohereRerankRequest
+) -> list[schemas.TeiResult] | schemas.CohereAnswer:
     """Score documents for a query, best first.
 
     Requests and responses have the format of text-embeddings-inference, or the common format of Cohere, Jina and vLLM.
     A document is an image, or the row id or uri of a row of the index. Scores are final scores of the bundle. Scores
     can only be compared within one query, and are not limited to the range from 0 to 1.
     """
-    if isinstance(body, TeiRerankRequest):
+    if isinstance(body, schemas.TeiRerankRequest):
         scores = await _rerank(state, state.index(None), body.query, body.texts)
         texts = [text if body.return_text and isinstance(text, str) else None for text in body.texts]
-        return [TeiResult(index=position, score=score, text=texts[position]) for position, score in scores]
+        return [schemas.TeiResult(index=position, score=score, text=texts[position]) for position, score in scores]
     # Clients of other services send the name of a model, which selects the default index.
     served = state.index(body.model if body.model in state.indexes else None)
     scores = await _rerank(state, served, body.query, body.documents)
@@ -342,18 +321,18 @@ async def rerank(state: State, body: TeiRerankRequest | CohereRerankRequest) -> 
         {"text": document} if body.return_documents and isinstance(document, str) else None
         for document in body.documents
     ]
-    return CohereAnswer(
+    return schemas.CohereAnswer(
         id=str(uuid.uuid4()),
         model=served.name,
         results=[
-            CohereResult(index=position, relevance_score=score, document=documents[position])
+            schemas.CohereResult(index=position, relevance_score=score, document=documents[position])
             for position, score in scores[: body.top_n]
         ],
     )
 
 
 async def _rerank(
-    state: ServiceState, served: ServedIndex, query: str, documents: list[Document]
+    state: ServiceState, served: ServedIndex, query: str, documents: list[schemas.Document]
 ) -> list[tuple[int, float]]:
     """Return (position, score) of each document, best first."""
     limits, index = state.limits, served.at(None)
@@ -391,41 +370,37 @@ async def _rerank(
     return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
 
 
-def _document(document: Document, position: int) -> int | str | bytes:
+def _document(document: schemas.Document, position: int) -> int | str | bytes:
     """Return the row id, the uri or the image bytes of a document."""
-    text: str | None
-    if isinstance(document, DocumentObject):
-        part = document.content[0] if document.content else None
+    if isinstance(document, schemas.DocumentObject):
+        part = document.content[0] if document.content else schemas.ContentPart()
+        text, image = document.text or part.text, document.image or document.image_url or part.image_url
         if document.row_id is not None:
             return document.row_id
         if document.uri is not None:
             return document.uri
-        text = document.text or (part.text if part else None)
         if text is None:
-            image = document.image or document.image_url or (part.image_url if part else None)
-            if isinstance(image, ImageUrl):
-                image = image.url
             if not image:
                 raise ServiceError(
                     422, f"document {position} is empty: set one of row_id, uri, text, image, image_url and content"
                 )
-            return _image_bytes(image)
-    elif isinstance(document, int):
+            return _image_bytes(image.url if isinstance(image, schemas.ImageUrl) else image)
+        document = text
+    if isinstance(document, int):
         return document
-    else:
-        text = document
-    if text[:5].lower() == "data:":
-        return _image_bytes(text)
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else text
+    if document[:5].lower() == "data:":
+        return _image_bytes(document)
+    is_row_id = document.isascii() and document.isdecimal() and len(document) <= _MAX_DIGITS
+    return int(document) if is_row_id else document
 
 
 @router.post("/embed")
-async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
+async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
     """Return embeddings of unit length, one per text or image."""
     limits = state.limits
     inputs = body.inputs if isinstance(body.inputs, list) else [body.inputs]
     texts = [value for value in inputs if isinstance(value, str)]
-    images = [_image_bytes(value.image) for value in inputs if isinstance(value, ImageInput)]
+    images = [_image_bytes(value.image) for value in inputs if isinstance(value, schemas.ImageInput)]
     if len(inputs) > limits.documents or len(images) > limits.images:
         raise ServiceError(
             413, f"{len(inputs)} inputs: send at most {limits.documents} texts or {limits.images} images"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
 
+from edje_index.search.hits import Hit
 from edje_index.search.image_to_text import TextHit
 
 _MAX_ROW_ID = 1 << 53  # the largest integer that every JSON reader keeps exactly
@@ -79,22 +81,12 @@ class TextSearchRequest(_Search):
         return self._check("image and row_id", self.image, self.row_id)
 
 
-class HitAnswer(BaseModel):
-    """One hit of a search."""
+@dataclass(frozen=True)
+class HitAnswer(Hit):
+    """A hit with its rank, and with its rank in the order by embedding if `embedding_order` is set."""
 
-    row_id: int
-    uri: str
-    score: float = Field(description="Final score. The hits are sorted by this score.")
-    embedding_score: float = Field(description="Cosine similarity of the embeddings.")
-    joint_score: float | None
-    parts: dict[str, float] = Field(
-        description="Value of each part of the score, before weighting. The logit is missing if the joint encoder did "
-        "not score the row."
-    )
-    rank: int
-    embedding_rank: int | None = Field(
-        description="Rank among the candidates in the order by embedding; null unless embedding_order is set."
-    )
+    rank: int = 0
+    embedding_rank: int | None = None
 
 
 class TimingAnswer(BaseModel):

@@ -1,4 +1,4 @@
-"""Makes the ASGI application of the service, and runs it until a signal stops it."""
+"""Runs the service until a signal stops it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
 
 from edje_index import __version__
 from pipelines.service.batching import Batcher
@@ -24,43 +23,6 @@ from pipelines.service.guard import Guard, Limits, Metrics, answer_error
 from pipelines.service.indexes import ServedIndex, follow_changes
 from pipelines.service.routes import ServiceState, router
 from storage_formats.errors import EdjeError, UsageError
-
-
-def create_app(
-    indexes: Mapping[str, ServedIndex],
-    limits: Limits,
-    api_keys: Sequence[str] = (),
-    allowed_hosts: Sequence[str] = (),
-    on_ready: Callable[[], None] = lambda: None,
-) -> ASGIApp:
-    """Return the service as an ASGI application.
-
-    Args:
-        indexes: the open indexes by name; the first index is the default.
-        limits: limits on the size and duration of requests.
-        api_keys: valid API keys. Each request must send one of these keys. If empty, requests need no key.
-        allowed_hosts: host names that the Host header may contain; if empty, any host name is accepted. Checking the
-            header protects a service on loopback from DNS rebinding.
-        on_ready: called once, when the service answers.
-    """
-    metrics = Metrics()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = state = ServiceState(indexes, limits, metrics, Batcher(limits, metrics))
-        watch = asyncio.create_task(follow_changes(indexes, state.file_threads))
-        on_ready()
-        yield
-        watch.cancel()
-
-    # The documentation pages of FastAPI load scripts from a CDN, so they are off; /openapi.json describes the routes.
-    app = FastAPI(title="edje-index", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.include_router(router)
-    app.mount("/", StaticFiles(directory=Path(__file__).parent / "static", html=True))
-    for kind in (HTTPException, RequestValidationError, EdjeError, MemoryError, Exception):
-        app.add_exception_handler(kind, answer_error)
-    hosts = list(allowed_hosts) or ["*"]
-    return Guard(TrustedHostMiddleware(app, hosts, www_redirect=False), limits, api_keys, metrics)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -84,7 +46,14 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run_service(app: ASGIApp, limits: Limits, listener: socket.socket) -> None:
+def run_service(
+    indexes: Mapping[str, ServedIndex],
+    limits: Limits,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    api_keys: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
+) -> None:
     """Answer requests until SIGTERM or SIGINT. Then answer the requests that have arrived, and return.
 
     Every 10 seconds, the connections are closed on which no request has been complete, and no answer has been read, for
@@ -92,10 +61,30 @@ def run_service(app: ASGIApp, limits: Limits, listener: socket.socket) -> None:
     service from answering anybody until they ended. With this limit, the service answered again after 15 s.
 
     Args:
-        app: the application that `create_app` returned.
-        limits: limits of the application.
+        indexes: the open indexes by name; the first index is the default.
+        limits: limits on the size and duration of requests.
         listener: a socket that `listen` returned.
+        on_ready: called once, when the service answers.
+        api_keys: valid API keys. Each request must send one of these keys. If empty, requests need no key.
+        allowed_hosts: host names that the Host header may contain; if empty, any host name is accepted. Checking the
+            header protects a service on loopback from DNS rebinding.
     """
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = state = ServiceState(indexes, limits, metrics, Batcher(limits, metrics))
+        watch = asyncio.create_task(follow_changes(indexes, state.file_threads))
+        on_ready()
+        yield
+        watch.cancel()
+
+    # The documentation pages of FastAPI load scripts from a CDN, so they are off; /openapi.json describes the routes.
+    app = FastAPI(title="edje-index", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.include_router(router)
+    app.mount("/", StaticFiles(directory=Path(__file__).parent / "static", html=True))
+    for kind in (HTTPException, RequestValidationError, EdjeError, MemoryError, Exception):
+        app.add_exception_handler(kind, answer_error)
     idle: dict[Any, tuple[Any, int]] = {}
 
     async def close_idle_connections() -> None:
@@ -110,7 +99,7 @@ def run_service(app: ASGIApp, limits: Limits, listener: socket.socket) -> None:
                     connection.transport.abort()
 
     config = uvicorn.Config(
-        app,
+        Guard(TrustedHostMiddleware(app, list(allowed_hosts) or ["*"], www_redirect=False), limits, api_keys, metrics),
         http="h11",
         loop="asyncio",
         lifespan="on",
