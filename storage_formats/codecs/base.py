@@ -1,16 +1,19 @@
-"""The interface of codecs, and checks of the arrays that callers pass to a codec."""
+"""The base class of codecs. It checks the arrays that callers pass and splits the work between threads."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.codecs.minifloat import NAN_CODE
 from storage_formats.errors import UsageError
 from storage_formats.row_ids import as_indices
+from storage_formats.threads import run_chunks
 
 BFloat16: TypeAlias = Any  # ml_dtypes.bfloat16 has no stub that NDArray accepts
 Blocks: TypeAlias = NDArray[BFloat16]
@@ -19,24 +22,32 @@ Records: TypeAlias = NDArray[np.uint8]
 """Encoded blocks, uint8 [k, record_bytes]."""
 Indices: TypeAlias = Sequence[int] | NDArray[np.integer]
 """Indices or byte offsets, [k]."""
-Check: TypeAlias = Callable[[int, int], None]
-"""A function `check(start, stop)` that raises an exception if one of the records [start, stop) is damaged."""
+Bits: TypeAlias = NDArray[np.uint16]
+"""Bits of bfloat16 values, flat."""
+Bytes: TypeAlias = NDArray[np.uint8]
+"""Bytes of records, flat."""
+Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""(offsets, blocks): the record at byte `offsets[i]` is decoded to block `blocks[i]`. Both are int64 [k]."""
+Span: TypeAlias = tuple[int, int]
+"""(start, stop), a half-open range of items."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Encodes and decodes blocks of one shape in one precision. Thread-safe.
 
     Finite values decode to finite values. If a value is NaN or infinite, all values with the same scale are stored as
     NaN. Only `bf16` is lossless.
 
-    The argument `threads` of the methods is the maximum number of threads. It does not change the result.
+    The argument `threads` of the methods is the maximum number of threads. It does not change the result. A subclass
+    imports its compiled kernels, and with them Numba, at the first conversion.
 
     Attributes:
         name: name of the precision. The directory of its shards under `tokens/` has the same name.
         logical_dtype: number format of the stored values, for example `bfloat16` or `int8`.
         block_shape: (m, d), tokens per block and values per token.
+        values: number of values per block.
         record_bytes: length of a record in bytes, including scales.
         record_shape: shape of one record in the Zarr array of the precision.
         zarr_dtype: Zarr v3 data type of the Zarr array.
@@ -56,38 +67,50 @@ class Codec(Protocol):
 
     name: str
     logical_dtype: str
-    block_shape: tuple[int, int]
-    record_bytes: int
-    record_shape: tuple[int, ...]
-    zarr_dtype: str
-    fill_value: int
+    zarr_dtype = "uint8"
+    fill_value = NAN_CODE
+
+    def __init__(self, block_shape: tuple[int, int], record_bytes: int) -> None:
+        self.block_shape = block_shape
+        self.values = block_shape[0] * block_shape[1]
+        self.record_bytes = record_bytes
+        self.record_shape: tuple[int, ...] = (record_bytes,)
+
+    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
+        """Encode the blocks with the indices `range(*span)`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        """Decode the items of `moves` with the indices `range(*span)`."""
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes].
 
         The result may share memory with `blocks`.
         """
-        ...
+        self._check_blocks(blocks)
+        records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
+        bits, flat = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1), records.reshape(-1)
+        run_chunks(lambda start, stop: self._encode(bits, flat, (start, stop)), len(blocks), 2 * self.values, threads)
+        return records
+
+    def _check_blocks(self, blocks: Blocks) -> None:
+        m, d = self.block_shape
+        if blocks.dtype != BF16 or blocks.ndim != 3 or blocks.shape[1:] != (m, d):
+            raise UsageError(f"blocks must be bfloat16 [k, {m}, {d}], got {blocks.dtype} {list(blocks.shape)}")
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
         """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d], in `out` or in a new array."""
-        ...
-
-    def decode_rows(
-        self, records: Records, rows: Indices, out: Blocks | None = None, threads: int | None = None
-    ) -> Blocks:
-        """Decode `records[rows]` to bf16 [k, m, d] without copying the records.
-
-        Args:
-            records: uint8 [n, record_bytes], C-contiguous, for example a memory-mapped shard.
-            rows: [k], indices of the records to decode.
-            out: bf16 [k, m, d], array for the result. None allocates an array.
-            threads: maximum number of threads.
-
-        Raises:
-            UsageError: a row is out of range, or an array has the wrong type or shape.
-        """
-        ...
+        if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != self.record_bytes:
+            raise UsageError(
+                f"records must be uint8 [k, {self.record_bytes}], got {records.dtype} {list(records.shape)}"
+            )
+        out = check_out(out, len(records), self.block_shape)
+        order = np.arange(len(records))
+        flat = np.ascontiguousarray(records).reshape(-1)
+        self._convert(flat, (order * self.record_bytes, order), out, threads)
+        return out
 
     def scatter(
         self,
@@ -96,7 +119,7 @@ class Codec(Protocol):
         out: Blocks,
         indices: Indices,
         threads: int | None = None,
-        check: Check | None = None,
+        check: Callable[[int, int], None] | None = None,
     ) -> None:
         """Decode the record that starts at byte `offsets[i]` of `memory` into `out[indices[i]]`, for each i.
 
@@ -112,57 +135,41 @@ class Codec(Protocol):
         Raises:
             UsageError: an offset or an index is out of range, or an array has the wrong type or shape.
         """
-        ...
+        if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
+            raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
+        record_offsets = _checked(offsets, len(memory) - self.record_bytes + 1, "offsets")
+        block_indices = _checked(indices, len(out), "indices")
+        if len(record_offsets) != len(block_indices):
+            raise UsageError(
+                f"offsets and indices must have the same length, got {len(record_offsets)} and {len(block_indices)}"
+            )
+        out = check_out(out, len(out), self.block_shape)
+        self._convert(memory, (record_offsets, block_indices), out, threads, check)
+
+    def _convert(
+        self,
+        memory: Bytes,
+        moves: Moves,
+        out: Blocks,
+        threads: int | None,
+        check: Callable[[int, int], None] | None = None,
+    ) -> None:
+        bits = out.view(np.uint16).reshape(-1)
+
+        def decode(start: int, stop: int) -> None:
+            if check is not None:
+                check(start, stop)
+            self._decode(memory, moves, bits, (start, stop))
+
+        run_chunks(decode, len(moves[0]), 2 * self.values, threads)
 
 
-def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
-    """Return `blocks` as a contiguous array. Raise UsageError unless `blocks` is bfloat16 [k, *block_shape]."""
-    if blocks.dtype != BF16 or blocks.ndim != 3 or blocks.shape[1:] != block_shape:
-        raise UsageError(
-            f"blocks must be bfloat16 [k, {block_shape[0]}, {block_shape[1]}], got {blocks.dtype} {list(blocks.shape)}"
-        )
-    return np.ascontiguousarray(blocks)
-
-
-def check_records(records: Records, record_bytes: int) -> Records:
-    """Return `records` as a contiguous array. Raise UsageError unless `records` is uint8 [k, record_bytes]."""
-    if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != record_bytes:
-        raise UsageError(f"records must be uint8 [k, {record_bytes}], got {records.dtype} {list(records.shape)}")
-    return np.ascontiguousarray(records)
-
-
-def check_contiguous_records(records: Records, record_bytes: int) -> Records:
-    """Return `records`. Raise UsageError unless `records` is contiguous uint8 [k, record_bytes]."""
-    if not records.flags.c_contiguous:
-        raise UsageError("records must be C-contiguous; pass numpy.ascontiguousarray(records)")
-    return np.asarray(check_records(records, record_bytes))
-
-
-def check_indices(indices: Indices, count: int, name: str = "rows") -> NDArray[np.int64]:
+def _checked(indices: Indices, count: int, name: str) -> NDArray[np.int64]:
     """Return a copy of `indices`, int64 [k]. Raise UsageError unless all indices are in 0..count - 1."""
     checked = as_indices(indices, name)
     if checked.size and (checked.min() < 0 or checked.max() >= count):
         raise UsageError(f"{name} must be in 0..{count - 1}, got values in {checked.min()}..{checked.max()}")
     return np.array(checked, dtype=np.int64, order="C")
-
-
-def check_moves(
-    memory: NDArray[np.uint8], record_bytes: int, offsets: Indices, count: int, indices: Indices
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return copies of `offsets` and `indices`, int64 [k].
-
-    Raises:
-        UsageError: a record at one of `offsets` extends beyond `memory`, or an index is not in 0..count - 1.
-    """
-    if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
-        raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
-    record_offsets = check_indices(offsets, len(memory) - record_bytes + 1, "offsets")
-    block_indices = check_indices(indices, count, "indices")
-    if len(record_offsets) != len(block_indices):
-        raise UsageError(
-            f"offsets and indices must have the same length, got {len(record_offsets)} and {len(block_indices)}"
-        )
-    return record_offsets, block_indices
 
 
 def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:

@@ -27,14 +27,13 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.base import BF16
-from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves, Span
+from storage_formats.codecs.base import BF16, Bits, Bytes, Codec, Moves, Span
 from storage_formats.codecs.minifloat import CANONICAL_NAN
 
 _LARGEST = 65504.0
 
 
-class FP16Codec(CompiledCodec):
+class FP16Codec(Codec):
     """Stores values as IEEE 754 binary16, without a scale. See `storage_formats.codecs.base.Codec`."""
 
     name = "fp16"

@@ -11,8 +11,7 @@ from abc import abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.base import BF16
-from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves, Span
+from storage_formats.codecs.base import BF16, Bits, Bytes, Codec, Moves, Span
 from storage_formats.codecs.minifloat import CANONICAL_NAN, E4M3, NAN_CODE, MiniFloat
 from storage_formats.errors import UsageError
 
@@ -20,7 +19,7 @@ LARGEST_INPUT = 15 * 2.0**124
 """Finite magnitudes above this limit are encoded as the limit, because E4M3 would round them to 2**128."""
 
 
-class GroupScaledCodec(CompiledCodec):
+class GroupScaledCodec(Codec):
     """Stores the codes of all values, then the scales of all groups. One byte stores one E4M3 code or two E2M1 codes.
 
     Attributes:

@@ -30,14 +30,13 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.base import BF16
-from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves, Span
+from storage_formats.codecs.base import BF16, Bits, Bytes, Codec, Moves, Span
 
 NAN_SCALE = 0xFFFF
 """Bits of the scale of a token that contains NaN or infinity. Both bytes equal the fill value."""
 
 
-class Int8Codec(CompiledCodec):
+class Int8Codec(Codec):
     """Stores eight-bit integers with one bfloat16 scale per token. See `storage_formats.codecs.base.Codec`."""
 
     name = "int8"

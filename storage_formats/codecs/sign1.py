@@ -30,11 +30,11 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves, Span
+from storage_formats.codecs.base import Bits, Bytes, Codec, Moves, Span
 from storage_formats.errors import UsageError
 
 
-class Sign1Codec(CompiledCodec):
+class Sign1Codec(Codec):
     """Stores sign bits with one bfloat16 scale per token. See `storage_formats.codecs.base.Codec`."""
 
     name = "sign1"

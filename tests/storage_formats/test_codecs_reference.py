@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from storage_formats import codec, precisions
-from storage_formats.codecs import reference
 from tests.conftest import same_bits
+from tests.storage_formats import codec_reference as reference
 
 BF16 = ml_dtypes.bfloat16
 GROUPED = {"fp8": 32, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}

@@ -12,9 +12,9 @@ from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.models.devices import to_bf16_array
 from storage_formats import TokenStore, UsageError, codec, precisions
-from storage_formats.codecs import reference
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import same_bits, write_random_index
+from tests.storage_formats import codec_reference as reference
 
 SPEC = IndexSpec(rows=50, shard_size=16, block_shape=(4, 32), embed_dim=4, precisions=precisions())
 REFERENCE = [name for name in precisions() if name != "bf16"]
