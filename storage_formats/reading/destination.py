@@ -13,7 +13,8 @@ from storage_formats.codecs import Codec, Records
 from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.reading.batch import Batch, Ints, Part
 from storage_formats.reading.checksums import BlockCheck
-from storage_formats.reading.memory import Bytes, check_memory, copy_checked, memory_check
+from storage_formats.reading.memory import Bytes, copy_checked, memory_check
+from storage_formats.threads import run_chunks
 
 
 class Destination:
@@ -56,13 +57,12 @@ class Destination:
             in_memory = memory_check(memory.ctypes.data + offsets, size, check)
             self._codec.scatter(memory, offsets, self._out, self.batch.out_indices[part], threads, in_memory)
         else:
-            total = len(self.batch) * size
-            copy_checked(memory.ctypes.data + offsets, self._addresses(part), size, check, threads, total=total)
+            copy_checked(memory.ctypes.data + offsets, self._addresses(part), size, check, threads)
 
     def check(self, part: Part, threads: int | None = None) -> None:
         """Check the records `batch[part]`, which the engine has read into `records`. Raises the errors of `take`."""
-        total = len(self.batch) * self._codec.record_bytes
-        check_memory(self._addresses(part), self._codec.record_bytes, self._check[part], threads, total=total)
+        addresses, size = self._addresses(part), self._codec.record_bytes
+        run_chunks(memory_check(addresses, size, self._check[part]), len(addresses), size, threads)
 
     def _addresses(self, part: Part) -> Ints:
         assert self.records is not None

@@ -96,9 +96,7 @@ class BufferPool:
             self._kept_bytes = 0
 
 
-def copy_checked(
-    sources: Ints, targets: Ints, size: int, check: BlockCheck, threads: int | None = None, *, total: int
-) -> None:
+def copy_checked(sources: Ints, targets: Ints, size: int, check: BlockCheck, threads: int | None = None) -> None:
     """Copy `size` bytes from address `sources[i]` to address `targets[i]` for each i, and compare their checksums.
 
     Args:
@@ -107,13 +105,13 @@ def copy_checked(
         size: number of bytes to copy from each address.
         check: check of the k records.
         threads: maximum number of threads; None uses `default_threads()`.
-        total: number of bytes in a series of calls. The number determines which loop is used.
 
     Raises:
         CorruptIndexError: a computed checksum differs from the stored checksum.
     """
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
     is_aligned = size % _LINE_BYTES == 0 and not (targets % _LINE_BYTES).any()
+    total = len(sources) * size
     loops = _loops(total)
     copy = loops.copy_nontemporal if total >= _NONTEMPORAL_FROM and is_aligned else loops.copy
 
@@ -125,20 +123,10 @@ def copy_checked(
     run_chunks(work, len(sources), size, threads)
 
 
-def check_memory(sources: Ints, size: int, check: BlockCheck, threads: int | None = None, *, total: int) -> None:
-    """Compare the checksum of the `size` bytes at each address in `sources` [k] with the stored checksum.
-
-    For the other arguments and the errors, see `copy_checked`.
-    """
-    run_chunks(memory_check(sources, size, check, total=total), len(sources), size, threads)
-
-
-def memory_check(
-    sources: Ints, size: int, check: BlockCheck, *, total: int | None = None
-) -> Callable[[int, int], None]:
+def memory_check(sources: Ints, size: int, check: BlockCheck) -> Callable[[int, int], None]:
     """Return a function `(start, stop)` that checks the records at `sources[start:stop]` on the calling thread."""
     sources = np.ascontiguousarray(sources)
-    compute = _loops(len(sources) * size if total is None else total).checksums
+    compute = _loops(len(sources) * size).checksums
     actual = np.empty(len(sources), dtype=np.uint32)
 
     def check_part(start: int, stop: int) -> None:

@@ -157,8 +157,8 @@ def test_only_large_outputs_of_whole_cache_lines_use_nontemporal_stores(monkeypa
     monkeypatch.setattr(memory, "_loops", lambda _: noting)
     sources, targets = (array.ctypes.data + np.arange(9) * size for array in (source, target))
     check = checksums.BlockCheck(crc32c_rows(source), np.arange(9), str)
-    total = memory._NONTEMPORAL_FROM - (not large)
-    memory.copy_checked(sources, targets, size, check, threads=2, total=total)
+    monkeypatch.setattr(memory, "_NONTEMPORAL_FROM", 9 * size + (not large))
+    memory.copy_checked(sources, targets, size, check, threads=2)
     assert (target == source).all()
     assert bool(used) == (large and not offset and size % 64 == 0)
 
