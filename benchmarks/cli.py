@@ -350,7 +350,7 @@ def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool
     """
     with name_missing_extra("serve"):
         from benchmarks.serve.bench import bench_serve, draw, report_lines
-    from pipelines.cli.search_queries import read_queries
+    from edje_index.search.query import read_queries
 
     result = bench_serve(index, read_queries(queries), _say, **_given(options))
     lines = list(report_lines(result))

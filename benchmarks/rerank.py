@@ -12,19 +12,15 @@ import numpy as np
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import read_bundle_info, recorded_bundle
 from edje_index.bundles.random_bundle import untrained_tokenizer
-from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.scoring.weights import BUNDLE_SCORE
-from edje_index.search.reranking import Candidates, Reranker
-from edje_index.search.search_model import SearchModel
+from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.token_store import TokenStore
+from storage_formats.format.manifest import Manifest
 
 CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
 """13 common words: 16 tokens with [CLS] and both [SEP], 80 with the 64 tokens of an image."""
@@ -167,36 +163,29 @@ def _query(
     index: Path, bundle: Path | None, score: str, pool: int, repeats: int, device: str, dtype: str
 ) -> dict[str, Any]:
     """Return the median milliseconds of each stage of a query. The first run is not counted."""
-    committed = CommittedIndex.open(index)
-    if committed.manifest.ann.get("kind") == "none":
+    if Manifest.load(index).ann.get("kind") == "none":
         raise UsageError(
             f"{index} has no nearest-neighbour index, so the index cannot be searched; choose an index that was "
             "built from images"
         )
-    model = SearchModel(read_bundle_info(bundle or recorded_bundle(committed)), device=device, dtype=dtype)
-    ann, reranker = AnnIndex.open(index), Reranker(committed, model, score=score)
-    precision = committed.manifest.spec.precisions[0]
-    runs = []
-    with TokenStore.open(index, precision) as store:
-        for _ in range(repeats + 1):
-            times = [time.perf_counter()]
-            query = model.text.encode([CAPTION])[0]
-            times.append(time.perf_counter())
-            candidates = Candidates(*ann.nearest(query, pool))
-            times.append(time.perf_counter())
-            blocks = store.fetch(candidates.rows) if reranker.reads_tokens else None
-            times.append(time.perf_counter())
-            reranker.scores([CAPTION], [candidates], blocks)
-            times.append(time.perf_counter())
-            runs.append(np.diff(times) * 1e3)
-    medians = dict(zip(("text", "nearest", "fetch", "score"), np.median(runs[1:], axis=0).tolist(), strict=True))
-    if not reranker.reads_tokens:
-        del medians["fetch"]
+    opened = TokenIndex.open(index, bundle, score=score, device=device, dtype=dtype)
+    runs = [opened.search(CAPTION, pool, pool) for _ in range(repeats + 1)]
+    stages = {
+        "text": ["text_tower"],
+        "nearest": ["nearest"],
+        "fetch": ["fetch"],
+        "score": ["joint_encoder", "other_parts"],
+    }
+    medians = {
+        name: 1e3 * statistics.median(sum(hits.stages.get(part, 0.0) for part in parts) for hits in runs[1:])
+        for name, parts in stages.items()
+        if any(part in runs[0].stages for part in parts)
+    }
     return {
         "index": str(index),
-        "precision": precision,
+        "precision": opened.precision,
         "score": score,
-        "pool": len(candidates.rows),
+        "pool": len(runs[0]),
         "ms": medians,
         "total_ms": sum(medians.values()),
     }

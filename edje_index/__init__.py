@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from edje_index.bundles.published_checkpoint import PublishedModel, load_published_checkpoint
     from edje_index.bundles.random_bundle import create_untrained_bundle
     from edje_index.errors import HubUnreachableError, ModelError
-    from edje_index.evaluation.config import EvaluationConfig
     from edje_index.evaluation.evaluate import evaluate
-    from edje_index.evaluation.results import Evaluation
+    from edje_index.evaluation.results import Evaluation, EvaluationConfig
     from edje_index.fetching.device_fetcher import DeviceFetcher
     from edje_index.fetching.token_dataset import TokenDataset
     from edje_index.indexing.faiss_index import add_ann
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from edje_index.models.text_tower import TextTower
     from edje_index.models.vision_tower import VisionTower
     from edje_index.search.client import Client, ServiceError
-    from edje_index.search.hits import Hit, Hits
-    from edje_index.search.image_to_text import TextHit
+    from edje_index.search.hits import Hit, Hits, TextHit
     from edje_index.search.late_interaction_search import LateInteractionSearch, TokenHit, max_sim
     from edje_index.search.token_index import TokenIndex
     from storage_formats.extras import MissingExtraError
@@ -44,7 +42,7 @@ _MODULES = {
     "Client": "edje_index.search.client",
     "DeviceFetcher": "edje_index.fetching.device_fetcher",
     "Evaluation": "edje_index.evaluation.results",
-    "EvaluationConfig": "edje_index.evaluation.config",
+    "EvaluationConfig": "edje_index.evaluation.results",
     "Hit": "edje_index.search.hits",
     "Hits": "edje_index.search.hits",
     "HubUnreachableError": "edje_index.errors",
@@ -57,7 +55,7 @@ _MODULES = {
     "ModelError": "edje_index.errors",
     "PublishedModel": "edje_index.bundles.published_checkpoint",
     "ServiceError": "edje_index.search.client",
-    "TextHit": "edje_index.search.image_to_text",
+    "TextHit": "edje_index.search.hits",
     "TextTower": "edje_index.models.text_tower",
     "TokenDataset": "edje_index.fetching.token_dataset",
     "TokenHit": "edje_index.search.late_interaction_search",

@@ -28,7 +28,7 @@ HOMES = {
     "pydantic": ["edje_index/training/config.py", "pipelines/jobs/training", "pipelines/service"],
     "fastapi": ["pipelines/service"],
     "uvicorn": ["pipelines/service"],
-    "matplotlib": ["edje_index/evaluation/plots.py", "edje_index/evaluation/figures.py", "benchmarks"],
+    "matplotlib": ["edje_index/evaluation/plots.py", "benchmarks"],
 }
 
 

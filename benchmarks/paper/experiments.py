@@ -227,7 +227,7 @@ def quantization(study: Study) -> Table:
 
     def measure(variant: Variant, precision: str) -> Values:
         options = [word for name in _PRECISIONS for word in ("--precision", name)]
-        recall = study.recall(study.pretrained(variant), "flickr", (10,), *options, "--simulate", "--direction", "t2i")
+        recall = study.recall(study.pretrained(variant), "flickr", (10,), *options, "--direction", "t2i")
         results = (each for each in recall.report.get("results", ()) if each.get("precision") == precision)
         size = next((each["bytes_per_image"] / 1000 for each in results), None)
         return {"T2I R@1": recall.at("t2i", 1, 10, precision), "kB per image": size}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,9 +43,9 @@ from edje_index.models.text_tower import TextTower, save_text_tokenizer, text_to
 from edje_index.models.vision_tower import VisionTower, vision_tower
 from edje_index.models.weights import check_finite, distinct_tensors, save_tensors, save_weights
 from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.parts import Part, ScoreModels
-from edje_index.scoring.pooled_similarity import PooledSimilarity, PooledVectors
-from edje_index.scoring.weights import DirectionWeights, ScoreWeights
+from edje_index.scoring.parts import ScoreModels
+from edje_index.scoring.pooled_similarity import PooledSimilarity
+from edje_index.scoring.weights import DirectionWeights
 
 
 @dataclass
@@ -111,18 +111,8 @@ class ModelBundle:
         return self.vision.embed_dim
 
     @property
-    def pooled_vectors(self) -> PooledVectors:
-        """The model that computes the caption and image vectors of the pooled similarity."""
-        return PooledVectors(self.joint.scorer(), self.pooled)
-
-    def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
-        """Return all parts of the final score that the bundle can compute, by name.
-
-        Only the hubness correction depends on `weights`. It uses ``weights.hubness_similarity``.
-        """
-        return self._score_models().parts(direction, weights.hubness_similarity)
-
-    def _score_models(self) -> ScoreModels:
+    def score_models(self) -> ScoreModels:
+        """The models that compute the parts of the final score."""
         return ScoreModels(self.joint.scorer(), self.pooled, self.hubness_bank)
 
     @classmethod
@@ -255,4 +245,4 @@ def _check_fit(bundle: ModelBundle) -> None:
             f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches, because the vision tower "
             f"{name} has only {vision.num_patches}: use a smaller num_tokens"
         )
-    check_scorer_fit(bundle.adapter_config, bundle._score_models(), bundle.score)
+    check_scorer_fit(bundle.adapter_config, bundle.score_models, bundle.score)

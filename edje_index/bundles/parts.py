@@ -29,7 +29,7 @@ from edje_index.models.joint_scorer import JointScorer
 from edje_index.models.safety import read_configuration
 from edje_index.models.weights import assign_weights, limited_by, read_weights
 from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.parts import ScoreModels, check_bank
+from edje_index.scoring.parts import ScoreModels
 from edje_index.scoring.pooled_similarity import PooledSimilarity
 from edje_index.scoring.weights import DirectionWeights, check_parts
 
@@ -151,5 +151,12 @@ def check_scorer_fit(adapter: AdapterConfig, models: ScoreModels, score: Directi
             "training run"
         )
     for weights in (score.t2i, score.i2t):
-        check_parts(weights, models.parts("t2i", weights.hubness_similarity), "the bundle")
-    check_bank(models)
+        check_parts(weights, models.part_names, "the bundle")
+    if models.bank is None:
+        return
+    bank_dim, dim = models.bank.sizes["dim"], 0 if models.pooled is None else models.pooled.sizes["dim"]
+    if bank_dim != dim:
+        raise ModelError(
+            f"the hubness bank has vectors of width {bank_dim}, but the pooled similarity has width "
+            f"{dim}: use a bank and a pooled similarity of the same training run"
+        )

@@ -1,200 +1,194 @@
-"""Computes the final scores of the pools of an evaluation, for one precision at a time."""
+"""Computes the final scores of the pools of an evaluation, for one precision at a time.
+
+Each distinct pair of a caption and an image is scored once. Scores of pairs can be stored in a directory, so that an
+interrupted evaluation resumes.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from edje_index.evaluation.pair_scores import PairScorer, pack
-from edje_index.evaluation.pools import Pools
 from edje_index.evaluation.protocol import EvaluationSet
-from edje_index.evaluation.recall import Bools, Floats, Ints
-from edje_index.evaluation.score_cache import ScoreCache
+from edje_index.evaluation.recall import Floats, Ints, Pools
 from edje_index.evaluation.token_sources import TokenSource
 from edje_index.progress import OnProgress
-from edje_index.scoring.cascade import Cascade
 from edje_index.scoring.final_score import FinalScore
-from edje_index.scoring.parts import Pairs, reads_tokens
+from edje_index.scoring.parts import Pairs, ScoreModels
 from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
+from storage_formats.errors import UsageError
 
-if TYPE_CHECKING:
-    from edje_index.search.search_model import SearchModel
-
+CHUNK_PAIRS = 512  # 25 MB of 64 x 384 bfloat16 blocks
+SAVE_SECONDS = 60.0
+_KEY_SHIFT = 40  # a pair is one integer: caption position in the high bits, row id (below 2^40) in the low bits
 _HUBNESS_BATCH = 256  # candidates: 13 MB of 64 x 384 bfloat16 blocks
 
 
-@dataclass(frozen=True)
-class Embeddings:
-    """Embeddings of the captions, float32 [c, e], and of the candidate images, float32 [r, e]."""
+def score_pools(
+    models: ScoreModels,
+    weights: Mapping[str, ScoreWeights],
+    eval_set: EvaluationSet,
+    embeddings: tuple[Floats, Floats],
+    pools: Mapping[str, Pools],
+    source: TokenSource,
+    *,
+    joint_pool: int | None,
+    pool_sizes: Sequence[int],
+    cache: Path | None,
+    key: Mapping[str, Any],
+    on_progress: OnProgress,
+) -> tuple[dict[str, dict[int, Floats]], int]:
+    """Compute the final scores of all candidates in the pools.
 
-    texts: Floats
-    images: Floats
-
-
-@dataclass(frozen=True)
-class PoolScorer:
-    """Computes the final scores of all candidates in the pools.
-
-    Attributes:
-        model: search model of the bundle.
+    Args:
+        models: models that compute the parts of the score.
         weights: weights of the final score by direction.
         eval_set: queries and candidates.
-        embeddings: embeddings of the captions and of the candidate images.
+        embeddings: embeddings of the captions, float32 [c, e], and of the candidate images, float32 [r, e].
         pools: pools by direction.
+        source: source of the tokens.
+        joint_pool: number of candidates per query whose logit counts; None for all. See `scoring.final_score`.
         pool_sizes: numbers of candidates to re-rank.
-        joint_pool: number of candidates per query that the joint encoder scores; None for all.
-        cache: directory of cached scores; None for no cache.
-        index_key: JSON value that identifies the index in the cache.
+        cache: directory of stored scores; None stores no scores.
+        key: JSON values that identify the bundle and the index in `cache`.
+        on_progress: called with the number of scored pairs.
+
+    Returns:
+        (final scores by direction and pool size, float32 [q, pool size]; number of distinct pairs that were scored)
     """
-
-    model: SearchModel
-    weights: Mapping[str, ScoreWeights]
-    eval_set: EvaluationSet
-    embeddings: Embeddings
-    pools: Mapping[str, Pools]
-    pool_sizes: Sequence[int]
-    joint_pool: int | None
-    cache: Path | None
-    index_key: Any
-
-    @property
-    def reads_tokens(self) -> bool:
-        """True if the final score of at least one direction needs the tokens."""
-        return any(reads_tokens(FinalScore.of(w).parts, direction) for direction, w in self.weights.items())
-
-    @property
-    def joint_parts(self) -> list[str]:
-        """Names of the parts that are computed per pair of caption and image, and have a weight in some direction."""
-        used = {part for weights in self.weights.values() for part in FinalScore.of(weights).parts}
-        return [part for part in JOINT_PARTS if part in used]
-
-    def count_pairs(self) -> int:
-        """Return the number of distinct pairs to score with the tokens of one source."""
-        return len(np.unique(pack(*self._all_pairs()))) if self.joint_parts else 0
-
-    def score(self, source: TokenSource, on_progress: OnProgress) -> dict[str, dict[int, Floats]]:
-        """Return the final scores with the tokens of `source`, float32 [q, pool size] by direction and pool size."""
-        values: dict[str, dict[str, Floats]] = {
-            direction: {EMBEDDING: pools.similarities} for direction, pools in self.pools.items()
-        }
-        every_pair = {direction: np.ones(pools.candidates.shape, np.bool_) for direction, pools in self.pools.items()}
-        needed_pairs = {part: every_pair for part in self.joint_parts if part != LOGIT or self.joint_pool is None}
-        for part, needed in needed_pairs.items():
-            self._add_joint_part(values, part, needed, source=source, on_progress=on_progress)
-        for direction, parts in values.items():
-            if self.weights[direction].hubness:
-                parts[HUBNESS] = self._hubness(direction, source)
-        if self.joint_pool is not None:
-            needed = self._pairs_of_joint_encoder(values, self.joint_pool)
-            self._add_joint_part(values, LOGIT, needed, source=source, on_progress=on_progress)
-        return {
-            direction: {pool: self._final(direction, parts, pool) for pool in self.pool_sizes}
-            for direction, parts in values.items()
-        }
-
-    def _final(self, direction: str, parts: Mapping[str, Floats], pool: int) -> Floats:
-        """Return the final scores of the first `pool` candidates, float32 [q, pool]."""
-        score = FinalScore.of(self.weights[direction])
-        parts = {part: values[:, :pool] for part, values in parts.items()}
-        if self.joint_pool is not None:
-            cascade = Cascade(score, self.joint_pool)
-            chosen = cascade.chosen(parts, self.pools[direction].candidates[:, :pool])
-            logits = np.where(chosen, parts[LOGIT], np.float32(np.nan))  # other pool sizes may need other logits
-            parts = cascade.with_every_logit({**parts, LOGIT: logits})
-        total: Floats = score.sum(parts)
-        return total
-
-    def _pairs_of_joint_encoder(self, values: Mapping[str, Mapping[str, Floats]], joint_pool: int) -> dict[str, Bools]:
-        """Return the pairs that the joint encoder scores for any of the pool sizes, bool [q, p] by direction."""
-        masks = {}
-        for direction, parts in values.items():
-            cascade = Cascade(FinalScore.of(self.weights[direction]), joint_pool)
-            candidates = self.pools[direction].candidates
-            masks[direction] = np.zeros(candidates.shape, dtype=np.bool_)
-            for pool in self.pool_sizes:
-                first = {part: part_values[:, :pool] for part, part_values in parts.items()}
-                masks[direction][:, :pool] |= cascade.chosen(first, candidates[:, :pool])
-        return masks
-
-    def _add_joint_part(
-        self,
-        values: Mapping[str, dict[str, Floats]],
-        part: str,
-        needed: Mapping[str, Bools],
-        *,
-        source: TokenSource,
-        on_progress: OnProgress,
-    ) -> None:
-        """Compute one part of the score for the `needed` pairs, and store it in ``values[direction][part]``.
-
-        The value is NaN for the other pairs. A pair that is needed in both directions is scored once.
-        """
-        direction = next(iter(self.pools))
-        scorer = PairScorer(
-            part=self.model.parts(direction, self.weights[direction])[part],
-            name=part,
-            source=source,
-            captions=self.eval_set.captions,
-            tokenizer=self.model.joint.tokenizer,
-            cache=ScoreCache(self.cache, self._cache_key(part, source)),
-        )
-        captions, rows = self._all_pairs()
-        mask = np.concatenate([needed[direction].ravel() for direction in self.pools])
-        scores = np.full(len(mask), np.nan, dtype=np.float32)
-        scores[mask] = scorer.score(captions[mask], rows[mask], on_progress)
-        ends = np.cumsum([pools.candidates.size for pools in self.pools.values()])[:-1]
-        for (direction, pools), flat in zip(self.pools.items(), np.split(scores, ends), strict=True):
-            values[direction][part] = flat.reshape(pools.candidates.shape)
-
-    def _all_pairs(self) -> tuple[Ints, Ints]:
-        pairs = [self._pairs(direction, pools) for direction, pools in self.pools.items()]
-        return np.concatenate([captions for captions, _ in pairs]), np.concatenate([rows for _, rows in pairs])
-
-    def _pairs(self, direction: str, pools: Pools) -> tuple[Ints, Ints]:
-        size = pools.candidates.shape[1]
+    pairs = {}
+    for direction, pool in pools.items():
         if direction == TEXT_TO_IMAGE:
-            return np.repeat(self.eval_set.query_captions, size), self.eval_set.rows[pools.candidates].ravel()
-        return pools.candidates.ravel(), np.repeat(self.eval_set.query_rows, size)
-
-    def _hubness(self, direction: str, source: TokenSource) -> Floats:
-        """Compute the hubness correction, float32 [q, p]. Each distinct candidate is computed once."""
-        part = self.model.parts(direction, self.weights[direction])[HUBNESS]
-
-        def images(positions: Ints) -> Pairs:
-            tokens = source.fetch(self.eval_set.rows[positions])
-            return Pairs(tokens=tokens, candidate_embeddings=self.embeddings.images[positions])
-
-        def captions(positions: Ints) -> Pairs:
-            texts = [self.eval_set.captions[position] for position in positions]
-            return Pairs(texts, candidate_embeddings=self.embeddings.texts[positions])
-
-        pairs_of = images if direction == TEXT_TO_IMAGE else captions
-        return _each_once(self.pools[direction].candidates, lambda positions: part.of(pairs_of(positions)))
-
-    def _cache_key(self, part: str, source: TokenSource) -> dict[str, Any]:
-        return {
-            "bundle": self.model.fingerprint,
-            "index": self.index_key,
-            "precision": [source.precision, source.simulated_from],
-            "captions": hashlib.sha256(json.dumps(self.eval_set.captions).encode()).hexdigest(),
-            "dtype": dtype_name(self.model),
-            "part": part,
-        }
-
-
-def dtype_name(model: SearchModel) -> str:
-    """Return the name of the data type of matrix products in the joint encoder."""
-    return str(model.joint.compute_dtype).removeprefix("torch.")
+            captions, rows = eval_set.query_captions[:, None], eval_set.rows[pool.candidates]
+        else:
+            captions, rows = pool.candidates, eval_set.query_rows[:, None]
+        pairs[direction] = (captions << _KEY_SHIFT) | rows
+    distinct = np.unique(np.concatenate([its_pairs.ravel() for its_pairs in pairs.values()]))
+    used = {part for of_direction in weights.values() for part in FinalScore.of(of_direction).parts}
+    joint_parts = [part for part in JOINT_PARTS if part in used]
+    values: dict[str, dict[str, Floats]] = {
+        direction: {EMBEDDING: pool.similarities} for direction, pool in pools.items()
+    }
+    for part in joint_parts:
+        file = None if cache is None else _cache_file(cache, part, {**key, "captions": eval_set.captions})
+        scores = _score_pairs(models, part, eval_set.captions, distinct, source, file, on_progress)
+        for direction, its_pairs in pairs.items():
+            values[direction][part] = scores[np.searchsorted(distinct, its_pairs)]
+    finals: dict[str, dict[int, Floats]] = {}
+    for direction, pool in pools.items():
+        if weights[direction].hubness:
+            hubness = _hubness(models, direction, weights[direction], eval_set, embeddings, pool.candidates, source)
+            values[direction][HUBNESS] = hubness
+        score, finals[direction] = FinalScore.of(weights[direction], joint_pool), {}
+        for size in pool_sizes:
+            parts = {part: part_values[:, :size] for part, part_values in values[direction].items()}
+            if joint_pool is not None:
+                chosen = score.joint_candidates(parts, pool.candidates[:, :size], joint_pool)
+                parts = score.with_every_logit({**parts, LOGIT: np.where(chosen, parts[LOGIT], np.float32(np.nan))})
+            finals[direction][size] = score.sum(parts)
+    return finals, len(distinct) if joint_parts else 0
 
 
-def _each_once(candidates: Ints, score: Callable[[Ints], Floats]) -> Floats:
-    positions, which = np.unique(candidates, return_inverse=True)
-    starts = range(0, len(positions), _HUBNESS_BATCH)
-    scores: Floats = np.concatenate([score(positions[start : start + _HUBNESS_BATCH]) for start in starts])
-    return scores[which.reshape(candidates.shape)]
+def _score_pairs(
+    models: ScoreModels,
+    part: str,
+    captions: Sequence[str],
+    pairs: Ints,
+    source: TokenSource,
+    file: Path | None,
+    on_progress: OnProgress,
+) -> Floats:
+    """Compute one part of the score for k distinct pairs in ascending order, float32 [k].
+
+    Scores in `file` are not computed again, and new scores are added to `file`.
+    """
+    known, values = _load_scores(file)
+    scores = np.full(len(pairs), np.nan, dtype=np.float32)
+    scores[np.isin(pairs, known)] = values[np.isin(known, pairs)]
+    missing = np.flatnonzero(np.isnan(scores))
+    if len(missing):
+        positions, which = np.unique(pairs[missing] >> _KEY_SHIFT, return_inverse=True)
+        lengths = np.array([len(ids) for ids in models.joint.tokenizer.caption_ids([captions[at] for at in positions])])
+        # Longest captions first: a lack of memory shows at once, and the estimate of the remaining time is never too
+        # low. Captions of similar length share batches.
+        missing = missing[np.argsort(-lengths[which], kind="stable")]
+    activity, saved = f"pairs scored, {part}, {source.precision}", time.monotonic()
+    try:
+        for start in range(0, len(missing), CHUNK_PAIRS):
+            on_progress(activity, len(pairs) - len(missing) + start, len(pairs))
+            chunk = missing[start : start + CHUNK_PAIRS]
+            texts = [captions[position] for position in pairs[chunk] >> _KEY_SHIFT]
+            blocks = source.fetch(pairs[chunk] & ((1 << _KEY_SHIFT) - 1))
+            scores[chunk] = models.part(part, Pairs(texts, blocks), TEXT_TO_IMAGE, ScoreWeights())
+            if time.monotonic() - saved > SAVE_SECONDS:
+                _save_scores(file, pairs, scores, known, values)
+                saved = time.monotonic()
+    finally:
+        if len(missing):
+            _save_scores(file, pairs, scores, known, values)
+    on_progress(activity, len(pairs), len(pairs))
+    return scores
+
+
+def _hubness(
+    models: ScoreModels,
+    direction: str,
+    weights: ScoreWeights,
+    eval_set: EvaluationSet,
+    embeddings: tuple[Floats, Floats],
+    candidates: Ints,
+    source: TokenSource,
+) -> Floats:
+    """Compute the hubness correction, float32 [q, p]. Each distinct candidate is computed once."""
+    distinct, which = np.unique(candidates, return_inverse=True)
+    parts = []
+    for start in range(0, len(distinct), _HUBNESS_BATCH):
+        positions = distinct[start : start + _HUBNESS_BATCH]
+        if direction == TEXT_TO_IMAGE:
+            pairs = Pairs(tokens=source.fetch(eval_set.rows[positions]), candidate_embeddings=embeddings[1][positions])
+        else:
+            pairs = Pairs([eval_set.captions[at] for at in positions], candidate_embeddings=embeddings[0][positions])
+        parts.append(models.part(HUBNESS, pairs, direction, weights))
+    corrections: Floats = np.concatenate(parts)[which.reshape(candidates.shape)]
+    return corrections
+
+
+def _cache_file(folder: Path, part: str, key: Mapping[str, Any]) -> Path:
+    """Return the file of the scores of one part. `key` is everything else that determines the score of a pair."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write the scores to {folder}: {error.strerror}; choose another directory") from error
+    return folder / f"{part}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.npz"
+
+
+def _load_scores(file: Path | None) -> tuple[Ints, Floats]:
+    """Return the stored pairs, ascending, and their scores. A file that is missing or damaged counts as empty."""
+    try:
+        with np.load(io.BytesIO(b"" if file is None else file.read_bytes())) as stored:
+            pairs, scores = stored["pairs"].astype(np.int64), stored["scores"].astype(np.float32)
+        if scores.shape == pairs.shape and np.isfinite(scores).all() and (np.diff(pairs) > 0).all():
+            return pairs, scores
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        pass
+    return np.empty(0, np.int64), np.empty(0, np.float32)
+
+
+def _save_scores(file: Path | None, pairs: Ints, scores: Floats, known: Ints, values: Floats) -> None:
+    """Write the finite `scores`, and the stored scores of other pairs, to `file`."""
+    if file is None:
+        return
+    every, first = np.unique(np.concatenate([pairs[np.isfinite(scores)], known]), return_index=True)
+    staged = file.with_suffix(f".{os.getpid()}.partial")
+    with staged.open("wb") as out:
+        np.savez(out, pairs=every, scores=np.concatenate([scores[np.isfinite(scores)], values])[first])
+    staged.rename(file)

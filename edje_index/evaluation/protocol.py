@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
@@ -21,8 +20,6 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, read_all_rows
 
 Ints = NDArray[np.int64]
-OTHER = -1
-"""Replaces the row id of an image that is not a candidate."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class EvaluationSet:
     Attributes:
         rows: row ids of the candidate images, ascending, int64 [r].
         captions: candidate captions [c].
-        caption_rows: row id of the image of each caption, int64 [c]; `OTHER` if the image is not a candidate.
+        caption_rows: row id of the image of each caption, int64 [c]; -1 if the image is not a candidate.
         query_captions: indices in `captions` of the queries for text-to-image search, int64.
         query_rows: row ids of the queries for image-to-text search, int64.
     """
@@ -67,12 +64,12 @@ def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
 
 
 def full_set(
-    root: str | Path, split: EvaluationSet, others: Sequence[CaptionedImage], matched: MatchedRows
+    index: CommittedIndex, split: EvaluationSet, others: Sequence[CaptionedImage], matched: MatchedRows
 ) -> EvaluationSet:
     """Return the queries and candidates of the full-dataset protocol.
 
     Args:
-        root: directory of the index.
+        index: an open index.
         split: queries and candidates of the split protocol.
         others: captioned images with additional captions. Captions that are already in `split` are left out.
         matched: row of each image in `others`.
@@ -85,17 +82,11 @@ def full_set(
         for caption in item.captions
         if (int(row), caption) not in split_captions
     ]
+    table = read_all_rows(index, ["row_id", "status"])
     return EvaluationSet(
-        rows=indexed_rows(root),
+        rows=table.filter(pc.equal(table["status"], INDEXED))["row_id"].to_numpy(),
         captions=(*(caption for caption, _ in added), *split.captions),
         caption_rows=np.concatenate([np.array([row for _, row in added], dtype=np.int64), split.caption_rows]),
         query_captions=split.query_captions + len(added),
         query_rows=split.query_rows,
     )
-
-
-def indexed_rows(root: str | Path) -> Ints:
-    """Return the row ids of all indexed images that are not deleted, ascending, int64."""
-    table = read_all_rows(CommittedIndex.open(root), ["row_id", "status"])
-    rows: Ints = table.filter(pc.equal(table["status"], INDEXED))["row_id"].to_numpy()
-    return rows

@@ -1,4 +1,4 @@
-"""Computes ranks and recall.
+"""Finds the pools of many queries by an exact search over the embeddings, and computes ranks and recall.
 
 The rank of a query is the rank of the best relevant candidate, counted from 0. Equal scores keep the input order.
 
@@ -8,6 +8,7 @@ Shape letters: q queries, c candidates, p candidates in a pool.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,44 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+_CHUNK_NUMBERS = 1 << 24  # similarities in memory at a time
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The p nearest candidates of each of q queries, nearest first.
+
+    Attributes:
+        candidates: index of each pool entry among all candidates, int64 [q, p].
+        similarities: cosine similarity of each pool entry to the query, float32 [q, p].
+        relevant: which pool entries are relevant to the query, bool [q, p].
+        ranks: rank of the most similar relevant candidate of each query among all candidates, counted from 0,
+            int64 [q].
+    """
+
+    candidates: Ints
+    similarities: Floats
+    relevant: Bools
+    ranks: Ints
+
+
+def embedding_pools(
+    queries: Floats, candidates: Floats, query_labels: Ints, candidate_labels: Ints, pool: int
+) -> Pools:
+    """Return the pools of `queries` [q, e] among `candidates` [c, e].
+
+    A candidate is relevant to a query if both have the same label. `pool` is the number of candidates per query.
+    """
+    chunk = max(1, _CHUNK_NUMBERS // len(candidates))
+    parts = []
+    for start in range(0, len(queries), chunk):
+        similarities = queries[start : start + chunk] @ candidates.T
+        relevant = query_labels[start : start + chunk, None] == candidate_labels
+        kept = nearest(similarities, pool)
+        taken = (np.take_along_axis(values, kept, axis=1) for values in (similarities, relevant))
+        parts.append((kept, *taken, ranks_by_similarity(similarities, relevant)))
+    return Pools(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def nearest(similarities: Floats, count: int) -> Ints:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.evaluation.bootstrap import Estimate
-from edje_index.evaluation.figures import write_figures
+from edje_index.evaluation.plots import write_figures
 from edje_index.evaluation.results import Evaluation, Result, System
 from edje_index.scoring.weights import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights
 from storage_formats.errors import UsageError

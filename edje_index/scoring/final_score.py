@@ -1,20 +1,29 @@
-"""Computes the final score, a weighted sum of parts. No other module computes this sum."""
+"""Computes the final score, a weighted sum of parts. No other module computes this sum.
+
+A search may let the joint encoder score only the best candidates of a query by the other parts (`joint_pool`). Each of
+the other candidates gets the lowest weighted logit of the scored candidates. Therefore all final scores of a query can
+be compared, and the scored candidates rank above the other candidates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from edje_index.scoring.weights import ScoreWeights
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from edje_index.scoring.parts import Floats, Pairs, Part
+from edje_index.scoring.weights import LOGIT, ScoreWeights
+from storage_formats.arguments import as_count
+from storage_formats.errors import UsageError
+
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class FinalScore:
-    """A weighted sum of parts.
+    """A weighted sum of parts. In shapes, p is the number of candidates of one query.
 
     Attributes:
         weights: weight of each part by name. A weight is a number; during weight fitting, a weight is a scalar tensor.
@@ -23,9 +32,27 @@ class FinalScore:
     weights: Mapping[str, Any]
 
     @classmethod
-    def of(cls, weights: ScoreWeights) -> FinalScore:
-        """Return the final score with the given weights of one direction."""
-        return cls(weights.by_part())
+    def of(cls, weights: ScoreWeights, joint_pool: int | None = None) -> FinalScore:
+        """Return the final score with the given weights of one direction.
+
+        Raises:
+            UsageError: `joint_pool` is less than 1, or `weights` lack the logit or have no other part.
+        """
+        score = cls(weights.by_part())
+        if joint_pool is not None:
+            as_count(joint_pool, "joint_pool")
+            if LOGIT not in score.parts:
+                raise UsageError(
+                    "joint_pool has no effect on a score without the logit: leave out joint_pool",
+                    parameter="joint_pool",
+                )
+            if score.parts == (LOGIT,):
+                raise UsageError(
+                    "joint_pool needs a score with other parts than the logit, because these parts choose the "
+                    "candidates: leave out joint_pool, or set a smaller pool",
+                    parameter="joint_pool",
+                )
+        return score
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -37,15 +64,6 @@ class FinalScore:
     def only(self, parts: Iterable[str]) -> FinalScore:
         """Return a copy of this final score that contains only the named parts."""
         return FinalScore({part: self.weights[part] for part in parts if part in self.weights})
-
-    def compute(self, parts: Mapping[str, Part], pairs: Pairs) -> dict[str, Floats]:
-        """Compute each part in the sum for b pairs, and return the values by part name, float32 [b] each.
-
-        Args:
-            parts: all available parts by name.
-            pairs: pairs of a caption and an image.
-        """
-        return {part: parts[part].of(pairs) for part in self.parts}
 
     def sum(self, values: Mapping[str, Any]) -> Any:
         """Return the weighted sum of the values of the parts.
@@ -63,3 +81,33 @@ class FinalScore:
         for part in others:
             total = total + self.weights[part] * values[part]
         return total
+
+    def joint_candidates(
+        self, values: Mapping[str, Floats], row_ids: NDArray[np.int64], joint_pool: int
+    ) -> NDArray[np.bool_]:
+        """Return which candidates the joint encoder scores: the best by the other parts, bool [..., p].
+
+        Args:
+            values: the parts besides the logit by name, float32 [..., p] each.
+            row_ids: row ids of the candidates, or other numbers that order candidates of equal scores [..., p].
+            joint_pool: number of candidates per query that the joint encoder scores.
+        """
+        sums = self.only(part for part in self.parts if part != LOGIT).sum(values)
+        best = np.lexsort((row_ids, -sums), axis=-1)[..., :joint_pool]
+        mask = np.zeros(sums.shape, dtype=np.bool_)
+        np.put_along_axis(mask, best, True, axis=-1)
+        return mask
+
+    def with_every_logit(self, values: Mapping[str, Floats]) -> dict[str, Floats]:
+        """Return a copy of `values` without missing logits.
+
+        A candidate without a logit gets the lowest logit of the same query, or the highest if the weight is negative.
+
+        Args:
+            values: the parts by name, float32 [..., p] each. The logit is NaN for candidates that were not scored.
+        """
+        logits = values[LOGIT]
+        if logits.shape[-1]:
+            lowest = np.nanmin if self.weights[LOGIT] > 0 else np.nanmax
+            logits = np.where(np.isnan(logits), lowest(logits, axis=-1, keepdims=True), logits)
+        return {**values, LOGIT: logits}

@@ -132,13 +132,8 @@ class HubnessBank(nn.Module):
     def _values(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
     ) -> torch.Tensor:
-        chunks = [
-            hubness(*self.products(chunk_embeddings, chunk_vectors, direction), **asdict(similarity))
-            for chunk_embeddings, chunk_vectors in zip(
-                torch.split(embeddings, _CHUNK), torch.split(vectors, _CHUNK), strict=True
-            )
-        ]
-        return torch.cat(chunks)
+        chunks = zip(torch.split(embeddings, _CHUNK), torch.split(vectors, _CHUNK), strict=True)
+        return torch.cat([hubness(*self.products(*chunk, direction), **asdict(similarity)) for chunk in chunks])
 
     def products(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, direction: str

@@ -10,11 +10,24 @@ words and tokens. The score is meaningful only if the adapter was trained with a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
+
+from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointTokenizer
+
+# Common English function words, which name nothing that an image can show.
+_STOP_WORDS = """
+a an the this that these those some any each both all one its his her their them they he she it him who which what there
+here and or but if while as than then so not no nor is are was were be been being am has have had having do does did
+doing can could will would may might shall should must of to from by with without for at in on into onto over under up
+down out off through about against between during before after above below again very just also other another such own
+same s t
+"""
+_STOP_WORD_SET = frozenset(_STOP_WORDS.split())
 
 
 def late_interaction(
@@ -31,7 +44,7 @@ def late_interaction(
         captions: token ids of the caption of each pair.
         tokens: image tokens of each pair [b, m, d].
         words: word vectors of the vocabulary [v, d].
-        content: which token ids are content words, bool [v]. See `stop_words.content_token_mask`.
+        content: which token ids are content words, bool [v]. See `content_token_mask`.
         mean: mean of `words` [d]. If it is None, the mean is computed.
     """
     content_ids = [[token_id for token_id in caption if content[token_id]] for caption in captions]
@@ -45,3 +58,18 @@ def late_interaction(
     best = (queries @ keys.transpose(1, 2)).amax(dim=2)
     is_word = is_word.to(tokens.device)
     return (best * is_word).sum(dim=1) / is_word.sum(dim=1).clamp(min=1)
+
+
+@lru_cache(maxsize=8)
+def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
+    """Return which token ids of `tokenizer` are content words, bool [v]. The array is read-only and cached.
+
+    Stop words, punctuation and special tokens are not content words.
+    """
+    mask = np.zeros(len(tokenizer), dtype=bool)
+    special_ids = {*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id}
+    for word, token_id in tokenizer.tokenizer.get_vocab().items():
+        piece = word.removeprefix("##")
+        mask[token_id] = token_id not in special_ids and any(map(str.isalnum, piece)) and word not in _STOP_WORD_SET
+    mask.flags.writeable = False
+    return mask

@@ -8,13 +8,10 @@ caption is a linear map of its bag of words and its mean hidden state in the lan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
-
-from edje_index.models.joint_scorer import JointScorer
 
 STATISTICS = 3  # mean, standard deviation, maximum
 
@@ -79,43 +76,6 @@ class PooledSimilarity(nn.Module):
         """
         bags = word_bags(captions, self.word_numbers, self.word_weights)
         return functional.normalize(sentences @ self.sentence + bags @ self.words + self.caption_offset, dim=1)
-
-
-@dataclass(frozen=True)
-class PooledVectors:
-    """Computes the pooled vectors of images and captions.
-
-    Attributes:
-        joint: the joint encoder. Its language model reads the captions.
-        pooled: the fitted maps. If it is None, pooled vectors have the width 0.
-    """
-
-    joint: JointScorer
-    pooled: PooledSimilarity | None
-
-    @torch.inference_mode()
-    def of_captions(self, captions: Sequence[str]) -> torch.Tensor:
-        """Return the pooled vectors of `captions`, unit vectors, float32 [b, k], on the device of the joint encoder.
-
-        A caption that occurs several times is encoded once.
-        """
-        if self.pooled is None:
-            return torch.zeros(len(captions), 0, device=self.joint.device)
-        distinct = {caption: position for position, caption in enumerate(dict.fromkeys(captions))}
-        texts, vectors = list(distinct), []
-        for start in range(0, len(texts), self.joint.batch) or [0]:
-            batch = texts[start : start + self.joint.batch]
-            sentences = self.joint.sentence_vectors(self.joint.tokenizer.inputs(batch, 0))
-            vectors.append(self.pooled.captions(self.joint.tokenizer.caption_ids(batch), sentences))
-        return torch.cat(vectors)[torch.tensor([distinct[caption] for caption in captions])]
-
-    @torch.inference_mode()
-    def of_images(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the pooled vectors of images, unit vectors, float32 [b, k], from image tokens [b, m, d]."""
-        device = self.joint.device
-        if self.pooled is None:
-            return torch.zeros(len(tokens), 0, device=device)
-        return torch.cat([self.pooled.images(batch.to(device)) for batch in torch.split(tokens, self.joint.batch)])
 
 
 def token_statistics(tokens: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -163,7 +163,23 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
         return score
     if as_text(score, "score") == BUNDLE_SCORE:
         return bundle_weights
-    weights = dict(_part_weight(item) for item in score.split(","))
+    weights: dict[str, float] = {}
+    for item in score.split(","):
+        part, equals, number = (text.strip() for text in item.partition("="))
+        if part not in PART_NAMES:
+            raise UsageError(
+                f"unknown part '{part}' of the score: give '{BUNDLE_SCORE}', or PART=WEIGHT,... with the "
+                f"parts {', '.join(PART_NAMES)}",
+                parameter="score",
+            )
+        try:
+            weights[part] = float(number) if equals else 1.0
+        except ValueError:
+            weights[part] = math.nan
+        if not abs(weights[part]) <= MAX_WEIGHT:
+            raise UsageError(
+                f"the weight of '{part}' must be a number from -1e30 to 1e30, got '{number}'", parameter="score"
+            )
     if not any(weights.values()):
         raise UsageError(
             f"the score '{score}' gives every part the weight 0: give one part another weight",
@@ -177,37 +193,17 @@ def check_score(score: str) -> None:
     parse_score(score, ScoreWeights())
 
 
-def check_parts(weights: ScoreWeights, available: Mapping[str, Any], what: str) -> None:
-    """Raise ModelError if `weights` give a weight other than 0 to a part that is not a key of `available`.
+def check_parts(weights: ScoreWeights, available: Collection[str], what: str) -> None:
+    """Raise ModelError if `weights` give a weight other than 0 to a part that is not in `available`.
 
     Args:
         weights: the weights to check.
-        available: parts that can be computed, by name.
+        available: names of the parts that can be computed.
         what: subject of the error message, for example "the bundle".
     """
     missing = [PART_NAMES[part] for part, weight in weights.by_part().items() if weight and part not in available]
     if missing:
         raise ModelError(f"{what} has no {' and no '.join(missing)}: use only the parts {', '.join(available)}")
-
-
-def _part_weight(item: str) -> tuple[str, float]:
-    part, equals, number = (text.strip() for text in item.partition("="))
-    if part not in PART_NAMES:
-        raise UsageError(
-            f"unknown part '{part}' of the score: give '{BUNDLE_SCORE}', or PART=WEIGHT,... with the "
-            f"parts {', '.join(PART_NAMES)}",
-            parameter="score",
-        )
-    try:
-        weight = float(number) if equals else 1.0
-    except ValueError:
-        weight = math.nan
-    if not abs(weight) <= MAX_WEIGHT:
-        raise UsageError(
-            f"the weight of '{part}' must be a number from -1e30 to 1e30, got '{number}'",
-            parameter="score",
-        )
-    return part, weight
 
 
 def _check_finite(weights: Mapping[str, float]) -> None:

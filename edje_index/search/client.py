@@ -6,20 +6,18 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.search.query_arguments import query_text, query_texts
+from edje_index.search.query import query_text, query_texts
 from storage_formats.arguments import as_count, as_list, as_text
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
-    from edje_index.search.hits import Hit
-    from edje_index.search.image_to_text import TextHit
-    from edje_index.search.search_options import ServiceSearchOptions
+    from edje_index.search.hits import Hit, TextHit
 
 Document = int | str | bytes
 """A document to re-rank: a row id, the uri of a row, or the bytes of an image file."""
@@ -91,7 +89,15 @@ class Client:
         return value
 
     def search(
-        self, query: str | bytes, k: int = 10, pool: int = 100, **options: Unpack[ServiceSearchOptions]
+        self,
+        query: str | bytes,
+        k: int = 10,
+        pool: int = 100,
+        *,
+        rerank: bool = True,
+        where: str | None = None,
+        joint_pool: int | None = None,
+        precision: str | None = None,
     ) -> list[Hit]:
         """Return the `k` best images for `query`, best first.
 
@@ -100,7 +106,8 @@ class Client:
                 the index.
             k: number of hits.
             pool: number of candidates to re-rank; values below `k` are raised to `k`.
-            options: `rerank`, `where`, `joint_pool` and `precision`, see `ServiceSearchOptions`.
+            rerank, where, joint_pool: see `TokenIndex.search`.
+            precision: precision of the tokens to re-rank with; None selects the first precision of the index.
 
         Raises:
             UsageError: an argument has a wrong type or value.
@@ -109,6 +116,7 @@ class Client:
         from edje_index.search.hits import Hit
 
         by = {"image": _base64(query)} if isinstance(query, bytes) else {"query": query_text(query, "query")}
+        options = {"rerank": rerank, "where": where, "joint_pool": joint_pool, "precision": precision}
         body = {**by, **_counts(k, pool), **options, "index": self._index}
         names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
@@ -129,7 +137,7 @@ class Client:
             UsageError: an argument has a wrong type or value.
             ServiceError: the service refused the request or cannot be reached.
         """
-        from edje_index.search.image_to_text import TextHit
+        from edje_index.search.hits import TextHit
 
         by = {"image": _base64(image)} if isinstance(image, bytes) else {"row_id": as_count(image, "image", least=0)}
         options = {**_counts(k, pool), "precision": precision, "index": self._index}

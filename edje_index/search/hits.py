@@ -1,17 +1,14 @@
-"""The hits of a search. In a notebook, hits are shown as a table."""
+"""The hits of searches. In a notebook, hits are shown as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from edje_index.search.reranking import Candidates, CandidateScores
 from storage_formats.errors import EdjeError
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import read_index_rows
 
 _SHOWN = 50  # images in a notebook; the notebook file contains each image
 _SIDE = 160
@@ -20,7 +17,7 @@ _TEMPLATE = """<table>
 <tbody>
 {% for hit in hits %}
 <tr><td>{{ loop.index }}</td>
-<td>{% if hit.row_id in images %}<img src="{{ images[hit.row_id] }}" alt="">{% else %}no image{% endif %}</td>
+<td>{% if images[hit.row_id] %}<img src="{{ images[hit.row_id] }}" alt="">{% else %}no image{% endif %}</td>
 <td>{{ "%.4f" | format(hit.score) }}</td><td>{{ "%.4f" | format(hit.embedding_score) }}</td>
 <td>{{ hit.row_id }}</td><td>{{ hit.uri }}</td></tr>
 {% endfor %}
@@ -43,7 +40,7 @@ class Hit:
             logit of the query.
         parts: values of the parts of the final score, without weights. The keys are part names, see
             `edje_index.scoring.weights.PART_NAMES`. In a search with `joint_pool`, hits that the joint encoder did not
-            score have no `logit`, see `edje_index.scoring.cascade`.
+            score have no `logit`, see `edje_index.scoring.final_score`.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -60,14 +57,40 @@ class Hit:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TextHit:
+    """One result of an image-to-text search.
+
+    Attributes:
+        position: position of the text among the texts to choose from.
+        text: the text.
+        score: final score, by which hits are sorted.
+        embedding_score: cosine similarity of the embeddings of the image and the text.
+        parts: values of the parts of the final score, without weights, by part name.
+
+    Example:
+        >>> from edje_index import TokenIndex
+        >>> index = TokenIndex.open("photos.edje")
+        >>> hit = index.search_texts(2, ["a dog", "a canoe"], k=1)[0]
+        >>> hit.text == ["a dog", "a canoe"][hit.position], sorted(hit.parts)
+        (True, ['logit'])
+    """
+
+    position: int
+    text: str
+    score: float
+    embedding_score: float
+    parts: Mapping[str, float]
+
+
 class Hits(list[Hit]):
     """A list of the hits of one query, best first. A notebook shows the list as a table with images.
 
     Args:
         hits: the hits of the query, best first.
         root: directory of the searched index.
-        stages: duration of each stage of the search in seconds. The keys are names in `stages.STAGES`. If one call
-            searches several queries, the durations are for the whole call.
+        stages: duration of each stage of the search in seconds, see `Stages`. If one call searches several queries, the
+            durations are for the whole call.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -88,39 +111,76 @@ class Hits(list[Hit]):
     def _repr_html_(self) -> str:
         from jinja2 import Template
 
-        shown = self[:_SHOWN]
-        template = Template(_TEMPLATE, autoescape=True)
-        return str(template.render(hits=shown, images=self._images(shown), more=len(self) - len(shown)))
-
-    def _images(self, hits: list[Hit]) -> dict[int, str]:
-        """Return data URIs of thumbnails by row id. Images that cannot be read are left out."""
         from edje_index.images.thumbnails import read_thumbnails
 
+        hits, images = self[:_SHOWN], {}
         try:
             thumbnails = read_thumbnails(self.root, [hit.row_id for hit in hits], _SIDE)
+            images = {thumbnail.row_id: thumbnail.data_uri for thumbnail in thumbnails}
         except EdjeError:  # the index has been moved or removed since
-            return {}
-        return {thumbnail.row_id: thumbnail.data_uri for thumbnail in thumbnails if thumbnail.data_uri is not None}
+            pass
+        template = Template(_TEMPLATE, autoescape=True)
+        return str(template.render(hits=hits, images=images, more=len(self) - len(hits)))
 
 
-def best_hits(index: CommittedIndex, candidates: Candidates, scores: CandidateScores, k: int) -> Hits:
-    """Return the `k` candidates with the highest final scores, best first.
+class Stages(dict[str, float]):
+    """Seconds of each stage of one search, by name, in the order of the search.
 
-    Candidates with equal scores are sorted by row id.
+    The names are `text_tower`, `vision_tower`, `nearest`, `fetch` (reads and decodes tokens), `joint_encoder`,
+    `other_parts` (the parts of the final score except the logit), `hits` (sorts the candidates and looks up their
+    uris) and `total`. The first search of a `TokenIndex` also reads the weights of the tower.
     """
-    order = np.lexsort((candidates.rows, -scores.final))[:k]
-    uris = read_index_rows(index, candidates.rows[order], ["uri"])["uri"].to_pylist()
-    hits = (
-        Hit(
-            row_id=int(candidates.rows[position]),
-            uri=uri,
-            score=float(scores.final[position]),
-            embedding_score=float(candidates.similarities[position]),
-            joint_score=None if scores.joint is None else float(scores.joint[position]),
-            parts={
-                part: float(values[position]) for part, values in scores.parts.items() if not np.isnan(values[position])
-            },
-        )
-        for position, uri in zip(order, uris, strict=True)
-    )
-    return Hits(hits, index.root)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the duration of the `with` block to `stage`, and update `total`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            self[stage] = self.get(stage, 0.0) + ended - started
+            self.pop("total", None)
+            self["total"] = ended - self._started
+
+
+@dataclass(frozen=True)
+class RankedHit:
+    """A hit and its rank among the candidates before and after re-ranking. The first rank is 1.
+
+    Attributes:
+        hit: the hit.
+        rank: rank by the final score.
+        embedding_rank: rank by embedding similarity.
+    """
+
+    hit: Hit
+    rank: int
+    embedding_rank: int
+
+    @property
+    def moved(self) -> int:
+        """Number of ranks by which re-ranking raised the hit; negative if re-ranking lowered the hit."""
+        return self.embedding_rank - self.rank
+
+
+def rank_hits(hits: Sequence[Hit]) -> list[RankedHit]:
+    """Return each hit with its two ranks.
+
+    Hits of equal embedding similarity are ranked by row id.
+
+    Args:
+        hits: all candidates of a search, best final score first.
+    """
+    by_embedding = sorted(hits, key=lambda hit: (-hit.embedding_score, hit.row_id))
+    embedding_ranks = {hit.row_id: rank for rank, hit in enumerate(by_embedding, 1)}
+    return [RankedHit(hit, rank, embedding_ranks[hit.row_id]) for rank, hit in enumerate(hits, 1)]
+
+
+def embedding_order(ranked: Sequence[RankedHit]) -> list[RankedHit]:
+    """Return `ranked` sorted by embedding rank."""
+    return sorted(ranked, key=lambda hit: hit.embedding_rank)

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
     INFO_FILE,
     VISION_FOLDER,
     BundleInfo,
-    matching_bundle,
     verify_files,
 )
 from edje_index.bundles.parts import check_scorer_fit, load_hubness_bank, load_pooled_similarity, load_scorer
+from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.clip_config import read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.text_encoder import TextEncoder, load_bert_text_tower
-from edje_index.scoring.parts import Part, ScoreModels
+from edje_index.scoring.parts import ScoreModels
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights, check_parts, parse_score
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from edje_index.indexing.image_encoder import ImageEncoder
-    from storage_formats.format.manifest import CommittedIndex
-
-
-class ModelOptions(TypedDict, total=False):
-    """Device and data type of the model.
-
-    Attributes:
-        device: device of the text tower and the joint encoder: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes about
-            half the time of float32 on processors that support bfloat16, and more time than float32 on others.
-    """
-
-    device: str
-    dtype: str
 
 
 class SearchModel:
@@ -51,6 +34,7 @@ class SearchModel:
     Attributes:
         info: description of the bundle.
         joint: joint encoder, which scores pairs of a text and an image.
+        score_models: the joint encoder and the other models that compute the parts of the final score.
     """
 
     def __init__(self, info: BundleInfo, *, device: str = "cpu", dtype: str = "float32") -> None:
@@ -58,8 +42,9 @@ class SearchModel:
 
         Args:
             info: description of the bundle.
-            device: "auto", "cpu", "cuda" or "cuda:N".
-            dtype: data type of the joint encoder's matrix products, see `devices.resolve_dtype`.
+            device: device of the text tower and the joint encoder: "auto", "cpu", "cuda" or "cuda:N".
+            dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes
+                about half the time of float32 on processors that support bfloat16, and more time on others.
 
         Raises:
             ModelError: a file of the bundle is missing or damaged, or `device` or `dtype` is not available.
@@ -70,34 +55,12 @@ class SearchModel:
         verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
         self.joint = load_scorer(info, compute_dtype, self._device)
         pooled, bank = load_pooled_similarity(info, self.joint.width), load_hubness_bank(info)
-        self._models = ScoreModels(
+        self.score_models = ScoreModels(
             self.joint,
             None if pooled is None else pooled.to(self._device),
             None if bank is None else bank.to(self._device),
         )
-        check_scorer_fit(self.adapter_config, self._models, info.score)
-
-    @classmethod
-    def of_index(
-        cls,
-        index: CommittedIndex,
-        model: str | Path | None = None,
-        *,
-        device: str = "auto",
-        dtype: str = "float32",
-    ) -> SearchModel:
-        """Check that a bundle built `index`, and read the weights of the bundle.
-
-        Args:
-            index: the index.
-            model: directory of the bundle; None selects the bundle that built the index.
-            device: see `__init__`.
-            dtype: see `__init__`.
-
-        Raises:
-            ModelError: as for `matching_bundle` and `__init__`.
-        """
-        return cls(matching_bundle(index, model), device=device, dtype=dtype)
+        check_scorer_fit(self.adapter_config, self.score_models, info.score)
 
     @property
     def trained(self) -> bool:
@@ -137,14 +100,14 @@ class SearchModel:
     def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
         """Return the weights of the score `score` in `direction`. See `ModelBundle.weights`."""
         weights = parse_score(score, self.info.score.of(direction))
-        check_parts(weights, self.parts(direction, weights), "this model bundle")
+        check_parts(weights, self.score_models.part_names, "this model bundle")
         return weights
 
-    def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
-        """Return every part of the final score that the bundle can compute, by name.
-
-        Args:
-            direction: "t2i" or "i2t".
-            weights: weights of the final score. Only `weights.hubness_similarity` is used.
-        """
-        return self._models.parts(direction, weights.hubness_similarity)
+    def check_reranks(self) -> None:
+        """Raise ModelError if the bundle makes patch features, which the joint encoder cannot score."""
+        config = self.adapter_config
+        if config.is_feature:
+            raise ModelError(
+                f"the index stores features for training ({config.kind}), which cannot be re-ranked: search "
+                "without re-ranking, or use an index of a trained bundle"
+            )

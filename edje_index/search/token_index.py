@@ -8,24 +8,31 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edje_index.bundles.info import matching_bundle
 from edje_index.indexing.faiss_index import AnnIndex
-from edje_index.scoring.parts import Pairs
-from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
-from edje_index.search.hits import Hits, best_hits
-from edje_index.search.query_arguments import hit_counts, query_text, query_texts
-from edje_index.search.requested_rows import requested_rows
-from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
+from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.parts import Pairs, reads_tokens
+from edje_index.scoring.weights import (
+    BUNDLE_SCORE,
+    EMBEDDING,
+    HUBNESS,
+    IMAGE_TO_TEXT,
+    JOINT_PARTS,
+    LOGIT,
+    TEXT_TO_IMAGE,
+    ScoreWeights,
+)
+from edje_index.search.hits import Hit, Hits, Stages, TextHit
+from edje_index.search.query import hit_counts, query_text, query_texts, requested_rows
 from edje_index.search.row_filters import RowFilters
-from edje_index.search.search_model import ModelOptions, SearchModel
-from edje_index.search.search_options import SearchOptions
-from edje_index.search.stages import FETCH, HITS, NEAREST, TEXT_TOWER, VISION_TOWER, Stages
+from edje_index.search.search_model import SearchModel
 from storage_formats.arguments import as_count, as_flag, as_list
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -33,20 +40,42 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import IndexLocation
+from storage_formats.format.rows import read_index_rows
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from edje_index.search.image_to_text import TextHit
-
+Floats = NDArray[np.float32]
+Candidates = tuple[NDArray[np.int64], Floats]
+"""The candidates of one query: row ids [k], and the similarities of their embeddings to the query's embedding [k]."""
 
 _PAIRS_AT_ONCE = 1024
 """Number of pairs whose tokens are in memory at the same time.
 
 The tokens take 50 MB for blocks of 64 x 384. The number suffices to form batches of equal text lengths.
 """
+
+
+class ScoredCandidates(NamedTuple):
+    """The scores of the k candidates of one query.
+
+    Attributes:
+        rows: row ids, int64 [k].
+        similarities: cosine similarities of the embeddings, float32 [k].
+        final: the final scores, float32 [k].
+        joint: weighted sum of the parts logit, late interaction and pooled similarity, float32 [k]. None if the final
+            score has none of these parts.
+        parts: values of each part of the final score, without weights, by part name, float32 [k] each. The logit is
+            NaN for candidates that the joint encoder does not score.
+    """
+
+    rows: NDArray[np.int64]
+    similarities: Floats
+    final: Floats
+    joint: Floats | None
+    parts: Mapping[str, Floats]
 
 
 class TokenIndex:
@@ -111,7 +140,8 @@ class TokenIndex:
         precision: str | None = None,
         snapshot: int | None = None,
         score: str | ScoreWeights = BUNDLE_SCORE,
-        **options: Unpack[ModelOptions],
+        device: str = "auto",
+        dtype: str = "float32",
     ) -> TokenIndex:
         """Open the index at `root`.
 
@@ -123,7 +153,8 @@ class TokenIndex:
                 searches use the opened snapshot until `refresh` is called.
             score: final score to sort by: "bundle" (the weights of the bundle), "logit", "embedding",
                 "PART=WEIGHT,..." or `ScoreWeights`. See `edje_index.scoring.weights.parse_score`.
-            options: device and data type of the model. See `ModelOptions`.
+            device: device of the model: "auto", "cpu", "cuda" or "cuda:N".
+            dtype: data type of the joint encoder's matrix products, see `SearchModel`.
 
         Raises:
             UsageError: there is no index at `root`, the index does not contain `snapshot` or `precision`, or `score` is
@@ -132,7 +163,7 @@ class TokenIndex:
             ObjectStoreError: the object store refused a request or cannot be reached. Searches raise it too.
         """
         index = open_index(root, snapshot)
-        bundle = SearchModel.of_index(index, model, **options)
+        bundle = SearchModel(matching_bundle(index, model), device=device, dtype=dtype)
         bundle.weights("t2i", score)  # raises an error if the bundle cannot compute the score
         chosen = index.manifest.spec.precisions[0] if precision is None else precision
         return cls(index, bundle, precision=chosen, score=score)
@@ -177,11 +208,29 @@ class TokenIndex:
         return TokenIndex(index, self.model, precision=precision, score=self._score)
 
     @overload
-    def search(self, text: str, k: int = ..., pool: int = ..., **options: Unpack[SearchOptions]) -> Hits: ...
+    def search(
+        self,
+        text: str,
+        k: int = ...,
+        pool: int = ...,
+        *,
+        rerank: bool = ...,
+        score: str | ScoreWeights | None = ...,
+        where: str | None = ...,
+        joint_pool: int | None = ...,
+    ) -> Hits: ...
 
     @overload
     def search(
-        self, text: list[str] | tuple[str, ...], k: int = ..., pool: int = ..., **options: Unpack[SearchOptions]
+        self,
+        text: list[str] | tuple[str, ...],
+        k: int = ...,
+        pool: int = ...,
+        *,
+        rerank: bool = ...,
+        score: str | ScoreWeights | None = ...,
+        where: str | None = ...,
+        joint_pool: int | None = ...,
     ) -> list[Hits]: ...
 
     def search(
@@ -189,7 +238,11 @@ class TokenIndex:
         text: str | list[str] | tuple[str, ...],
         k: int = 10,
         pool: int = 100,
-        **options: Unpack[SearchOptions],
+        *,
+        rerank: bool = True,
+        score: str | ScoreWeights | None = None,
+        where: str | None = None,
+        joint_pool: int | None = None,
     ) -> Hits | list[Hits]:
         """Return the `k` best images for `text`, best first. Images with equal scores are sorted by row id.
 
@@ -201,7 +254,13 @@ class TokenIndex:
             k: number of hits per query.
             pool: number of candidates to re-rank per query; at least `k`. The candidates are the rows with the nearest
                 embeddings.
-            options: `rerank`, `score`, `where` and `joint_pool`, see `SearchOptions`.
+            rerank: False sorts the hits by embedding similarity only.
+            score: final score to sort by, see `open`; None selects the score that was given to `open`.
+            where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. The candidates are
+                exactly the nearest rows that pass the filter. None lets all rows pass.
+            joint_pool: number of candidates per query that the joint encoder scores. The other parts of the score
+                choose these candidates. They rank above all other candidates, see `edje_index.scoring.final_score`. A
+                small number makes a search faster, but may change the order of the hits. None scores all candidates.
 
         Returns:
             The hits of the query; for several queries, one list of hits per query. `Hits.stages` contains the durations
@@ -218,38 +277,145 @@ class TokenIndex:
             >>> ["logit" in hit.parts for hit in index.search("a dog", k=3, pool=6, joint_pool=2)]
             [True, True, False]
         """
-        if isinstance(text, str):
-            return self._search_each([query_text(text)], k, pool, **options)[0]
-        return self._search_each(query_texts(text), k, pool, **options)
-
-    def _search_each(
-        self,
-        texts: list[str],
-        k: int,
-        pool: int,
-        *,
-        rerank: bool = True,
-        score: str | ScoreWeights | None = None,
-        where: str | None = None,
-        joint_pool: int | None = None,
-    ) -> list[Hits]:
-        """Return the hits of each text, see `search`."""
+        texts = [query_text(text)] if isinstance(text, str) else query_texts(text)
         k, pool = hit_counts(k, pool)
-        if not as_flag(rerank, "rerank"):
-            _check_unused(score=score, joint_pool=joint_pool)
         stages = Stages()
-        reranker = self._reranker(score, stages, joint_pool) if rerank else None
+        if as_flag(rerank, "rerank"):
+            weights, final = self._final_score(score, joint_pool)
+        else:
+            for name, value in (("score", score), ("joint_pool", joint_pool)):
+                if value is not None:
+                    raise UsageError(
+                        f"{name} has no effect without re-ranking: leave out {name}, or set rerank to True",
+                        parameter=name,
+                    )
         if not texts:
             return []
-        passing = self._passing(where)
-        with stages.timed(TEXT_TOWER):
+        passing = None if where is None else self.filters.passing(where)
+        with stages.timed("text_tower"):
             embeddings = self.model.text.encode(texts)
-        with stages.timed(NEAREST):
-            neighbours = self._ann.nearest_to_each(embeddings, pool if reranker else k, passing)
-            nearest = [Candidates(*pair) for pair in neighbours]
-        if reranker is None:
-            return self._plain_hits(nearest, k, stages)
-        return self._reranked_hits(reranker, texts, nearest, k)
+        with stages.timed("nearest"):
+            nearest = self._ann.nearest_to_each(embeddings, pool if rerank else k, passing)
+        if not rerank:
+            hits = self._hits([_by_embedding(candidates) for candidates in nearest], k, stages)
+            return hits[0] if isinstance(text, str) else hits
+        scored: list[ScoredCandidates] = []
+        queries_at_once = max(1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest)))
+        for start in range(0, len(texts), queries_at_once):
+            candidates, blocks = nearest[start : start + queries_at_once], None
+            while blocks is None and reads_tokens(final.parts, TEXT_TO_IMAGE):
+                try:
+                    with stages.timed("fetch"):
+                        blocks = self._store.fetch(np.concatenate([rows for rows, _ in candidates]))
+                except CorruptIndexError as error:  # damaged candidates are left out
+                    if not error.row_ids:
+                        raise
+                    warnings.warn(f"candidates are left out of the search: {error}", RuntimeWarning, stacklevel=2)
+                    kept = [~np.isin(rows, error.row_ids) for rows, _ in candidates]
+                    candidates = [
+                        (rows[mask], values[mask]) for (rows, values), mask in zip(candidates, kept, strict=True)
+                    ]
+            queries = texts[start : start + queries_at_once]
+            scored += self.score_candidates(queries, candidates, blocks, weights, joint_pool=joint_pool, stages=stages)
+        hits = self._hits(scored, k, stages)
+        return hits[0] if isinstance(text, str) else hits
+
+    def nearest(self, texts: Sequence[str], pool: int) -> list[Candidates]:
+        """Return the `pool` rows with the nearest embeddings for each text."""
+        return self._ann.nearest_to_each(self.model.text.encode(texts), pool)
+
+    def score_candidates(
+        self,
+        queries: Sequence[str],
+        candidates: Sequence[Candidates],
+        blocks: Blocks | None,
+        weights: ScoreWeights,
+        *,
+        joint_pool: int | None = None,
+        stages: Stages | None = None,
+    ) -> list[ScoredCandidates]:
+        """Score the candidates of each query. Candidates of different queries share batches.
+
+        Args:
+            queries: texts of the queries.
+            candidates: row ids and similarities of the candidates of each query.
+            blocks: token blocks [k, m, d] of all candidates: first those of the first query, then those of the next
+                query. None if the score reads no tokens.
+            weights: weights of the final score.
+            joint_pool: see `search`.
+            stages: measures the durations.
+        """
+        stages, models, score = stages or Stages(), self.model.score_models, FinalScore.of(weights, joint_pool)
+        rows = np.concatenate([rows for rows, _ in candidates])
+        ends = np.cumsum([len(rows) for rows, _ in candidates]).tolist()
+        of_each = [slice(end - len(rows), end) for end, (rows, _) in zip(ends, candidates, strict=True)]
+        captions = [query for query, its_pairs in zip(queries, of_each, strict=True) for _ in rows[its_pairs]]
+        embeddings = read_embeddings(self.committed, rows) if HUBNESS in score.parts else None
+        pairs = Pairs(captions, blocks, np.concatenate([values for _, values in candidates]), embeddings)
+        values: dict[str, Floats] = {}
+        # The logit is the most expensive part. With a joint pool, the other parts choose its pairs.
+        names = sorted(score.parts, key=lambda name: name == LOGIT) if joint_pool is not None else score.parts
+        for name in names:
+            with stages.timed("joint_encoder" if name == LOGIT else "other_parts"):
+                if not captions:  # no model is called without pairs
+                    values[name] = np.empty(0, np.float32)
+                elif name == LOGIT and joint_pool is not None:
+                    chosen = [
+                        score.joint_candidates(
+                            {part: value[its_pairs] for part, value in values.items()}, rows[its_pairs], joint_pool
+                        )
+                        for its_pairs in of_each
+                    ]
+                    mask = np.concatenate(chosen)
+                    values[name] = np.full(len(rows), np.nan, dtype=np.float32)
+                    values[name][mask] = models.part(name, pairs.at(mask), TEXT_TO_IMAGE, weights)
+                else:
+                    values[name] = models.part(name, pairs, TEXT_TO_IMAGE, weights)
+        joint = score.only(JOINT_PARTS)
+        scored = []
+        for (its_rows, similarities), its_pairs in zip(candidates, of_each, strict=True):
+            parts = {name: values[name][its_pairs] for name in score.parts}
+            summed = parts if joint_pool is None else score.with_every_logit(parts)
+            share = joint.sum(summed) if joint.parts else None
+            scored.append(ScoredCandidates(its_rows, similarities, score.sum(summed), share, parts))
+        return scored
+
+    def _final_score(
+        self, score: str | ScoreWeights | None, joint_pool: int | None = None
+    ) -> tuple[ScoreWeights, FinalScore]:
+        """Return the weights of the score to sort by, and the score.
+
+        Raises:
+            UsageError: the score or `joint_pool` is invalid.
+            ModelError: the model cannot compute the score.
+        """
+        weights = self.model.weights(TEXT_TO_IMAGE, self._score if score is None else score)
+        final = FinalScore.of(weights, joint_pool)
+        if reads_tokens(final.parts, TEXT_TO_IMAGE):
+            self.model.check_reranks()
+        return weights, final
+
+    def _hits(self, scored: Sequence[ScoredCandidates], k: int, stages: Stages) -> list[Hits]:
+        """Return the `k` best hits of each query. Candidates with equal scores are sorted by row id."""
+        hits = []
+        with stages.timed("hits"):
+            for rows, similarities, final, joint, parts in scored:
+                order = np.lexsort((rows, -final))[:k]
+                uris = read_index_rows(self.committed, rows[order], ["uri"])["uri"].to_pylist()
+                hits.append(
+                    [
+                        Hit(
+                            row_id=int(rows[at]),
+                            uri=uri,
+                            score=float(final[at]),
+                            embedding_score=float(similarities[at]),
+                            joint_score=None if joint is None else float(joint[at]),
+                            parts={name: float(part[at]) for name, part in parts.items() if not np.isnan(part[at])},
+                        )
+                        for at, uri in zip(order, uris, strict=True)
+                    ]
+                )
+        return [Hits(each, self.root, stages) for each in hits]
 
     def rerank(self, text: str, rows: Sequence[int | str], *, score: str | ScoreWeights | None = None) -> Hits:
         """Score `rows` for `text`. Return one hit per entry of `rows`, best first.
@@ -292,17 +458,21 @@ class TokenIndex:
             raise UsageError(f"got {len(texts)} texts and {len(rows)} sequences of rows: give one per text")
         row_ids = [requested_rows(self.committed, its_rows) for its_rows in rows]
         stages = Stages()
-        reranker = self._reranker(score, stages)
+        weights, final = self._final_score(score)
         every_row = np.concatenate([np.empty(0, np.int64), *row_ids])
         if not len(every_row):
             return [Hits([], self.root) for _ in texts]
-        with stages.timed(TEXT_TOWER):
+        with stages.timed("text_tower"):
             embeddings = self.model.text.encode(texts)
-        candidates = [self._candidates(*pair) for pair in zip(embeddings, row_ids, strict=True)]
-        with stages.timed(FETCH):
-            blocks = self._store.fetch(every_row) if reranker.reads_tokens else None
-        scores = reranker.scores(texts, candidates, blocks)
-        return self._hits(candidates, scores, len(every_row), stages)
+        candidates = [
+            (its_rows, read_embeddings(self.committed, its_rows) @ embedding)
+            for its_rows, embedding in zip(row_ids, embeddings, strict=True)
+        ]
+        with stages.timed("fetch"):
+            blocks = self._store.fetch(every_row) if reads_tokens(final.parts, TEXT_TO_IMAGE) else None
+        return self._hits(
+            self.score_candidates(texts, candidates, blocks, weights, stages=stages), len(every_row), stages
+        )
 
     def score_images(
         self, text: str, images: Sequence[bytes | Image.Image], *, score: str | ScoreWeights | None = None
@@ -321,7 +491,7 @@ class TokenIndex:
             ModelError: as for `search`.
         """
         text, images = query_text(text), as_list(images, "images", "images")
-        reranker = self._reranker(score)
+        weights, final = self._final_score(score)
         if not images:
             return []
         from edje_index.search.query_image import encode_images
@@ -329,7 +499,9 @@ class TokenIndex:
         tokens, embeddings = encode_images(self.model.image_encoder, images)
         similarities = embeddings @ self.model.text.encode([text])[0]
         pairs = Pairs([text] * len(images), tokens, similarities, embeddings)
-        return [float(value) for value in reranker.score_new(pairs)]
+        models = self.model.score_models
+        values = {name: models.part(name, pairs, TEXT_TO_IMAGE, weights) for name in final.parts}
+        return [float(value) for value in final.sum(values)]
 
     def search_image(self, image: str | Path | bytes | Image.Image, k: int = 10, *, where: str | None = None) -> Hits:
         """Return the `k` images of the index with the embeddings most similar to the embedding of `image`, best first.
@@ -351,12 +523,12 @@ class TokenIndex:
         k = as_count(k, "k")
         from edje_index.search.query_image import encode_images
 
-        stages, passing = Stages(), self._passing(where)
-        with stages.timed(VISION_TOWER):
+        stages, passing = Stages(), None if where is None else self.filters.passing(where)
+        with stages.timed("vision_tower"):
             _, embeddings = encode_images(self.model.image_encoder, [image])
-        with stages.timed(NEAREST):
-            nearest = Candidates(*self._ann.nearest(embeddings[0], k, passing))
-        return self._plain_hits([nearest], k, stages)[0]
+        with stages.timed("nearest"):
+            nearest = self._ann.nearest(embeddings[0], k, passing)
+        return self._hits([_by_embedding(nearest)], k, stages)[0]
 
     def search_row(self, row_id: int, k: int = 10, *, where: str | None = None) -> Hits:
         """Return the `k` images with the embeddings most similar to the embedding of row `row_id`, best first.
@@ -374,10 +546,11 @@ class TokenIndex:
         k, stages = as_count(k, "k"), Stages()
         row = requested_rows(self.committed, [row_id])
         embedding = read_embeddings(self.committed, row)[0]
-        with stages.timed(NEAREST):
-            rows, similarities = self._ann.nearest(embedding, k + 1, self._passing(where))
+        passing = None if where is None else self.filters.passing(where)
+        with stages.timed("nearest"):
+            rows, similarities = self._ann.nearest(embedding, k + 1, passing)
         other = rows != row
-        return self._plain_hits([Candidates(rows[other], similarities[other])], k, stages)[0]
+        return self._hits([_by_embedding((rows[other], similarities[other]))], k, stages)[0]
 
     def search_texts(
         self,
@@ -409,72 +582,49 @@ class TokenIndex:
             >>> len(index.search_texts("photos/3.jpg", ["a dog", "a canoe", "two cats"], k=2))
             2
         """
-        from edje_index.search.image_to_text import search_texts
+        texts = query_texts(texts, "texts")
+        if not texts:
+            raise UsageError("texts is empty: give at least one text", parameter="texts")
+        k, pool = hit_counts(k, pool)
+        weights = self.model.weights(IMAGE_TO_TEXT, self._score if score is None else score)
+        final, models = FinalScore.of(weights), self.model.score_models
+        needs_tokens = reads_tokens(final.parts, IMAGE_TO_TEXT)
+        if needs_tokens:
+            self.model.check_reranks()
+        block: Blocks | None = None
+        if isinstance(image, int | np.integer):
+            rows = requested_rows(self.committed, [int(image)])
+            block = self._store.fetch(rows) if needs_tokens else None
+            embedding = read_embeddings(self.committed, rows)[0]
+        else:
+            from edje_index.search.query_image import encode_images
 
-        chosen = self._score if score is None else score
-        return search_texts(self, image, texts, k=k, pool=pool, score=chosen)
+            block, (embedding,) = encode_images(self.model.image_encoder, [image])
+        embeddings = self.model.text.encode(texts)
+        similarities = embeddings @ embedding
+        nearest = np.argsort(-similarities, kind="stable")[:pool]
+        captions = [texts[position] for position in nearest]
+        tokens = None if block is None else np.repeat(block, len(nearest), axis=0)
+        pairs = Pairs(captions, tokens, similarities[nearest], embeddings[nearest])
+        values = {name: models.part(name, pairs, IMAGE_TO_TEXT, weights) for name in final.parts}
+        scores = final.sum(values)
+        return [
+            TextHit(
+                position=int(nearest[at]),
+                text=captions[at],
+                score=float(scores[at]),
+                embedding_score=float(similarities[nearest[at]]),
+                parts={name: float(part[at]) for name, part in values.items()},
+            )
+            for at in np.argsort(-scores, kind="stable")[:k]
+        ]
 
     def fetch_blocks(self, row_ids: Sequence[int]) -> Blocks:
         """Return the token blocks of `row_ids`, bfloat16 [k, m, d]. See `TokenStore.fetch`."""
         return self._store.fetch(row_ids)
 
-    def _passing(self, where: str | None) -> NDArray[np.bool_] | None:
-        return None if where is None else self.filters.passing(where)
 
-    def _reranker(
-        self, score: str | ScoreWeights | None, stages: Stages | None = None, joint_pool: int | None = None
-    ) -> Reranker:
-        chosen = self._score if score is None else score
-        return Reranker(self.committed, self.model, score=chosen, stages=stages, joint_pool=joint_pool)
-
-    def _candidates(self, query: NDArray[np.float32], row_ids: NDArray[np.int64]) -> Candidates:
-        """Return `row_ids` as candidates, each with the similarity of its embedding to `query`."""
-        return Candidates(row_ids, read_embeddings(self.committed, row_ids) @ query)
-
-    def _plain_hits(self, nearest: Sequence[Candidates], k: int, stages: Stages) -> list[Hits]:
-        return self._hits(nearest, [embedding_scores(candidates) for candidates in nearest], k, stages)
-
-    def _reranked_hits(
-        self, reranker: Reranker, texts: Sequence[str], nearest: Sequence[Candidates], k: int
-    ) -> list[Hits]:
-        sound: list[Candidates] = []
-        scores: list[CandidateScores] = []
-        queries_at_once = max(1, _PAIRS_AT_ONCE // max(1, *(len(each.rows) for each in nearest)))
-        for start in range(0, len(texts), queries_at_once):
-            candidates, blocks = nearest[start : start + queries_at_once], None
-            if reranker.reads_tokens:
-                with reranker.stages.timed(FETCH):
-                    candidates, blocks = self._fetch_sound(candidates)
-            scores += reranker.scores(texts[start : start + queries_at_once], candidates, blocks)
-            sound += candidates
-        return self._hits(sound, scores, k, reranker.stages)
-
-    def _hits(
-        self, candidates: Sequence[Candidates], scores: Sequence[CandidateScores], k: int, stages: Stages
-    ) -> list[Hits]:
-        """Return the `k` best hits of each query, with the durations of the stages."""
-        with stages.timed(HITS):
-            pairs = zip(candidates, scores, strict=True)
-            hits = [best_hits(self.committed, each, its_scores, k) for each, its_scores in pairs]
-        seconds = stages.seconds()
-        return [Hits(each, each.root, seconds) for each in hits]
-
-    def _fetch_sound(self, candidates: Sequence[Candidates]) -> tuple[list[Candidates], Blocks]:
-        """Fetch the blocks of the candidates. Leave out candidates with damaged blocks, and warn about them."""
-        sound = list(candidates)
-        while True:
-            try:
-                return sound, self._store.fetch(np.concatenate([each.rows for each in sound]))
-            except CorruptIndexError as error:
-                if not error.row_ids:
-                    raise
-                warnings.warn(f"candidates are left out of the search: {error}", RuntimeWarning, stacklevel=5)
-                sound = [each.without(error.row_ids) for each in sound]
-
-
-def _check_unused(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise UsageError(
-                f"{name} has no effect without re-ranking: leave out {name}, or set rerank to True", parameter=name
-            )
+def _by_embedding(candidates: Candidates) -> ScoredCandidates:
+    """Return the scores of a search without re-ranking: the similarities of the embeddings."""
+    rows, similarities = candidates
+    return ScoredCandidates(rows, similarities, similarities, None, {EMBEDDING: similarities})

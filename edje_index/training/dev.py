@@ -180,14 +180,13 @@ def _pools(
     repeated = np.repeat(queries[:, None], near.shape[1], axis=1)
     captions, images = (repeated, near) if text_queries else (near, repeated)
     tokens = _DevTokens.of(bundle, dev, features, images)
-    available = bundle.parts(direction, ScoreWeights())
-    parts = {name: available[name] for name in names if name in available}
-    scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in parts}
+    models, weights = bundle.score_models, ScoreWeights()
+    scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names if name in models.part_names}
     for query, (caption_row, image_row) in enumerate(zip(captions, images, strict=True)):
         on_query(query)
         pairs = Pairs([dev.captions[position] for position in caption_row], tokens.at(image_row))
-        for name, part in parts.items():
-            scores[name].append(part.of(pairs))
+        for name, values in scores.items():
+            values.append(models.part(name, pairs, direction, weights))
     return DevPools(
         parts={
             EMBEDDING: np.take_along_axis(similarities, near, axis=1),
@@ -208,10 +207,10 @@ def _hubness_products(
         return None
     distinct, which = np.unique(candidates, return_inverse=True)
     if direction == TEXT_TO_IMAGE:
-        vectors, embeddings = bundle.pooled_vectors.of_images(tokens.at(distinct)), dev.image_embeddings
+        vectors, embeddings = bundle.score_models.image_vectors(tokens.at(distinct)), dev.image_embeddings
     else:
         texts = [dev.captions[position] for position in distinct]
-        vectors, embeddings = bundle.pooled_vectors.of_captions(texts), dev.text_embeddings
+        vectors, embeddings = bundle.score_models.caption_vectors(texts), dev.text_embeddings
     candidate_embeddings = torch.from_numpy(embeddings[distinct]).to(vectors.device)
     embedding_products, pooled_products = bank.products(candidate_embeddings, vectors, direction)
     return HubnessProducts(

@@ -15,7 +15,7 @@ from edje_index.errors import ModelError
 from edje_index.models.weights import State
 from edje_index.progress import OnProgress
 from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.pooled_similarity import PooledVectors
+from edje_index.scoring.parts import ScoreModels
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from edje_index.training.batches import BatchSource, SpecialTokens, joint_rows
 from edje_index.training.checkpoints import Checkpoints
@@ -68,7 +68,7 @@ def finish_model(
         pooled = fit_pooled_similarity(adapter, bundle.joint, source, fitting.pooled_dim, on_progress)
         bundle = replace(bundle, pooled=pooled.to(device).eval())
     if fitting.hubness_bank:
-        bank = make_hubness_bank(adapter, bundle.pooled_vectors, source, fitting.hubness_bank, on_progress)
+        bank = make_hubness_bank(adapter, bundle.score_models, source, fitting.hubness_bank, on_progress)
         bundle = replace(bundle, hubness_bank=bank.to(device).eval())
     weights = ScoreWeights(
         late=fitting.late_weight or 0.0,
@@ -94,7 +94,7 @@ def _with_prefix(weights: State, prefix: str) -> State:
 @torch.inference_mode()
 def make_hubness_bank(
     adapter: nn.Module,
-    vectors: PooledVectors,
+    models: ScoreModels,
     source: BatchSource,
     count: int,
     on_progress: OnProgress = lambda activity, done, total: None,
@@ -105,7 +105,7 @@ def make_hubness_bank(
 
     Args:
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
-        vectors: computes the pooled vectors. If the bundle has no pooled similarity, the vectors have width 0.
+        models: computes the pooled vectors. If the bundle has no pooled similarity, the vectors have width 0.
         source: features and captions of the training data.
         count: maximum number of captions in the bank, and maximum number of images in the bank.
         on_progress: called with the number of captions and images that are finished.
@@ -116,7 +116,7 @@ def make_hubness_bank(
     data, rng = source.data, stream(source.config.loop.seed, BANK)
     captions = np.sort(rng.permutation(len(data.text_embeddings))[:count])
     images = np.sort(rng.permutation(data.images)[:count])
-    joint, pooled, total = vectors.joint, vectors.pooled, len(captions) + len(images)
+    joint, pooled, total = models.joint, models.pooled, len(captions) + len(images)
 
     def batches(positions: NDArray[np.int64], done: int) -> Iterator[NDArray[np.int64]]:
         for start in range(0, len(positions), _BATCH):
@@ -137,7 +137,7 @@ def make_hubness_bank(
             readable.append(batch[are_readable])
             if are_readable.any():
                 tokens = adapter(features.to(joint.device).float())
-                chunks.append(vectors.of_images(tokens.bfloat16()).cpu())  # bfloat16, as an index stores tokens
+                chunks.append(models.image_vectors(tokens.bfloat16()).cpu())  # bfloat16, as an index stores tokens
         if not chunks:
             raise nothing_readable()
         image_vectors, images = torch.cat(chunks), np.concatenate(readable)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS
+from edje_index.scoring.weights import DIRECTIONS
 from pipelines.cli.options import (
     PATH,
     POSITIVE,
@@ -24,10 +24,6 @@ from pipelines.cli.options import (
 )
 from pipelines.cli.output import note, print_json, this_command
 from storage_formats.errors import UsageError
-
-if TYPE_CHECKING:
-    from edje_index.evaluation.config import EvaluationConfig
-    from edje_index.evaluation.results import Evaluation
 
 
 @click.command("eval")
@@ -51,12 +47,8 @@ if TYPE_CHECKING:
     "precisions",
     multiple=True,
     metavar="NAME",
-    help="Token precision to evaluate; repeatable.  [default: all precisions stored in INDEX]",
-)
-@click.option(
-    "--simulate",
-    is_flag=True,
-    help="Evaluate also precisions that INDEX does not store. The tokens are converted in memory.",
+    help="Token precision to evaluate; repeatable. Tokens are converted in memory to a precision that INDEX does not "
+    "store.  [default: all precisions stored in INDEX]",
 )
 @click.option(
     "--pool",
@@ -77,19 +69,13 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Use all images of INDEX and all captions of CAPTIONS as candidates, and report recall at 5, 10 and 20.",
 )
-@click.option(
-    "--full-captions",
-    type=PATH,
-    metavar="FILE",
-    multiple=True,
-    help="With --full: another file with candidate captions; repeatable.",
-)
 @joint_pool_option
 @score_option
 @click.option("--rerank/--no-rerank", default=True, help="Evaluate with re-ranking, or evaluate the embeddings alone.")
 @click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.  [default: all queries]")
 @click.option(
     "--bootstrap",
+    "resamples",
     type=click.IntRange(min=0),
     default=1000,
     show_default=True,
@@ -102,7 +88,16 @@ if TYPE_CHECKING:
 @dtype_option
 @quiet_option
 @json_option
-def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) -> None:
+def evaluate(
+    index: Path,
+    model: Path | None,
+    also: tuple[str, ...],
+    direction: str,
+    report: Path | None,
+    quiet: bool,
+    as_json: bool,
+    **settings: Any,
+) -> None:
     """Measure the recall of INDEX on captioned images, before and after re-ranking.
 
     CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO), Parquet or WebDataset tar format. In text-to-image
@@ -120,19 +115,25 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) ->
       edje-index eval m64.edje captions.jsonl --also m32.edje --queries 500 --cache scores
       edje-index eval photos.edje dataset_coco.json --split test --full
     """
-    if options["full_captions"] and not options["full"]:
-        raise UsageError("--full-captions needs --full; add --full")
-    if not options["rerank"] and options["score"] != BUNDLE_SCORE:
-        raise UsageError("--score has no effect with --no-rerank: leave out --score or --no-rerank")
-    if not options["rerank"] and options["joint_pool"] is not None:
-        raise UsageError("--joint-pool has no effect with --no-rerank: leave out --joint-pool or --no-rerank")
-    config = _config(**options)
     if report is not None:
-        _make(report)
+        try:  # now, and not after a long evaluation
+            report.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=report):
+                pass
+        except OSError as error:
+            problem = f"cannot write the report to {report}: {error.strerror}"
+            raise UsageError(f"{problem}; choose another directory") from error
     from edje_index.evaluation.evaluate import evaluate as measure
+    from edje_index.evaluation.report import text_report, to_json, write_report
+    from edje_index.evaluation.results import EvaluationConfig
     from pipelines.progress.display import progress_display
     from pipelines.progress.events import progress_callback
 
+    config = EvaluationConfig(
+        systems=((index, model), *map(index_and_model, also)),
+        directions=DIRECTIONS if direction == "both" else (direction,),
+        **settings,
+    )
     try:
         with progress_display(quiet=quiet) as on_event:
             result = measure(config, progress_callback(on_event))
@@ -140,32 +141,6 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) ->
         if config.cache is not None:
             note(f"stopped; finished scores are kept. To resume: {this_command()}")
         raise
-    _show(result, report, as_json=as_json)
-
-
-def _config(
-    *, index: Path, model: Path | None, also: tuple[str, ...], direction: str, bootstrap: int, **settings: Any
-) -> EvaluationConfig:
-    from edje_index.evaluation.config import EvaluationConfig
-
-    systems = ((index, model), *map(_other, also))
-    directions = DIRECTIONS if direction == "both" else (direction,)
-    return EvaluationConfig(systems=systems, directions=directions, resamples=bootstrap, **settings)
-
-
-def _other(text: str) -> tuple[Path, Path | None]:
-    """Parse "INDEX" or "INDEX=MODEL". An existing path that contains "=" is read as "INDEX"."""
-    index, equals, model = text.rpartition("=")
-    if not equals or Path(text).exists():
-        return Path(text), None
-    if not index or not model:
-        raise UsageError(f"--also takes INDEX or INDEX=MODEL, got '{text}'")
-    return Path(index), Path(model)
-
-
-def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
-    from edje_index.evaluation.report import text_report, to_json, write_report
-
     for system in result.systems:
         if not system.trained:
             note(f"note: the model of {system.name} is untrained, so the order of its hits is random")
@@ -178,10 +153,11 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
             note(f"wrote {path}")
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(f"cannot write the report to {folder}: {error.strerror}; choose another directory") from error
+def index_and_model(text: str) -> tuple[Path, Path | None]:
+    """Parse "INDEX" or "INDEX=MODEL". An existing path that contains "=" is read as "INDEX"."""
+    index, equals, model = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return Path(text), None
+    if not index or not model:
+        raise UsageError(f"give INDEX or INDEX=MODEL, got '{text}'")
+    return Path(index), Path(model)

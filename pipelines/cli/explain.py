@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli.eval_command import index_and_model
 from pipelines.cli.options import (
     PATH,
     POSITIVE,
@@ -19,9 +19,6 @@ from pipelines.cli.options import (
 )
 from pipelines.cli.output import note, print_json, print_line
 from storage_formats.errors import UsageError
-
-if TYPE_CHECKING:
-    from edje_index.evaluation.interpretation.explain import Explanation
 
 _FREQUENT = 10
 
@@ -58,7 +55,20 @@ _FREQUENT = 10
 )
 @quiet_option
 @json_option
-def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+def explain(
+    index: Path,
+    rows: tuple[int, ...],
+    out: Path,
+    model: Path | None,
+    precision: str | None,
+    sample: int,
+    captions: Path | None,
+    images: Path | None,
+    split: str | None,
+    against: str | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Write an HTML page that explains the tokens of INDEX with words.
 
     ROW is a row id. For each ROW, the page shows the image and the words of the language model that are nearest to the
@@ -73,45 +83,34 @@ def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json:
       edje-index explain photos.edje 17 230 --precision nvfp4 --out words.html
       edje-index explain local.edje --captions dataset_flickr30k.json --split test --against m64.edje
     """
-    captions, images, split, against = (options[name] for name in ("captions", "images", "split", "against"))
     if captions is None and (images or split or against):
         raise UsageError("--images, --split and --against need --captions; add --captions FILE")
-    from edje_index.evaluation.interpretation.explain import Captions, ExplainedIndex, explain_index
+    from edje_index.evaluation.explain import Captions, ExplainedIndex, explain_index
     from pipelines.pages.explain_page import explain_page
     from pipelines.progress.display import progress_display
     from pipelines.progress.events import progress_callback
     from storage_formats.atomic import write_bytes_atomic
 
-    other = None
-    if against is not None:
-        root, _, model = against.partition("=")
-        other = ExplainedIndex(Path(root), Path(model) if model else None)
+    other = None if against is None else ExplainedIndex(*index_and_model(against))
     chosen = None if captions is None else Captions(captions, images, split, other)
-    source = ExplainedIndex(index, options["model"], options["precision"])
+    source = ExplainedIndex(index, model, precision)
     with progress_display(quiet=quiet) as on_event:
         explanation = explain_index(
-            source, rows, sample=options["sample"], captions=chosen, on_progress=progress_callback(on_event)
+            source, rows, sample=sample, captions=chosen, on_progress=progress_callback(on_event)
         )
     write_bytes_atomic(out, explain_page(explanation).encode())
     note(f"page: {out}")
-    if as_json:
-        print_json({**_as_json(explanation), "against": against, "page": str(out)})
-    else:
-        _print(explanation)
-
-
-def _as_json(explanation: Explanation) -> dict[str, Any]:
-    """Return an explanation as a JSON object. Of the attention, only the reason why it is missing is kept."""
-    rows = [{**vars(row), "words": asdict(row.words), "attention": row.attention.problem} for row in explanation.rows]
-    return {**asdict(replace(explanation, rows=())), "root": str(explanation.root), "rows": rows}
-
-
-def _print(explanation: Explanation) -> None:
-    words = explanation.words
+    if as_json:  # of the attention, only the reason why it is missing
+        explained = [
+            {**vars(row), "words": asdict(row.words), "attention": row.attention.problem} for row in explanation.rows
+        ]
+        value = {**asdict(replace(explanation, rows=())), "root": str(explanation.root), "rows": explained}
+        print_json({**value, "against": against, "page": str(out)})
+        return
+    words, alignment = explanation.words, explanation.alignment
     frequent = ", ".join(f"{word} {count:,}" for word, count in words.words[:_FREQUENT])
     print_line(f"{explanation.sample:,} images, {words.tokens:,} tokens: {frequent}")
     print_line(f"special tokens {words.special / words.tokens:.1%}, unused tokens {words.unused / words.tokens:.1%}")
-    alignment = explanation.alignment
     if alignment is None:
         return
     for name, scores in ((explanation.root, alignment.first), (explanation.against, alignment.second)):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipelines.cli.options import (
+    FILE,
+    PATH,
     POSITIVE,
     engine_option,
     json_option,
@@ -18,15 +20,17 @@ from pipelines.cli.options import (
     quiet_option,
 )
 from pipelines.cli.output import print_json, print_line, running_job
-from pipelines.cli.quantization_report import ReportRequest, measure, report_options
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
+    from edje_index.evaluation.quantization import QuantizationReport
     from pipelines.engines.base import Engine
-    from pipelines.jobs.quantization_report import QuantizeReport
     from pipelines.jobs.quantize import QuantizeResult
+
+
+_PRINT_ONLY = "-"
 
 
 @click.command()
@@ -39,7 +43,22 @@ if TYPE_CHECKING:
 @engine_option("inline")
 @click.option("--workers", type=POSITIVE, help="Number of worker processes, with --engine ray.  [default: 2]")
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --engine ray.")
-@report_options
+@click.option(
+    "--report",
+    is_flag=False,
+    flag_value=_PRINT_ONLY,
+    type=click.Path(file_okay=False, allow_dash=True, path_type=Path),
+    metavar="[DIR]",
+    help="Measure how much each precision changes tokens and ranking. With DIR, also write the report to DIR.",
+)
+@click.option(
+    "--queries", type=FILE, help="With --report: file of queries, as text or .jsonl.  [default: 24 built-in captions]"
+)
+@click.option(
+    "--model",
+    type=PATH,
+    help="With --report: directory of the model bundle.  [default: the bundle that built INDEX]",
+)
 @log_option
 @quiet_option
 @json_option
@@ -51,7 +70,9 @@ def quantize(
     engine: str,
     workers: int | None,
     address: str | None,
-    request: ReportRequest | None,
+    report: Path | None,
+    queries: Path | None,
+    model: Path | None,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -72,16 +93,16 @@ def quantize(
       edje-index quantize photos.edje --report
       edje-index quantize photos.edje --report costs/ --queries captions.txt
     """
-    if not (to or drop or request):
+    if not (to or drop or report):
         raise UsageError("nothing to do: give --to, --drop or --report")
+    if (queries or model) and report is None:
+        raise UsageError("--queries and --model need --report; add --report")
     output: dict[str, Any] = {}
-    if request is not None:
+    if report is not None:
         if not isinstance(index, Path):
             raise UsageError(f"--report needs an index on a file system; copy {index} to a directory first")
-        report = measure(request, index, to, source, quiet=quiet)
-        if not as_json:
-            _print_report(report, request)
-        output = {"report": asdict(report)} if to or drop else asdict(report)
+        measured = _report(index, report, to, source, queries, model, quiet=quiet, as_json=as_json)
+        output = {"report": asdict(measured)} if to or drop else asdict(measured)
     if to or drop:
         from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 
@@ -96,13 +117,37 @@ def quantize(
         print_json(output)
 
 
-def _print_report(report: QuantizeReport, request: ReportRequest) -> None:
-    from pipelines.jobs.quantization_report_files import table
+def _report(
+    index: Path,
+    folder: Path,
+    to: tuple[str, ...],
+    source: str | None,
+    queries: Path | None,
+    model: Path | None,
+    *,
+    quiet: bool,
+    as_json: bool,
+) -> QuantizationReport:
+    """Measure the precisions `to`, or all, against `source`. Print the report, and write it unless only printed."""
+    from edje_index.evaluation.quantization import measure_precisions
+    from pipelines.jobs.quantization_report import table, write_report
+    from pipelines.jobs.quantize import precision_to_read
+    from pipelines.progress.display import progress_display
+    from pipelines.progress.events import progress_callback
+    from storage_formats.format.manifest import Manifest
 
-    for line in table(report):
-        print_line(line)
-    if request.folder is not None:
-        print_line(f"report written to {request.folder}")
+    reference = precision_to_read(index, Manifest.load(index), source)
+    with progress_display(quiet=quiet) as on_event:
+        on_progress = progress_callback(on_event)
+        report = measure_precisions(index, reference, to, queries=queries, model=model, on_progress=on_progress)
+    if folder != Path(_PRINT_ONLY):
+        write_report(report, folder)
+    if not as_json:
+        for line in table(report):
+            print_line(line)
+        if folder != Path(_PRINT_ONLY):
+            print_line(f"report written to {folder}")
+    return report
 
 
 def _print(index: IndexLocation, result: QuantizeResult) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,31 +25,13 @@ from pipelines.cli.options import (
     where_option,
 )
 from pipelines.cli.output import note, print_json, print_line
-from pipelines.cli.search_queries import hint_at_image, prompt_for_queries, read_queries, read_texts
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.scoring.weights import ScoreWeights
-    from edje_index.search.hits import Hit, Hits
-    from edje_index.search.token_index import TokenIndex
+    from edje_index.search.hits import Hits, TextHit
 
 _QUERIES_AT_ONCE = 64  # their hits appear together
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Options of one search."""
-
-    k: int
-    pool: int
-    joint_pool: int | None
-    score: str
-    rerank: bool
-    where: str | None
-    texts: Path | None
-    html: Path | None
-    open_page: bool
-    as_json: bool
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 @click.command()
@@ -59,7 +40,7 @@ class _Request:
 @click.option(
     "--queries",
     type=FILE,
-    help="File of queries: one query per line, or a .jsonl file of objects with the key `query`.",
+    help="File of queries: one query per line, or a .jsonl file of texts or of objects with the key `query`.",
 )
 @click.option(
     "--image",
@@ -97,13 +78,22 @@ def search(
     text: str | None,
     queries: Path | None,
     image: Path | None,
+    texts: Path | None,
+    k: int,
+    pool: int,
+    joint_pool: int | None,
+    score: str,
+    rerank: bool,
+    where: str | None,
     precision: str | None,
     model: Path | None,
     device: str,
     dtype: str,
-    **options: Any,
+    html: Path | None,
+    open_page: bool,
+    as_json: bool,
 ) -> None:
-    """Find the images that match TEXT best. Without TEXT, --queries and --image, prompt for queries.
+    """Find the images that match TEXT best. Give TEXT, --queries or --image.
 
     The candidates are the rows whose embeddings are nearest to the embedding of TEXT. The candidates are then sorted by
     the final score, a weighted sum of several scores. The weights are in the model bundle; --score sets other weights.
@@ -128,157 +118,108 @@ def search(
       edje-index search photos.edje --image car.jpg
       edje-index search photos.edje --image car.jpg --texts captions.txt
     """
-    request = _Request(**options)
-    _check(request)
-    _check_query(request, text=text, queries=queries, image=image, precision=precision)
-    texts = None if request.texts is None else read_texts(request.texts)
-    batches = [[text]] if text is not None else _batches(queries)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for one query, threads that spin between products cost more
-    from storage_formats.format.mirror import open_index
+    if sum(query is not None for query in (text, queries, image)) != 1:
+        raise UsageError("give one of TEXT, --queries FILE and --image FILE")
+    by_embedding = not rerank or (image is not None and texts is None)
+    why = "with --no-rerank" if not rerank else "with --image, which compares embeddings alone"
+    is_given = {
+        "--score": score != BUNDLE_SCORE,
+        "--joint-pool": joint_pool is not None,
+        "--where": where is not None,
+        "--precision": precision is not None,
+        "--html": html is not None,
+    }
+    useless = [("--score", why), ("--joint-pool", why), ("--html", why)] if by_embedding else []
+    useless += [("--precision", "with --image, which is encoded now")] if image is not None else []
+    useless += [(option, "with --texts") for option in ("--where", "--joint-pool") if texts is not None]
+    useless += [("--html", "without TEXT, whose hits it shows")] if text is None else []
+    for option, reason in useless:
+        if is_given[option]:
+            raise UsageError(f"{option} has no effect {reason}: leave out {option}")
+    if texts is not None and image is None:
+        raise UsageError("--texts are ranked for an image: add --image FILE")
+    if open_page and html is None:
+        raise UsageError("--open opens the page that --html writes: add --html FILE")
+    if rerank and pool < k:
+        raise UsageError(f"--pool {pool} is smaller than -k {k}: only candidates can become hits, so raise --pool")
 
-    manifest = open_index(index).manifest  # may raise, so it comes before torch is loaded
+    from edje_index.search.query import read_queries
+
+    query_texts = [text] if text is not None else [] if queries is None else read_queries(queries)
+    choices = [] if texts is None else read_queries(texts)
+    if text is not None and text.lower().endswith(_IMAGE_SUFFIXES) and os.path.isfile(text):
+        note(f"note: {text} is searched as a text, but is an image file: did you mean --image {text}?")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for one query, threads that spin between products cost more
     from edje_index.search.token_index import TokenIndex
 
     started = time.perf_counter()
-    opened = TokenIndex.open(index, model, precision=precision, device=device, dtype=dtype, score=request.score)
+    opened = TokenIndex.open(index, model, precision=precision, device=device, dtype=dtype, score=score)
     loading = time.perf_counter() - started
-    if not manifest.model.get("trained", True):
+    if not opened.model.trained:
         note("note: this model is untrained: the order of these hits has no meaning")
-    if image is not None:
-        _answer_image(opened, image, texts, request)
+    pool = max(pool, k)
+    if image is not None and choices:
+        _show_texts(
+            str(image), opened.search_texts(image, choices, k, pool, score=score if rerank else EMBEDDING), as_json
+        )
         return
-    for batch in batches:
-        _answer(opened, batch, request, loading, heading=text is None)
-    if request.rerank and not request.as_json:
-        note(_explanation(opened.model.weights("t2i", request.score)))
+    if image is not None:
+        _show(str(image), opened.search_image(image, k, where=where), as_json)
+        return
+    for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
+        batch = query_texts[start : start + _QUERIES_AT_ONCE]
+        results = opened.search(
+            batch,
+            k if html is None else pool,
+            pool,
+            rerank=rerank,
+            score=score if rerank else None,
+            where=where,
+            joint_pool=joint_pool,
+        )
+        for query, hits in zip(batch, results, strict=True):
+            if queries is not None and not as_json:
+                print_line(f"query: {query}")
+            _show(query, hits.first(k), as_json)
+    if rerank and not as_json:
+        note(
+            f"score = {opened.model.weights('t2i', score).described()}; scores order the hits of one query and cannot "
+            "be compared between queries. joint: share of the score from logit, late interaction and pooled "
+            "similarity. embedding: cosine similarity of the embeddings."
+        )
+    if html is not None:
+        from pipelines.pages.search_page import SearchContext, search_page
+        from storage_formats.atomic import write_bytes_atomic
+
+        context = SearchContext(
+            root=opened.root,
+            query=query_texts[0],
+            precision=opened.precision,
+            weights=opened.model.weights("t2i", score),
+            trained=opened.model.trained,
+            timings={"load index and model": loading, **results[0].stages},
+        )
+        write_bytes_atomic(html, search_page(results[0], k, context).encode())
+        note(f"page: {html}")
+        if open_page:
+            click.launch(str(html.resolve()))
 
 
-def _batches(queries: Path | None) -> Iterable[list[str]]:
-    """Return the queries in batches: large batches from a file, or single queries from the prompt."""
-    if queries is None:
-        return ([query] for query in prompt_for_queries())
-    texts = read_queries(queries)
-    return [texts[start : start + _QUERIES_AT_ONCE] for start in range(0, len(texts), _QUERIES_AT_ONCE)]
-
-
-def _answer(opened: TokenIndex, texts: list[str], request: _Request, loading: float, *, heading: bool) -> None:
-    for text in texts:
-        hint_at_image(text)
-    pool = max(request.pool, request.k)
-    k = pool if request.html else request.k
-    results = opened.search(texts, k, pool, rerank=request.rerank, where=request.where, joint_pool=request.joint_pool)
-    for text, candidates in zip(texts, results, strict=True):
-        if request.html is not None:
-            _write_page(request.html, opened, candidates, request=request, query=text, loading=loading)
-        _show(text, candidates.first(request.k), request, heading=heading)
-
-
-def _show(query: str, hits: Hits, request: _Request, *, heading: bool) -> None:
-    if request.as_json:
+def _show(query: str, hits: Hits, as_json: bool) -> None:
+    if as_json:
         stages = {stage: round(1000 * seconds, 3) for stage, seconds in hits.stages.items()}
         print_json({"query": query, "hits": [asdict(hit) for hit in hits], "stages_ms": stages})
         return
-    if heading:
-        print_line(f"query: {query}")
-    _print(hits)
-
-
-def _answer_image(opened: TokenIndex, image: Path, texts: list[str] | None, request: _Request) -> None:
-    """Print the images that are most similar to an image or, if there are `texts`, those that describe it best."""
-    if texts is None:
-        _show(str(image), opened.search_image(image, request.k, where=request.where), request, heading=False)
-        return
-    pool = max(request.pool, request.k)
-    hits = opened.search_texts(image, texts, request.k, pool, score=None if request.rerank else EMBEDDING)
-    if request.as_json:
-        print_json({"query": str(image), "hits": [asdict(hit) for hit in hits]})
-        return
-    print_line(f"{'score':>9} {'embedding':>10}  text")
-    for hit in hits:
-        print_line(f"{hit.score:>9.4f} {hit.embedding_score:>10.4f}  {hit.text}")
-
-
-def _check_query(
-    request: _Request, *, text: str | None, queries: Path | None, image: Path | None, precision: str | None
-) -> None:
-    """Raise UsageError if several kinds of query are given, or an option does not apply to the query."""
-    if sum(query is not None for query in (text, queries, image)) > 1:
-        raise UsageError("give only one of TEXT, --queries and --image")
-    if request.html is not None and text is None:
-        raise UsageError("--html shows the hits of one TEXT: give TEXT, or leave out --html")
-    if image is not None and precision is not None:
-        raise UsageError("--precision has no effect with --image, which is encoded now: leave out --precision")
-    if request.texts is not None:
-        _check_texts(request, image)
-    elif image is not None:
-        _check_unused(request, "with --image, which compares embeddings alone")
-
-
-def _check_texts(request: _Request, image: Path | None) -> None:
-    """Raise UsageError if an option does not apply to image-to-text search."""
-    if image is None:
-        raise UsageError("--texts are ranked for an image: add --image FILE")
-    for option, value in (("--where", request.where), ("--joint-pool", request.joint_pool)):
-        if value is not None:
-            raise UsageError(f"{option} has no effect with --texts: leave out {option}")
-
-
-def _check(request: _Request) -> None:
-    if request.rerank and request.pool < request.k:
-        raise UsageError(
-            f"--pool {request.pool} is smaller than -k {request.k}: only candidates can become hits, so raise --pool"
-        )
-    if not request.rerank:
-        _check_unused(request, "with --no-rerank")
-    if request.html is not None and not request.rerank:
-        raise UsageError("--html compares the order before and after re-ranking: leave out --html or --no-rerank")
-    if request.open_page and request.html is None:
-        raise UsageError("--open opens the page that --html writes: add --html FILE")
-
-
-def _check_unused(request: _Request, why: str) -> None:
-    """Raise UsageError if an option is given that needs re-ranking. `why` says why there is no re-ranking."""
-    for option, is_given in (("--score", request.score != BUNDLE_SCORE), ("--joint-pool", request.joint_pool)):
-        if is_given:
-            raise UsageError(f"{option} has no effect {why}: leave out {option}")
-
-
-def _write_page(
-    path: Path,
-    opened: TokenIndex,
-    candidates: Hits,
-    *,
-    request: _Request,
-    query: str,
-    loading: float,
-) -> None:
-    from pipelines.pages.search_page import SearchContext, search_page
-    from storage_formats.atomic import write_bytes_atomic
-
-    context = SearchContext(
-        root=opened.root,
-        query=query,
-        precision=opened.precision,
-        weights=opened.model.weights("t2i", request.score),
-        trained=opened.model.trained,
-        timings={"load index and model": loading, **candidates.stages},
-    )
-    write_bytes_atomic(path, search_page(candidates, request.k, context).encode())
-    note(f"page: {path}")
-    if request.open_page:
-        click.launch(str(path.resolve()))
-
-
-def _explanation(weights: ScoreWeights) -> str:
-    return (
-        f"score = {weights.described()}; scores order the hits of one query and cannot be compared between queries. "
-        "joint: share of the score from logit, late interaction and pooled similarity. "
-        "embedding: cosine similarity of the embeddings."
-    )
-
-
-def _print(hits: list[Hit]) -> None:
     print_line(f"{'score':>9} {'joint':>9} {'embedding':>10} {'row':>9}  image")
     for hit in hits:
         joint = "-" if hit.joint_score is None else f"{hit.joint_score:.4f}"
         print_line(f"{hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f} {hit.row_id:>9}  {hit.uri}")
+
+
+def _show_texts(query: str, hits: list[TextHit], as_json: bool) -> None:
+    if as_json:
+        print_json({"query": query, "hits": [asdict(hit) for hit in hits]})
+        return
+    print_line(f"{'score':>9} {'embedding':>10}  text")
+    for hit in hits:
+        print_line(f"{hit.score:>9.4f} {hit.embedding_score:>10.4f}  {hit.text}")

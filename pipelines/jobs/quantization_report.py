@@ -1,305 +1,162 @@
-"""Measures the token errors and the ranking changes of each precision of an index.
-
-No labels are needed: each precision is compared with a reference precision. Nothing is written to the index.
-"""
+"""Writes the quantization report as a table, a Markdown page and a plot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from pipelines.jobs.quantize import precision_to_read
-from pipelines.progress.events import OnEvent, Progress
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from edje_index.evaluation.quantization import Distribution, PrecisionCost, QuantizationReport
 
-    from edje_index.evaluation.quantization_report.rankings import RankingChange
-    from edje_index.evaluation.quantization_report.token_errors import TokenErrors
-    from edje_index.search.search_model import SearchModel
-    from storage_formats.codecs import Blocks
-    from storage_formats.format.layout import IndexSpec
-    from storage_formats.format.manifest import CommittedIndex
-
-    ReadBlocks: TypeAlias = Callable[[NDArray[np.int64]], Blocks]
-    Subject: TypeAlias = Callable[[NDArray[np.int64], Blocks], Blocks]  # (row ids, reference blocks) -> blocks
-
-_BATCH_TOKENS = 8192  # tokens compared at once: 100 MB of float64 at a width of 384
+_PLOT = "quality.png"
+_RANKING = ("top-1 kept", "Kendall tau", "tau p5", "overlap@10", "score change", "in std")
+_DISTRIBUTION = ("p1", "p5", "p50", "mean", "p95", "p99", "worst")
 
 
-@dataclass(frozen=True)
-class ReportConfig:
-    """A request to compare precisions with a reference.
-
-    Attributes:
-        root: directory of the index.
-        precisions: the precisions to measure; empty for all.
-        source: the reference precision; None for the highest-fidelity precision stored.
-        rows: number of random rows whose tokens are compared.
-        queries: file of queries; None for `GENERIC_CAPTIONS`.
-        pool: number of candidates per query.
-        model: bundle to re-rank with; None for the bundle that built the index.
-        device: "auto", "cpu" or "cuda".
-        seed: seed for sampling the rows.
-    """
-
-    root: Path
-    precisions: tuple[str, ...] = ()
-    source: str | None = None
-    rows: int = 2000
-    queries: Path | None = None
-    pool: int = 50
-    model: Path | None = None
-    device: str = "auto"
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The sample of rows whose tokens were compared.
-
-    Attributes:
-        rows: number of sampled rows, holes included.
-        holes: number of sampled rows without tokens. These rows were skipped.
-        seed: seed for sampling the rows.
-    """
-
-    rows: int
-    holes: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class QueriesUsed:
-    """The queries whose candidates were re-ranked.
-
-    Attributes:
-        source: path of the file, or "built-in captions".
-        count: number of queries.
-        pool: number of candidates per query.
-        trained: False for a model of random weights.
-    """
-
-    source: str
-    count: int
-    pool: int
-    trained: bool
-
-
-@dataclass(frozen=True)
-class PrecisionCost:
-    """One precision, compared with the reference.
-
-    Attributes:
-        name: name of the precision.
-        stored: True if the index stores the precision, False if the tokens were converted in memory for this report.
-        bytes_per_image: length of a record in bytes.
-        tokens: errors of the tokens; None if there were no tokens to compare.
-        ranking: changes of the ranking; None if re-ranking was not measured.
-    """
-
-    name: str
-    stored: bool
-    bytes_per_image: int
-    tokens: TokenErrors | None
-    ranking: RankingChange | None
-
-
-@dataclass(frozen=True)
-class QuantizeReport:
-    """Comparison of the precisions of an index with a reference precision.
-
-    Attributes:
-        index: path of the index.
-        rows: number of rows of the index.
-        block_shape: (m, d), the shape of one image's tokens.
-        reference: the precision that all other precisions are compared with.
-        reference_encoded_from: precisions that the reference was converted from, first to last.
-        reference_bytes_per_image: length of a record of the reference in bytes.
-        sample: the rows that were compared.
-        queries: the queries whose candidates were re-ranked; None if re-ranking was not measured.
-        ranking_left_out: why re-ranking was not measured; None if it was measured.
-        impossible: reason why a precision cannot encode tokens of this width, by name of the precision.
-        precisions: the measured precisions, longest records first.
-    """
-
-    index: str
-    rows: int
-    block_shape: tuple[int, int]
-    reference: str
-    reference_encoded_from: tuple[str, ...]
-    reference_bytes_per_image: int
-    sample: Sample
-    queries: QueriesUsed | None
-    ranking_left_out: str | None
-    impossible: dict[str, str]
-    precisions: tuple[PrecisionCost, ...]
-
-
-def measure_precisions(config: ReportConfig, on_event: OnEvent = lambda _: None) -> QuantizeReport:
-    """Compare every precision of `config` with the reference.
+def write_report(report: QuantizationReport, folder: Path) -> None:
+    """Write report.json, report.md and quality.png to the directory `folder`. A missing directory is created.
 
     Raises:
-        UsageError: there is no index, a precision is unknown, the index does not store the reference precision, or the
-            file of queries is invalid.
-        ModelError: the bundle cannot be used, or another bundle built the index.
-        CorruptIndexError: tokens are missing.
+        UsageError: `folder` is not a directory.
     """
-    from storage_formats.codecs import codec
-    from storage_formats.format.manifest import CommittedIndex
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        (folder / "report.md").write_text("\n".join(markdown(report)) + "\n", encoding="utf-8")
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{folder} is not a directory; choose another directory for the report") from None
+    plot(report, folder / _PLOT)
 
-    queries, query_source = _queries(config)
-    index = CommittedIndex.open(config.root)
-    manifest, spec = index.manifest, index.manifest.spec
-    reference = precision_to_read(config.root, manifest, config.source)
-    subjects, impossible = _subjects(config, spec, reference)
-    read = _reader(config.root, reference)
-    sample, errors = _token_errors(config, spec, read, subjects, on_event)
-    model, left_out = _ranking_model(config, index)
-    rankings: dict[str, RankingChange] = {}
-    if model is not None:
-        rankings = _rankings(config, index, model, read, subjects, queries, on_event)
-        left_out = None if rankings else "no query has two candidates"
-    sizes = {name: codec(name, spec.block_shape).record_bytes for name in (reference, *subjects)}
-    costs = [
-        PrecisionCost(name, name in spec.precisions, sizes[name], errors[name], rankings.get(name))
-        for name in sorted(subjects, key=lambda name: -sizes[name])
+
+def table(report: QuantizationReport) -> list[str]:
+    """Return the report as lines of plain text, for a terminal."""
+    rows = [
+        ["precision", "bytes/image", "error p50", "error p99", "worst", "cosine p50", "cosine p1", "worst", *_RANKING]
     ]
-    used = None
-    if rankings and model is not None:
-        used = QueriesUsed(query_source, len(queries), config.pool, model.trained)
-    return QuantizeReport(
-        index=str(config.root),
-        rows=spec.rows,
-        block_shape=spec.block_shape,
-        reference=reference,
-        reference_encoded_from=manifest.encoded_from.get(reference, ()),
-        reference_bytes_per_image=sizes[reference],
-        sample=sample,
-        queries=used,
-        ranking_left_out=left_out,
-        impossible=impossible,
-        precisions=tuple(costs),
-    )
+    rows.append([report.reference, f"{report.reference_bytes_per_image:,}", *["-"] * (len(rows[0]) - 2)])
+    for cost in report.precisions:
+        errors = ["-"] * 6
+        if cost.tokens is not None:
+            error, cosine = cost.tokens.relative_error, cost.tokens.cosine
+            errors = [f"{value:.4f}" for value in (error.p50, error.p99, error.highest)]
+            errors += [f"{value:.5f}" for value in (cosine.p50, cosine.p1, cosine.lowest)]
+        rows.append([cost.name, f"{cost.bytes_per_image:,}", *errors, *_ranking(cost)])
+    if not report.queries:
+        rows = [row[: -len(_RANKING)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) if at == 0 else cell.rjust(width) for at, (cell, width) in enumerate(cells))
+        for cells in ([*zip(row, widths, strict=True)] for row in rows)
+    ]
+    return [*lines, "", *_notes(report)]
 
 
-def _queries(config: ReportConfig) -> tuple[list[str], str]:
-    """Return the queries and their source: the path of the file, or "built-in captions"."""
-    from edje_index.evaluation.quantization_report.queries import GENERIC_CAPTIONS, read_queries
-
-    if config.queries is None:
-        return list(GENERIC_CAPTIONS), "built-in captions"
-    return read_queries(config.queries), str(config.queries)
-
-
-def _subjects(config: ReportConfig, spec: IndexSpec, reference: str) -> tuple[dict[str, Subject], dict[str, str]]:
-    """Return two mappings by precision: a function that returns the blocks, or the reason why there are no blocks."""
-    from storage_formats.codecs import codec, precisions
-
-    subjects: dict[str, Subject] = {}
-    impossible: dict[str, str] = {}
-    for name in dict.fromkeys(config.precisions or precisions()):
-        if name == reference:
-            continue
-        try:
-            entry = codec(name, spec.block_shape)
-        except UsageError as error:
-            if config.precisions:
-                raise
-            impossible[name] = str(error)
-            continue
-        if name in spec.precisions:
-            read = _reader(config.root, name)
-            subjects[name] = lambda rows, _, read=read: read(rows)  # type: ignore[misc]
-        else:
-            subjects[name] = lambda _, blocks, entry=entry: entry.decode(entry.encode(blocks))  # type: ignore[misc]
-    return subjects, impossible
+def markdown(report: QuantizationReport) -> list[str]:
+    """Return the report as lines of Markdown."""
+    m, d = report.block_shape
+    lines = [f"# What each precision costs on {report.index}", ""]
+    lines += [f"{report.rows:,} rows, blocks of {m} x {d}."]
+    lines += [f"{line[0].upper()}{line[1:]}" for line in _notes(report)]
+    lines += ["", f"![quality against size]({_PLOT})", "", "## Size", ""]
+    sizes = [[report.reference, f"{report.reference_bytes_per_image:,}", "1.00", "yes"]]
+    for cost in report.precisions:
+        share = cost.bytes_per_image / report.reference_bytes_per_image
+        stored = "yes" if cost.stored else "no: encoded in memory"
+        sizes.append([cost.name, f"{cost.bytes_per_image:,}", f"{share:.2f}", stored])
+    lines += _markdown_table(["precision", "bytes per image", f"of {report.reference}", "stored"], sizes)
+    measured = [(cost.name, cost.tokens) for cost in report.precisions if cost.tokens is not None]
+    lines += ["", f"## Relative error of a token, |token - {report.reference}| / |{report.reference}|", ""]
+    errors = [[name, *_spread(each.relative_error, ".4g", each.relative_error.highest)] for name, each in measured]
+    lines += _markdown_table(["precision", *_DISTRIBUTION], errors)
+    lines += ["", f"## Cosine similarity of a token with {report.reference}", ""]
+    cosines = [[name, *_spread(each.cosine, ".6f", each.cosine.lowest)] for name, each in measured]
+    lines += _markdown_table(["precision", *_DISTRIBUTION], cosines)
+    if report.queries:
+        lines += ["", f"## Re-ranking, against {report.reference}", ""]
+        lines += _markdown_table(["precision", *_RANKING], [[cost.name, *_ranking(cost)] for cost in report.precisions])
+        lines += [
+            "",
+            "Tau p5: 5 % quantile of Kendall's tau over the queries. Score change: mean absolute change of a score.",
+            "In std: mean absolute change of a score, divided by the standard deviation of the query's scores.",
+        ]
+    return lines
 
 
-def _reader(root: Path, precision: str) -> ReadBlocks:
-    from storage_formats.token_store import TokenStore
+def plot(report: QuantizationReport, path: Path) -> None:
+    """Plot quality against kB per image, and write the plot to `path`.
 
-    return TokenStore.open(root, precision).fetch
+    The quality is Kendall's tau if re-ranking was measured, otherwise the cosine similarity of the tokens.
+    """
+    from edje_index.evaluation.plots import COLOURS, new_figure, plain_ticks, save_figure
 
-
-def _token_errors(
-    config: ReportConfig, spec: IndexSpec, read: ReadBlocks, subjects: dict[str, Subject], on_event: OnEvent
-) -> tuple[Sample, dict[str, TokenErrors | None]]:
-    """Sample rows. Return the sample and the token errors of each precision."""
-    import numpy as np
-
-    from edje_index.evaluation.quantization_report.token_errors import TokenErrorMeter
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.tombstones import live_rows
-
-    rows_in_index = live_rows(CommittedIndex.open(config.root))
-    count = min(config.rows, len(rows_in_index))
-    sampled = np.sort(np.random.default_rng(config.seed).choice(rows_in_index, count, replace=False))
-    meters = {name: TokenErrorMeter() for name in subjects}
-    holes = done = 0
-    for rows in _batches(sampled, max(1, _BATCH_TOKENS // spec.block_shape[0])):
-        on_event(Progress("comparing tokens, rows", done, count))
-        blocks = read(rows)
-        is_block = ~np.isnan(blocks[:, 0, 0].astype(np.float32))
-        holes += int((~is_block).sum())
-        done += len(rows)
-        for name, subject in subjects.items():
-            meters[name].add(blocks[is_block], subject(rows[is_block], blocks[is_block]))
-    return Sample(count, holes, config.seed), {name: meter.result() for name, meter in meters.items()}
+    what = f"Kendall's tau against {report.reference}" if report.queries else f"cosine with {report.reference}"
+    figure, axes = new_figure("Quality against size", "kB per image (log scale)", f"{what}: mean, p5 to p95")
+    axes.set_xscale("log")
+    points = [(report.reference_bytes_per_image / 1000, 1.0, report.reference)]
+    for cost in report.precisions:
+        if quality := _quality(cost, ranked=report.queries > 0):
+            kilobytes = cost.bytes_per_image / 1000
+            axes.plot([kilobytes] * 2, [quality.p5, quality.p95], color=COLOURS[5], linewidth=2, zorder=2)
+            points.append((kilobytes, quality.mean, cost.name))
+    axes.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=32, color=COLOURS[0], zorder=3)
+    for x, y, name in points:
+        axes.annotate(name, (x, y), (6, 4), textcoords="offset points", fontsize=9, rotation=30)
+    plain_ticks(axes, [x for x, _, _ in points])
+    axes.margins(x=0.14, y=0.2)
+    save_figure(figure, path)
 
 
-def _batches(rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-    return (rows[start : start + size] for start in range(0, len(rows), size))
+def _quality(cost: PrecisionCost, *, ranked: bool) -> Distribution | None:
+    if ranked:
+        return cost.ranking.kendall_tau if cost.ranking else None
+    return cost.tokens.cosine if cost.tokens else None
 
 
-def _ranking_model(config: ReportConfig, index: CommittedIndex) -> tuple[SearchModel | None, str | None]:
-    """Return (model, None), or (None, reason) if no model can re-rank."""
-    if config.model is None:
-        bundle = index.manifest.model.get("bundle")
-        if bundle is None:
-            return None, "the index was not built by a model"
-        if not Path(bundle).exists():
-            return None, f"the model bundle {bundle} no longer exists; give the current path of the bundle"
-    from edje_index.search.search_model import SearchModel
+def _notes(report: QuantizationReport) -> list[str]:
+    """Return notes on the sample, the queries and the reference, one per line."""
+    left_out = f"; {report.holes:,} of them are holes and were left out" if report.holes else ""
+    lines = [f"tokens: a sample of {report.sampled_rows:,} rows{left_out}."]
+    if not report.queries:
+        lines.append(f"re-ranking was not measured: {report.ranking_left_out}.")
+    else:
+        lines.append(
+            f"re-ranking: {report.queries:,} queries ({report.query_source}), {report.pool:,} candidates each."
+        )
+        if not report.trained:
+            lines.append("the model is untrained: changes of the ranking have no meaning.")
+    if report.reference != "bf16":
+        lines.append(f"the reference is {report.reference}. Its own errors are not included.")
+    elif lossy := [name for name in report.reference_encoded_from if name != "bf16"]:
+        lines.append(
+            f"the reference bf16 was converted from {', '.join(lossy)}. Errors of that conversion are not included."
+        )
+    return lines + [f"not possible: {reason}." for reason in report.impossible.values()]
 
-    model = SearchModel.of_index(index, config.model, device=config.device)
-    if model.adapter_config.is_feature:
-        return None, "the index stores features to train on, which the joint encoder cannot score"
-    width = index.manifest.spec.block_shape[1]
-    if model.joint.width != width:
-        return None, f"the joint encoder reads tokens of width {model.joint.width}, but the index stores width {width}"
-    return model, None
+
+def _ranking(cost: PrecisionCost) -> list[str]:
+    ranking = cost.ranking
+    if ranking is None:
+        return ["-"] * len(_RANKING)
+    return [
+        f"{ranking.top1_kept:.3f}",
+        f"{ranking.kendall_tau.mean:.4f}",
+        f"{ranking.kendall_tau.p5:.4f}",
+        f"{ranking.overlap_at_10:.3f}",
+        f"{ranking.score_change:.5f}",
+        f"{ranking.score_change_relative:.4f}",
+    ]
 
 
-def _rankings(
-    config: ReportConfig,
-    index: CommittedIndex,
-    model: SearchModel,
-    read: ReadBlocks,
-    subjects: dict[str, Subject],
-    queries: list[str],
-    on_event: OnEvent,
-) -> dict[str, RankingChange]:
-    """Re-rank the candidates of each query at every precision. Return the ranking changes by precision."""
-    from edje_index.evaluation.quantization_report.query_candidates import query_candidates
-    from edje_index.evaluation.quantization_report.rankings import compare_rankings
-    from edje_index.search.reranking import Reranker
+def _spread(values: Distribution, form: str, worst: float) -> list[str]:
+    numbers = (values.p1, values.p5, values.p50, values.mean, values.p95, values.p99, worst)
+    return [format(number, form) for number in numbers]
 
-    reranker = Reranker(index, model)
-    reference: list[NDArray[np.float32]] = []
-    scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in subjects}
-    activity = f"re-ranking at {len(subjects) + 1} precisions, queries"
-    for done, (query, candidates) in enumerate(query_candidates(config.root, model, queries, config.pool)):
-        on_event(Progress(activity, done, len(queries)))
-        if len(candidates.rows) < 2:
-            continue
-        blocks = read(candidates.rows)
-        reference.append(reranker.scores([query], [candidates], blocks)[0].final)
-        for name, subject in subjects.items():
-            changed = subject(candidates.rows, blocks)
-            scores[name].append(reranker.scores([query], [candidates], changed)[0].final)
-    return {name: compare_rankings(reference, others) for name, others in scores.items() if reference}
+
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]

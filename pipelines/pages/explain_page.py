@@ -18,8 +18,7 @@ from pipelines.pages.search_page import short_name
 if TYPE_CHECKING:
     from PIL import Image
 
-    from edje_index.evaluation.interpretation.explain import Alignment, ExplainedRow, Explanation
-    from edje_index.evaluation.interpretation.nearest_words import WordCounts
+    from edje_index.evaluation.explain import Alignment, ExplainedRow, Explanation, WordCounts
 
 MAX_FREQUENT = 50
 _CLOUD_WORDS = 64
@@ -89,9 +88,9 @@ def explain_page(explanation: Explanation) -> str:
 
 def _row(row: ExplainedRow, thumbnail: Thumbnail) -> _Row:
     photo, maps = "", []
-    if row.attention.maps is not None:
-        photo = _photo(row.attention.maps.pixels)
-        words = zip(row.token_words, row.attention.maps.weights, strict=True)
+    if row.attention.weights is not None and row.attention.pixels is not None:
+        photo = _photo(row.attention.pixels)
+        words = zip(row.token_words, row.attention.weights, strict=True)
         maps = [_Map(word, _mask(weights)) for word, weights in words]
     return _Row(
         row_id=row.row_id,

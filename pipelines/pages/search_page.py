@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edje_index.images.thumbnails import Thumbnail, read_thumbnails
 from edje_index.scoring.weights import PART_NAMES, ScoreWeights
-from edje_index.search.ranks import RankedHit, embedding_order, rank_hits
+from edje_index.search.hits import RankedHit, embedding_order, rank_hits
 from pipelines.pages.rendering import render
 
 if TYPE_CHECKING:

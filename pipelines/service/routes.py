@@ -21,9 +21,9 @@ from prometheus_client import generate_latest
 from edje_index import __version__
 from edje_index.images.decode import ImageError, decode_rgb
 from edje_index.images.thumbnails import read_thumbnails
+from edje_index.search.hits import embedding_order, rank_hits
+from edje_index.search.query import requested_rows
 from edje_index.search.query_image import encode_images
-from edje_index.search.ranks import embedding_order, rank_hits
-from edje_index.search.requested_rows import requested_rows
 from pipelines.service import schemas
 from pipelines.service.batching import Batcher, Timing
 from pipelines.service.guard import Limits, Metrics, ServiceError
@@ -33,7 +33,6 @@ from storage_formats.errors import RowIdError, UsageError
 if TYPE_CHECKING:
     from PIL import Image
 
-    from edje_index.search.search_options import SearchOptions
     from edje_index.search.token_index import TokenIndex
 
 _T = TypeVar("_T")
@@ -224,7 +223,7 @@ async def search(state: State, body: schemas.SearchRequest) -> schemas.SearchAns
         state.check_query(body.query)
         if body.pool > state.limits.pool:
             raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}; set a smaller pool")
-        options: SearchOptions = {
+        options: dict[str, Any] = {
             "rerank": body.rerank,
             "score": body.score,
             "where": where,

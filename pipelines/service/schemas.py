@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
 
-from edje_index.search.hits import Hit
-from edje_index.search.image_to_text import TextHit
+from edje_index.search.hits import Hit, TextHit
 
 _MAX_ROW_ID = 1 << 53  # the largest integer that every JSON reader keeps exactly
 _Item = TypeVar("_Item")

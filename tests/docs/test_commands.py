@@ -53,7 +53,6 @@ NOT_RUN = {
     "build photos --out siglip2.edje": "its model comes from a model hub",
     "build clips --out trained.edje": "its model comes from a training of hours",
     "eval siglip2.edje": "its model comes from a model hub",
-    "search photos.edje\n": "without a query it reads from a terminal",
     'search photos.edje "a red canoe on a lake" --joint-pool': "the tiny model has one part of the score",
     "ann build photos.edje --ann IVF4096,PQ96x4fs": "the embeddings of the tiny model have 24 values",
     "build ~/photos --out photos.edje --model model --address": "needs a Ray cluster; tests/integration start one",

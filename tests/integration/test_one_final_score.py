@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.rerank import bench_rerank
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.evaluation.config import EvaluationConfig
-from edje_index.evaluation.evaluate import evaluate
-from edje_index.evaluation.recall_results import RecallTable
+from edje_index.evaluation import evaluate as evaluation
+from edje_index.evaluation.quantization import measure_precisions
+from edje_index.evaluation.results import EvaluationConfig
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs
-from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
+from edje_index.scoring.weights import PART_NAMES, ScoreWeights
 from edje_index.search.token_index import TokenIndex
 from edje_index.training.fit_weights import DevPools, HubnessProducts
 from storage_formats import TokenStore
@@ -40,39 +40,39 @@ def perturbed(weights: ScoreWeights, part: str) -> ScoreWeights:
     return replace(weights, **{part: getattr(weights, part) + 1.25})
 
 
-def search_scores(bundle: ModelBundle, weights: ScoreWeights) -> dict[int, float]:
+def search_scores(weights: ScoreWeights) -> dict[int, float]:
     """Final score of each row."""
-    index = TokenIndex.open(INDEX, MODEL)
-    index.model = replace(bundle, score=DirectionWeights(weights, weights))
-    return {hit.row_id: hit.score for hit in index.search(QUERY, k=20, pool=20)}
+    hits = TokenIndex.open(INDEX, MODEL).search(QUERY, k=20, pool=20, score=weights)
+    return {hit.row_id: hit.score for hit in hits}
 
 
 def evaluation_scores(
     weights: ScoreWeights, captions: Path, monkeypatch: pytest.MonkeyPatch, joint_pool: int | None = None
 ) -> np.ndarray:
     """Final scores [p] of the pool of the only query."""
-    captured = []
-    original = RecallTable.reranked_results
+    captured, score_pools = [], evaluation.score_pools
 
-    def capture(table, pool, sources, scores):
-        captured.append((table.pools.candidates, scores["bf16"]))
-        return original(table, pool, sources, scores)
+    def capture(models, its_weights, eval_set, embeddings, pools, source, **options):
+        scores, pairs = score_pools(models, its_weights, eval_set, embeddings, pools, source, **options)
+        captured.append((pools["t2i"].candidates, scores["t2i"][20]))
+        return scores, pairs
 
-    monkeypatch.setattr(RecallTable, "reranked_results", capture)
-    evaluate(
-        EvaluationConfig(
-            systems=((INDEX, MODEL),),
-            captions=captions,
-            images=Path("/photos"),
-            precisions=("bf16",),
-            pools=(20,),
-            directions=("t2i",),
-            full=True,
-            score=weights,
-            joint_pool=joint_pool,
-            resamples=0,
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "score_pools", capture)
+        evaluation.evaluate(
+            EvaluationConfig(
+                systems=((INDEX, MODEL),),
+                captions=captions,
+                images=Path("/photos"),
+                precisions=("bf16",),
+                pools=(20,),
+                directions=("t2i",),
+                full=True,
+                score=weights,
+                joint_pool=joint_pool,
+                resamples=0,
+            )
         )
-    )
     ((candidates, scores),) = captured
     return scores[0][np.argsort(candidates[0])]
 
@@ -81,10 +81,10 @@ def fitted_scores(bundle: ModelBundle, rows: list[int], weights: ScoreWeights, m
     """The scores by which the fit of weights ranks, for the same candidates."""
     embeddings, blocks = read_embeddings(CommittedIndex.open(INDEX), np.array(rows)), TokenStore.open(INDEX).fetch(rows)
     similarities = embeddings @ bundle.text.encode([QUERY])[0]
-    parts = bundle.parts("t2i", weights)
+    models = bundle.score_models
     pairs = Pairs([QUERY] * len(rows), blocks, similarities, embeddings)
-    values = {part: parts[part].of(pairs)[None] for part in PART_NAMES if part != "hubness"}
-    vectors = bundle.pooled_vectors.of_images(pairs.token_tensor)
+    values = {part: models.part(part, pairs, "t2i", weights)[None] for part in PART_NAMES if part != "hubness"}
+    vectors = models.image_vectors(pairs.token_tensor)
     products = bundle.hubness_bank.products(torch.from_numpy(embeddings), vectors, "t2i")
     floor = lambda similarity: bundle.hubness_bank.floor(similarity, "t2i")  # noqa: E731
     hubness = HubnessProducts(*products, candidates=np.arange(len(rows))[None], floor=floor)
@@ -109,7 +109,7 @@ def one_caption(tmp_path) -> Path:
 @pytest.mark.parametrize("part", PART_NAMES)
 def test_each_weight_changes_all_scores_alike(bundle, part, one_caption, monkeypatch):
     plain, changed = bundle.score.t2i, perturbed(bundle.score.t2i, part)
-    before, after = (search_scores(bundle, weights) for weights in (plain, changed))
+    before, after = (search_scores(weights) for weights in (plain, changed))
     rows = sorted(before)
     change = np.array([after[row] - before[row] for row in rows])
     hits = TokenIndex.open(INDEX, MODEL).search(QUERY, k=20, pool=20)
@@ -133,7 +133,7 @@ def test_search_and_evaluation_have_the_same_cascade(bundle, one_caption, monkey
     by_row = sorted((hit.row_id, hit.score) for hit in hits)
     evaluated = evaluation_scores(weights, one_caption, monkeypatch, joint_pool)
     np.testing.assert_allclose(evaluated, [score for _, score in by_row], atol=1e-5)
-    exact = search_scores(bundle, weights)
+    exact = search_scores(weights)
     assert sum(abs(score - exact[row]) < 1e-5 for row, score in by_row) == joint_pool
 
 
@@ -143,7 +143,6 @@ class OtherSumError(Exception):
 
 def test_every_score_is_summed_in_one_place(bundle, one_caption, monkeypatch, tmp_path):
     """Without the sum nothing can be scored."""
-    from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
 
     def refuse(*_: object) -> None:
         raise OtherSumError
@@ -152,7 +151,7 @@ def test_every_score_is_summed_in_one_place(bundle, one_caption, monkeypatch, tm
     calls = [
         lambda: TokenIndex.open(INDEX, MODEL).search(QUERY, k=2, pool=4),
         lambda: evaluation_scores(bundle.score.t2i, one_caption, monkeypatch),
-        lambda: measure_precisions(ReportConfig(INDEX, ("fp8",), model=MODEL, device="cpu")),
+        lambda: measure_precisions(INDEX, "bf16", ("fp8",), model=MODEL),
         lambda: bench_rerank(MODEL, INDEX, batch_sizes=(1,), threads=(1,), repeats=1, device="cpu"),
         lambda: DevPools({"logit": np.ones((1, 2))}, np.ones((1, 2), bool), np.zeros(1, np.int64)).hits(ScoreWeights()),
     ]

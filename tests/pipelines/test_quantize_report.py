@@ -11,12 +11,11 @@ import pytest
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.evaluation.quantization_report.token_errors import compare_tokens
+from edje_index.evaluation.quantization import compare_tokens, measure_precisions
 from edje_index.models.adapter import build_adapter
 from pipelines.cli import main
-from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
-from pipelines.jobs.quantization_report_files import markdown, table, write_report
-from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, codec
+from pipelines.jobs.quantization_report import markdown, table, write_report
+from storage_formats import IndexSpec, Manifest, TokenStore, codec
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import Layout
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
@@ -53,10 +52,10 @@ def files(root):
 def test_token_errors_of_stored_and_unstored_precisions(synthetic):
     root, blocks = synthetic
     before = files(root)
-    report = measure_precisions(ReportConfig(root))
+    report = measure_precisions(root, "bf16")
     assert files(root) == before
     kept = blocks[[row for row in range(SPEC.rows) if row not in HOLES]]
-    assert (report.reference, report.sample.rows, report.sample.holes) == ("bf16", 50, 3)
+    assert (report.reference, report.sampled_rows, report.holes) == ("bf16", 50, 3)
     assert {cost.name for cost in report.precisions if cost.stored} == {"fp8"}
     assert [cost.bytes_per_image for cost in report.precisions] == sorted(
         (codec(cost.name, SPEC.block_shape).record_bytes for cost in report.precisions), reverse=True
@@ -86,7 +85,7 @@ def test_what_is_stored_is_measured_and_not_what_would_be(tmp_path):
     lines = read_shard_table(tmp_path, manifest.shard_table)
     table = write_shard_table(layout, [(shard, FileEntry.of(layout, tmp_path / file.path)) for shard, file in lines])
     replace(manifest, shard_table=table).write(layout)
-    found = measure_precisions(ReportConfig(tmp_path, precisions=("fp8",))).precisions[0]
+    found = measure_precisions(tmp_path, "bf16", ("fp8",)).precisions[0]
     assert found.stored
     assert found.tokens.relative_error.highest > 0.05
 
@@ -94,25 +93,22 @@ def test_what_is_stored_is_measured_and_not_what_would_be(tmp_path):
 def test_a_sample_is_the_same_for_the_same_seed(synthetic):
     root, _ = synthetic
     one, same, other = (
-        measure_precisions(ReportConfig(root, ("sign1",), rows=10, seed=seed)).precisions[0] for seed in (0, 0, 1)
+        measure_precisions(root, "bf16", ("sign1",), rows=10, seed=seed).precisions[0] for seed in (0, 0, 1)
     )
     assert one == same != other
 
 
 def test_a_reference_that_is_not_bf16_is_told(synthetic):
-    root, _ = synthetic
-    report = measure_precisions(ReportConfig(root, source="fp8"))
+    report = measure_precisions(synthetic[0], "fp8")
     assert report.reference == "fp8"
     assert "the reference is fp8. Its own errors are not included." in table(report)
-    with pytest.raises(UsageError, match="does not have precision 'nvfp4'"):
-        measure_precisions(ReportConfig(root, source="nvfp4"))
 
 
 def test_rankings_of_an_index_with_a_model(built, tmp_path):
     queries = tmp_path / "queries.txt"
     queries.write_text("a dog\na cat\n")
-    report = measure_precisions(ReportConfig(built, queries=queries, pool=12))
-    assert (report.queries.source, report.queries.count, report.queries.trained) == (str(queries), 2, False)
+    report = measure_precisions(built, "bf16", queries=queries, pool=12)
+    assert (report.query_source, report.queries, report.trained) == (str(queries), 2, False)
     assert set(report.impossible) == {"mxfp8", "mxfp4"}  # tokens of width 16
     found = {cost.name: cost.ranking for cost in report.precisions}
     assert found["sign1"].score_change > found["fp8"].score_change > 0
@@ -146,9 +142,9 @@ def test_a_bundle_that_is_gone_leaves_ranking_out(built, tmp_path):
     bundle = Manifest.load(built).model["bundle"]
     shutil.move(bundle, tmp_path / "elsewhere")
     try:
-        assert "no longer exists" in measure_precisions(ReportConfig(built)).ranking_left_out
-        moved = measure_precisions(ReportConfig(built, ("fp8",), pool=5, model=tmp_path / "elsewhere"))
-        assert (moved.queries.source, moved.queries.count) == ("built-in captions", 24)
+        assert "no longer exists" in measure_precisions(built, "bf16").ranking_left_out
+        moved = measure_precisions(built, "bf16", ("fp8",), pool=5, model=tmp_path / "elsewhere")
+        assert (moved.query_source, moved.queries) == ("built-in captions", 24)
     finally:
         shutil.move(tmp_path / "elsewhere", bundle)
 
@@ -161,14 +157,14 @@ def test_features_are_not_ranked_by(built, tmp_path):
     info = replace(model, adapter=features, info=None).save(tmp_path / "features")
     made_by = {**manifest.model, "fingerprint": info.encoder_fingerprint}
     replace(manifest, model=made_by).write(Layout(tmp_path / "features.edje"))
-    report = measure_precisions(ReportConfig(tmp_path / "features.edje", ("fp8",), model=tmp_path / "features"))
+    report = measure_precisions(tmp_path / "features.edje", "bf16", ("fp8",), model=tmp_path / "features")
     assert report.ranking_left_out.startswith("the index stores features to train on")
 
 
 def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, capsys):
     root, _ = synthetic
     before = files(root)
-    assert main(["quantize", str(root), "--report", "--rows", "20", "--quiet"]) == 0
+    assert main(["quantize", str(root), "--report", "--quiet"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].split()[:2] == ["precision", "bytes/image"]
     assert main(["quantize", str(root), "--report", str(tmp_path / "out"), "--json", "--quiet"]) == 0
@@ -182,7 +178,7 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
 def test_a_reference_of_lossy_origin_is_named(tmp_path):
     write_random_index(tmp_path, replace(SPEC, precisions=("int8",)))
     run_here("quantize", tmp_path, "--to", "bf16", "--from", "int8", "--drop", "int8")
-    report = measure_precisions(ReportConfig(tmp_path, ("int8",)))
+    report = measure_precisions(tmp_path, "bf16", ("int8",))
     assert (report.reference, report.reference_encoded_from) == ("bf16", ("int8",))
     assert "The reference bf16 was converted from int8. Errors of that conversion are not included." in markdown(report)
 
@@ -201,8 +197,9 @@ def test_the_command_reports_before_it_converts(tmp_path, capsys):
     ("arguments", "words"),
     [
         ([], "give --to, --drop or --report"),
-        (["--to", "fp8", "--pool", "5"], "--pool needs --report"),
+        (["--to", "fp8", "--model", "m"], "--queries and --model need --report"),
         (["--to", "fp3", "--report"], "unknown precision 'fp3'"),
+        (["--from", "nvfp4", "--report"], "does not have precision 'nvfp4'"),
     ],
 )
 def test_wrong_usage(synthetic, capsys, arguments, words):

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edje_index.evaluation.pools import embedding_pools
-from edje_index.evaluation.recall import hits, nearest, ranks_after_reranking, ranks_by_similarity
+from edje_index.evaluation.recall import embedding_pools, hits, nearest, ranks_after_reranking, ranks_by_similarity
 
 FEW = st.integers(-2, 2)  # so few values that ties are everywhere
 
@@ -47,18 +46,6 @@ def test_ranks_equal_those_of_plain_sorting(search):
         assert reranked[query] == by_hand(similarities[query], scores[query], label, labels, pool)[1]
 
 
-@given(searches())
-def test_a_small_pool_is_the_head_of_a_large_one(search):
-    similarities, scores, asked, labels, pool = search
-    similarity, relevant = np.array(similarities, dtype=np.float32), np.array(asked)[:, None] == np.array(labels)
-    plain = ranks_by_similarity(similarity, relevant)
-    kept = nearest(similarity, len(labels))
-    score = np.take_along_axis(np.array(scores, dtype=np.float32), kept, axis=1)
-    found = ranks_after_reranking(score, np.take_along_axis(relevant, kept, axis=1), pool, plain)
-    for query, label in enumerate(asked):
-        assert found[query] == by_hand(similarities[query], scores[query], label, labels, pool)[1]
-
-
 def test_recall_counts_ranks_below_the_cutoff():
     found = hits(np.array([0, 1, 4, 5, 9, 10]), (1, 5, 10))
     np.testing.assert_allclose(found.mean(axis=0), [1 / 6, 3 / 6, 5 / 6])
@@ -71,7 +58,7 @@ def test_pools_do_not_depend_on_how_queries_are_cut(monkeypatch):
     candidates = rng.integers(-3, 4, (11, 5)).astype(np.float32)
     labels, wanted = rng.integers(0, 4, 11), rng.integers(0, 5, 23)
     whole = embedding_pools(queries, candidates, wanted, labels, 6)
-    monkeypatch.setattr("edje_index.evaluation.pools._CHUNK_NUMBERS", 30)
+    monkeypatch.setattr("edje_index.evaluation.recall._CHUNK_NUMBERS", 30)
     cut = embedding_pools(queries, candidates, wanted, labels, 6)
     for name in ("candidates", "similarities", "relevant", "ranks"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(cut, name))

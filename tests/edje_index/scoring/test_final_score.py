@@ -1,15 +1,32 @@
-"""The sum itself: on arrays, on tensors with gradients, and without computing parts of weight 0."""
+"""The weighted sum of the parts, which candidates the joint encoder scores, and the spelling of weights."""
 
 from __future__ import annotations
+
+import json
+import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
+from edje_index.errors import ModelError
 from edje_index.scoring.final_score import FinalScore
-from edje_index.scoring.parts import Pairs, reads_tokens
-from edje_index.scoring.weights import PART_NAMES, ScoreWeights
+from edje_index.scoring.parts import reads_tokens
+from edje_index.scoring.weights import (
+    PART_NAMES,
+    DirectionWeights,
+    HubnessSimilarity,
+    ScoreWeights,
+    check_parts,
+    parse_score,
+)
+from storage_formats import UsageError
 from tests.edje_index.scoring.bundles import WEIGHTS
+
+NUMBERS = st.floats(-8, 8, width=16)
 
 
 def random_parts(shape=(4, 3)) -> dict[str, np.ndarray]:
@@ -18,14 +35,18 @@ def random_parts(shape=(4, 3)) -> dict[str, np.ndarray]:
 
 
 def test_arrays_and_tensors_are_summed_alike():
-    parts = random_parts()
-    by_part = WEIGHTS.t2i.by_part()
-    expected = sum(by_part[part] * parts[part].astype(np.float64) for part in PART_NAMES)
+    parts, weights = random_parts(), WEIGHTS.t2i.by_part()
+    expected = sum(weights[part] * parts[part].astype(np.float64) for part in PART_NAMES)
     total = FinalScore.of(WEIGHTS.t2i).sum(parts)
     assert total.dtype == np.float32
     np.testing.assert_allclose(total, expected, atol=1e-5)
     tensors = {part: torch.from_numpy(values) for part, values in parts.items()}
     np.testing.assert_allclose(FinalScore.of(WEIGHTS.t2i).sum(tensors).numpy(), expected, atol=1e-5)
+    joint = FinalScore.of(WEIGHTS.t2i).only(["logit", "late"])
+    np.testing.assert_allclose(joint.sum(parts), parts["logit"] + 0.75 * parts["late"], atol=1e-6)
+    assert FinalScore.of(ScoreWeights(logit=0, embedding=1)).only(["logit", "late"]).parts == ()
+    with pytest.raises(ValueError, match="other than 0"):
+        FinalScore.of(ScoreWeights(logit=0.0)).sum(parts)
 
 
 def test_the_gradient_of_a_weight_is_its_part():
@@ -36,45 +57,112 @@ def test_the_gradient_of_a_weight_is_its_part():
         torch.testing.assert_close(weight.grad, parts[part].sum())
 
 
-class Counted:
-    """A part that counts how often it is computed."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def of(self, pairs: Pairs) -> np.ndarray:
-        self.calls += 1
-        return np.ones(len(pairs.captions), dtype=np.float32)
+def test_which_scores_read_tokens():
+    assert not reads_tokens(["embedding"], "t2i")
+    assert not reads_tokens(["embedding", "hubness"], "i2t")
+    assert reads_tokens(["embedding", "hubness"], "t2i")
+    assert reads_tokens(["logit"], "i2t")
 
 
-def test_parts_of_weight_zero_are_not_computed():
-    parts = {part: Counted() for part in PART_NAMES}
-    score = FinalScore.of(ScoreWeights(logit=0.0, late=2.0, hubness=1.0))
-    values = score.compute(parts, Pairs(["a", "b"]))
-    assert score.sum(values).tolist() == [3.0, 3.0]
-    assert {part for part, counted in parts.items() if counted.calls} == {"late", "hubness"} == set(values)
-
-
-def test_a_share_of_the_score_keeps_its_weights():
-    parts = random_parts()
-    joint = FinalScore.of(WEIGHTS.t2i).only(["logit", "late"])
-    np.testing.assert_allclose(joint.sum(parts), parts["logit"] + 0.75 * parts["late"], atol=1e-6)
-    assert FinalScore.of(ScoreWeights(logit=0, embedding=1)).only(["logit", "late"]).parts == ()
-
-
-def test_a_sum_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="other than 0"):
-        FinalScore.of(ScoreWeights(logit=0.0)).sum(random_parts())
+@given(arrays(np.float32, (3, 6), elements=NUMBERS), st.integers(1, 7), st.sampled_from([-0.5, 0.25, 2.0]))
+def test_a_candidate_without_a_logit_never_ranks_above_one_with(parts, joint_pool, weight):
+    """With exact sums of small numbers, for one query and for two."""
+    score = FinalScore.of(ScoreWeights(logit=weight, late=1.0, embedding=4.0), joint_pool)
+    logits, late, embedding = np.round(parts)
+    rows = np.array([5, 1, 9, 0, 3, 2])
+    chosen = score.joint_candidates({"late": late, "embedding": embedding}, rows, joint_pool)
+    order = sorted(range(6), key=lambda at: (-(late[at] + 4 * embedding[at]), rows[at]))
+    assert set(np.flatnonzero(chosen)) == set(order[:joint_pool])
+    known = {"logit": np.where(chosen, logits, np.nan), "late": late, "embedding": embedding}
+    final = score.sum(score.with_every_logit(known))
+    np.testing.assert_array_equal(final[chosen], score.sum({**known, "logit": logits})[chosen])
+    if not chosen.all():
+        assert final[chosen].min() >= final[~chosen].max()
+    both = {part: np.stack([values, values[::-1]]) for part, values in known.items()}
+    np.testing.assert_array_equal(score.sum(score.with_every_logit(both)), [final, final[::-1]])
+    both_chosen = score.joint_candidates(both, np.stack([rows, rows[::-1]]), joint_pool)
+    np.testing.assert_array_equal(both_chosen, [chosen, chosen[::-1]])
 
 
 @pytest.mark.parametrize(
-    ("parts", "direction", "expected"),
+    ("weights", "joint_pool", "message"),
     [
-        (["embedding"], "t2i", False),
-        (["embedding", "hubness"], "i2t", False),
-        (["embedding", "hubness"], "t2i", True),
-        (["logit"], "i2t", True),
+        (ScoreWeights(late=1.0), 0, "joint_pool must be an integer of at least 1, got 0"),
+        (ScoreWeights(), 5, "joint_pool needs a score with other parts than the logit"),
+        (ScoreWeights(logit=0.0, late=1.0), 5, "joint_pool has no effect on a score without the logit"),
     ],
 )
-def test_which_scores_read_tokens(parts, direction, expected):
-    assert reads_tokens(parts, direction) is expected
+def test_a_joint_pool_without_use_is_refused(weights, joint_pool, message):
+    with pytest.raises(UsageError, match=message):
+        FinalScore.of(weights, joint_pool)
+
+
+def test_the_default_is_the_published_score():
+    assert ScoreWeights().by_part() == {"logit": 1, "late": 0, "pooled": 0, "embedding": 0, "hubness": 0}
+    assert DirectionWeights().of("t2i") == DirectionWeights().of("i2t") == ScoreWeights()
+    assert ScoreWeights().described() == "logit"
+    assert ScoreWeights(logit=2, late=0.5, hubness=0.5).described() == (
+        "2 x logit + 0.5 x late interaction + 0.5 x hubness correction"
+    )
+
+
+def test_json_round_trip():
+    assert DirectionWeights.from_json(json.loads(json.dumps(WEIGHTS.to_json()))) == WEIGHTS
+    for name in [*PART_NAMES, "hubness_similarity"]:
+        value = WEIGHTS.t2i.to_json()
+        del value[name]
+        with pytest.raises(KeyError):
+            ScoreWeights.from_json(value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_are_finite(bad):
+    for part in PART_NAMES:
+        with pytest.raises(ValueError, match=f"'{part}'"):
+            ScoreWeights(**{part: bad})
+    with pytest.raises(ValueError, match="'pooled'"):
+        HubnessSimilarity(pooled=bad)
+    with pytest.raises(ValueError, match="temperature of the hubness correction must be positive, got 0"):
+        HubnessSimilarity(temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("score", "expected"),
+    [
+        ("logit", {"logit": 1}),
+        ("late=2.5", {"late": 2.5}),
+        ("logit=1, embedding = 20 ,hubness=0.5", {"logit": 1, "embedding": 20, "hubness": 0.5}),
+        ("pooled=-1", {"pooled": -1}),
+    ],
+)
+def test_parts_that_are_not_named_have_no_weight(score, expected):
+    weights = parse_score(score, WEIGHTS.t2i)
+    assert weights.by_part() == {**dict.fromkeys(PART_NAMES, 0), **expected}
+    assert weights.hubness_similarity == WEIGHTS.t2i.hubness_similarity, "the bundle defines the correction"
+    assert parse_score("bundle", WEIGHTS.i2t) == WEIGHTS.i2t
+    assert parse_score(WEIGHTS.t2i, WEIGHTS.i2t) == WEIGHTS.t2i
+
+
+@pytest.mark.parametrize(
+    ("score", "words"),
+    [
+        ("", "unknown part ''"),
+        ("logit,bundle", "unknown part 'bundle'"),
+        ("logit=", "weight of 'logit' must be a number from -1e30 to 1e30, got ''"),
+        ("late=much", "weight of 'late' must be a number from -1e30 to 1e30, got 'much'"),
+        ("late=nan", "weight of 'late' must be a number from -1e30 to 1e30, got 'nan'"),
+        ("late=1e39", "weight of 'late' must be a number from -1e30 to 1e30, got '1e39'"),
+        ("late=0,logit=0", "gives every part the weight 0"),
+    ],
+)
+def test_other_spellings_are_refused(score, words):
+    with pytest.raises(UsageError, match=words):
+        parse_score(score, WEIGHTS.t2i)
+
+
+def test_missing_parts_are_named():
+    check_parts(ScoreWeights(), ["logit"], "the bundle")
+    with pytest.raises(
+        ModelError, match="the bundle has no pooled similarity and no hubness correction: use only the parts"
+    ):
+        check_parts(ScoreWeights(pooled=1, hubness=1), ["logit", "late"], "the bundle")

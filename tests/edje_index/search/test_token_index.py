@@ -1,155 +1,184 @@
-"""Search over an index that the same tiny model built, against the same steps done by hand."""
+"""Searches over an index that a tiny model built, against the same steps done by hand."""
 
 from __future__ import annotations
 
-import os
 import shutil
+import time
 from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
-from edje_index import TokenIndex
+from edje_index import Hit, Hits, TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.errors import ModelError
 from edje_index.models.adapter import PATCHES, AdapterConfig
-from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
+from edje_index.models.joint_scorer import JointScorer
+from edje_index.scoring.weights import PART_NAMES
+from edje_index.search.hits import Stages, embedding_order, rank_hits
 from edje_index.search.search_model import SearchModel
-from storage_formats import Manifest, TokenStore, UsageError
+from edje_index.search.token_index import ScoredCandidates
+from pipelines import quantize_index
+from storage_formats import Manifest, RowIdError, TokenStore, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
+from tests.conftest import REPO
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
-from tests.edje_index.search.indexes import DUPLICATE_ROW, HOLE, SPEC, build_photos
+from tests.edje_index.search.indexes import DUPLICATE_ROW, HOLE, ROWS, SHARD_SIZE, build_photos, photo
+
+GOLDEN = REPO / "tests" / "golden" / "release_0_1"
+TEXTS = ["a red canoe", "dogs", "two children play with a ball on a long sandy beach near the sea", "a red canoe"]
+SOUND = [row for row in range(ROWS) if row not in (HOLE, DUPLICATE_ROW)]
+SCORE = "logit=3,late=1,pooled=2,embedding=5,hubness=0.5"
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built(tmp_path_factory) -> tuple[Path, Path]:
     return build_photos(tmp_path_factory.mktemp("search"))
 
 
-def by_hand(built, text: str, pool: int) -> list[tuple[int, float, float]]:
-    root, model = built
-    bundle = ModelBundle.load(model)
-    embeddings = read_embeddings(CommittedIndex.open(root), np.arange(SPEC.rows))
-    similarity = np.nan_to_num(embeddings @ bundle.text.encode([text])[0], nan=-9)
-    rows = np.argsort(-similarity)[:pool]
-    blocks = TokenStore.open(root).fetch(rows)
-    scores = [float(bundle.joint.score([text], block[None])[0]) for block in blocks]
-    found = [(int(row), float(similarity[row]), score) for row, score in zip(rows, scores, strict=True)]
-    return sorted(found, key=lambda hit: -hit[2])
-
-
-def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
-    hits = TokenIndex.open(built[0]).search("a red canoe", k=3, pool=6)
-    expected = by_hand(built, "a red canoe", 6)[:3]
-    assert [hit.row_id for hit in hits] == [row for row, _, _ in expected]
-    np.testing.assert_allclose([hit.embedding_score for hit in hits], [score for _, score, _ in expected], atol=1e-5)
-    np.testing.assert_allclose([hit.joint_score for hit in hits], [score for _, _, score in expected], atol=1e-5)
-    assert [os.path.basename(hit.uri) for hit in hits] == [f"{hit.row_id}.png" for hit in hits]
-
-
-def test_a_relative_path_of_a_bundle_is_not_followed(built, tmp_path, monkeypatch, run):
-    """A stranger can put a bundle beside the index in a folder of downloads."""
-    root, model = built
-    shutil.copytree(root, tmp_path / "index")
-    shutil.copytree(model, tmp_path / "model")
-    manifest = Manifest.load(root)
-    replace(manifest, model={**manifest.model, "bundle": "model"}).write(Layout(tmp_path / "index"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="names its model bundle by the relative path 'model'"):
-        TokenIndex.open("index")
-    assert len(TokenIndex.open("index", "model").search("a red canoe", k=1)) == 1
-    code, _, errors = run("search", "index", "a red canoe")
-    assert code == 1
-    assert errors.endswith("give the path of the bundle that built the index with --model\n")
-
-
-def test_scores_in_bfloat16_are_rounded(built):
-    root, model = built
-    exact = {hit.row_id: hit.joint_score for hit in TokenIndex.open(root, model).search("a red dog", 11, 11)}
-    hits = TokenIndex.open(root, model, dtype="bfloat16").search("a red dog", 11, 11)
-    changes = [abs(hit.joint_score - exact[hit.row_id]) for hit in hits]
-    assert len(hits) == len(exact) == 11
-    assert 0 < max(changes) < 0.02 * max(map(abs, exact.values()))
-    with pytest.raises(ModelError, match="unknown data type 'int8'"):
-        TokenIndex.open(root, model, dtype="int8")
-
-
-def test_a_bundle_may_weigh_the_embedding_in(built, tmp_path):
-    score = DirectionWeights(t2i=ScoreWeights(embedding=30.0))
-    replace(ModelBundle.load(built[1]), score=score, info=None).save(tmp_path / "fused")
-    hits = TokenIndex.open(built[0], model=tmp_path / "fused").search("a red canoe", k=6, pool=6)
-    pool = by_hand(built, "a red canoe", 6)
-    expected = sorted(pool, key=lambda hit: -(hit[2] + 30 * hit[1]))
-    assert [hit.row_id for hit in hits] == [row for row, _, _ in expected] != [row for row, _, _ in pool]
-    np.testing.assert_allclose([hit.score for hit in hits], [score + 30 * sim for _, sim, score in expected], atol=1e-4)
-    again = TokenIndex.open(built[0], model=built[1], score="logit=1,embedding=30").search("a red canoe", k=6, pool=6)
-    assert [(hit.row_id, hit.score) for hit in again] == [(hit.row_id, hit.score) for hit in hits]
-
-
 @pytest.fixture(scope="module")
-def with_all_parts(built, tmp_path_factory):
-    """The index, searched with a bundle that has every part of the score."""
+def index(built, tmp_path_factory) -> TokenIndex:
+    """Searched with a bundle that has every part of the score."""
     path = tmp_path_factory.mktemp("parts") / "model"
     bundle_with_all_parts(built[1]).save(path)
     return TokenIndex.open(built[0], model=path)
 
 
-def test_hits_carry_their_parts(with_all_parts):
-    hits = with_all_parts.search("a red canoe", k=11, pool=11)
-    weights = WEIGHTS.t2i.by_part()
+def rows_of(hits) -> list[int]:
+    return [hit.row_id for hit in hits]
+
+
+def check_same(left, right) -> None:
+    """The same rows, and scores up to the rounding of batches."""
+    assert [rows_of(hits) for hits in left] == [rows_of(hits) for hits in right]
+    for hits, others in zip(left, right, strict=True):
+        np.testing.assert_allclose([h.score for h in hits], [h.score for h in others], atol=1e-4, rtol=0)
+
+
+def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
+    """In float32, one pair at a time, by the modules of transformers and open_clip."""
+    root, bundle = built[0], ModelBundle.load(built[1])
+    similarity = read_embeddings(CommittedIndex.open(root), np.array(SOUND)) @ bundle.text.encode(["a red canoe"])[0]
+    expected = []
+    for at in np.argsort(-similarity)[:6]:
+        block = TokenStore.open(root).fetch([SOUND[at]], as_torch=True)
+        with torch.inference_mode():
+            logit = float(bundle.joint(bundle.joint.tokenizer.inputs(["a red canoe"], block.shape[1]), block)[0])
+        expected.append((SOUND[at], pytest.approx(float(similarity[at]), abs=1e-5), logit))
+    best = sorted(expected, key=lambda hit: -hit[2])[:3]
+    opened = TokenIndex.open(root)
+    hits = opened.search("a red canoe", k=3, pool=6)
+    assert [(hit.row_id, hit.embedding_score) for hit in hits] == [hit[:2] for hit in best]
+    assert [hit.joint_score for hit in hits] == pytest.approx([logit for _, _, logit in best], abs=1e-4)
+    assert [Path(hit.uri) for hit in hits] == [photo(root, hit.row_id) for hit in hits]
+    plain = opened.search("a red canoe", k=4, pool=6, rerank=False)
+    assert [(hit.row_id, hit.joint_score) for hit in plain] == [(row, None) for row, _, _ in expected[:4]]
+    assert [hit.score for hit in plain] == [hit.embedding_score for hit in plain]
+    assert sorted(rows_of(opened.search("anything", k=100, pool=100))) == SOUND, "holes are never found"
+
+
+def test_hits_carry_their_parts(index, monkeypatch):
+    hits, weights = index.search("a red canoe", k=11, pool=11), WEIGHTS.t2i.by_part()
     for hit in hits:
-        assert set(hit.parts) == set(weights)
         assert hit.score == pytest.approx(sum(weights[part] * hit.parts[part] for part in weights), abs=1e-4)
         joint = sum(weights[part] * hit.parts[part] for part in ("logit", "late", "pooled"))
         assert hit.joint_score == pytest.approx(joint, abs=1e-4)
         assert hit.parts["embedding"] == hit.embedding_score
     assert np.std([hit.parts["hubness"] for hit in hits]) > 0.01
+    for part in PART_NAMES:
+        whole = {hit.row_id: hit.parts[part] for hit in hits}
+        alone = index.search("a red canoe", k=11, pool=11, score=f"{part}=2")
+        assert {hit.row_id: hit.parts for hit in alone} == {
+            row: {part: pytest.approx(value, abs=1e-5)} for row, value in whole.items()
+        }
+        assert [hit.score for hit in alone] == pytest.approx(sorted((2 * v for v in whole.values()), reverse=True))
+    plain = index.search("a red canoe", k=4, pool=6, rerank=False)
+    monkeypatch.setattr(TokenStore, "fetch", None)
+    assert index.search("a red canoe", k=4, pool=6, score="embedding") == plain, "no tokens are read"
 
 
-@pytest.mark.parametrize("part", PART_NAMES)
-def test_each_part_alone(with_all_parts, part):
-    """By the part that a hit of the whole score carries."""
-    whole = {hit.row_id: hit.parts[part] for hit in with_all_parts.search("a red canoe", k=11, pool=11)}
-    hits = with_all_parts.search("a red canoe", k=11, pool=11, score=f"{part}=2")
-    assert {hit.row_id: hit.parts for hit in hits} == {
-        row: {part: pytest.approx(value, abs=1e-5)} for row, value in whole.items()
-    }
-    assert [hit.score for hit in hits] == pytest.approx(sorted((2 * value for value in whole.values()), reverse=True))
+def test_several_texts_give_the_hits_of_each_alone(index, monkeypatch):
+    together = index.search(TEXTS, k=6, pool=9)
+    check_same(together, [index.search(text, k=6, pool=9) for text in TEXTS])
+    rows = [[7, 0], [], [3, 7, 9]]
+    check_same(index.rerank_each(TEXTS[:3], rows), [index.rerank(*pair) for pair in zip(TEXTS, rows, strict=False)])
+    monkeypatch.setattr("edje_index.search.token_index._PAIRS_AT_ONCE", 20)
+    check_same(index.search(TEXTS, k=6, pool=9), together)
+    assert index.search([], k=6, pool=9) == []
 
 
-def test_the_embedding_alone_reads_no_tokens(with_all_parts, monkeypatch):
-    plain = with_all_parts.search("a red canoe", k=4, pool=6, rerank=False)
+def test_candidates_of_several_texts_share_batches_of_similar_length(index, monkeypatch):
+    shapes, logits = [], JointScorer.logits
+    monkeypatch.setattr(
+        JointScorer,
+        "logits",
+        lambda self, inputs, tokens: shapes.append(tuple(inputs.input_ids.shape)) or logits(self, inputs, tokens),
+    )
+    monkeypatch.setattr("edje_index.models.joint_scorer._CPU_BATCH", 9)
+    index.search(TEXTS, k=1, pool=9, score="logit")
+    assert [pairs for pairs, _ in shapes] == [9, 9, 9, 9]
+    assert sorted(length for _, length in shapes) == [length for _, length in shapes], "shortest first"
+    assert len({length for _, length in shapes}) == 3, "no short pair is padded to the longest text"
 
-    def refuse(*_: object) -> None:
-        raise AssertionError("tokens were read")
 
-    monkeypatch.setattr(TokenStore, "fetch", refuse)
-    assert with_all_parts.search("a red canoe", k=4, pool=6, score="embedding") == plain
+def test_equal_scores_are_ordered_by_row(index):
+    similarities = np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32)
+    scored = ScoredCandidates(np.array([7, 3, 9, 0]), similarities, np.array([1, 1, 2, 1], np.float32), None, {})
+    (hits,) = index._hits([scored], 3, Stages())
+    assert [(hit.row_id, hit.score) for hit in hits] == [(9, 2), (0, 1), (3, 1)]
 
 
-def test_a_part_that_the_bundle_lacks_is_refused(built):
+@pytest.mark.parametrize("joint_pool", [1, 4, 9])
+def test_the_joint_encoder_scores_the_best_of_the_other_parts(joint_pool, monkeypatch):
+    index = TokenIndex.open(GOLDEN / "index", GOLDEN / "model", score=SCORE)
+    texts = ["a dog plays in the snow", "two red boats", "a child on a long beach near the sea", "two red boats"]
+    pairs, logits = [], JointScorer.logits
+    full = index.search(texts, 9, 9)
+    monkeypatch.setattr(
+        JointScorer, "logits", lambda self, inputs, tokens: pairs.append(len(tokens)) or logits(self, inputs, tokens)
+    )
+    results = index.search(texts, 9, 9, joint_pool=joint_pool)
+    assert sum(pairs) == joint_pool * len(texts)
+    weights = index.model.weights("t2i", SCORE).by_part()
+    for hits, exact in zip(results, full, strict=True):
+        cheap = {hit.row_id: sum(weights[p] * v for p, v in hit.parts.items() if p != "logit") for hit in exact}
+        logit = {hit.row_id: weights["logit"] * hit.parts["logit"] for hit in exact}
+        chosen = sorted(cheap, key=lambda row: -cheap[row])[:joint_pool]
+        lowest = min(logit[row] for row in chosen)
+        final = {row: cheap[row] + (logit[row] if row in chosen else lowest) for row in cheap}
+        assert rows_of(hits) == sorted(final, key=lambda row: -final[row])
+        np.testing.assert_allclose([hit.score for hit in hits], [final[hit.row_id] for hit in hits], atol=1e-4)
+        assert ["logit" in hit.parts for hit in hits] == [rank < joint_pool for rank in range(9)]
+    changed = [rows_of(hits) for hits in results] != [rows_of(hits) for hits in full]
+    assert changed == (joint_pool < 9), "a joint pool changes some order, and the whole pool none"
+    check_same([index.search(text, 6, 9, joint_pool=joint_pool) for text in texts], [hits[:6] for hits in results])
+    assert index.search(texts, 6, 9, joint_pool=3, where="row_id < 0") == [[], [], [], []]
+
+
+def test_requests_without_sense_are_refused(index, built, monkeypatch):
+    monkeypatch.setattr(type(index.model.text), "encode", None)  # before any work
+    for text, k, pool in (("", 1, 1), ("  ", 1, 1), ("x", 0, 1), ("x", 2, 1), (["a dog", " "], 1, 1), ([3], 1, 1)):
+        with pytest.raises(UsageError):
+            index.search(text, k=k, pool=pool)
+    for score, joint_pool in (("logit", 3), ("late", 3), ("bundle", 0)):
+        with pytest.raises(UsageError, match="joint_pool"):
+            index.search("a dog", score=score, joint_pool=joint_pool)
+    for option in ({"joint_pool": 3}, {"score": "logit"}):
+        with pytest.raises(UsageError, match="no effect without re-ranking"):
+            index.search("a dog", rerank=False, **option)
     with pytest.raises(ModelError, match="no hubness correction: use only the parts logit, late, embedding"):
         TokenIndex.open(built[0], score="logit=1,hubness=1")
-    with pytest.raises(ModelError, match="no pooled similarity"):
-        TokenIndex.open(built[0]).search("a red canoe", score="pooled")
     with pytest.raises(UsageError, match="unknown part 'joint'"):
         TokenIndex.open(built[0], score="joint")
-
-
-def test_without_the_joint_encoder_the_embeddings_decide(built):
-    hits = TokenIndex.open(built[0]).search("a red canoe", k=4, pool=6, rerank=False)
-    expected = sorted(by_hand(built, "a red canoe", 6), key=lambda hit: -hit[1])[:4]
-    assert [hit.row_id for hit in hits] == [row for row, _, _ in expected]
-    assert {hit.joint_score for hit in hits} == {None}
-    assert [hit.score for hit in hits] == [hit.embedding_score for hit in hits]
-
-
-def test_holes_are_never_found(built):
-    hits = TokenIndex.open(built[0]).search("anything", k=100, pool=100)
-    assert sorted(hit.row_id for hit in hits) == [row for row in range(SPEC.rows) if row not in (HOLE, DUPLICATE_ROW)]
 
 
 def test_features_to_train_on_are_not_reranked(built, monkeypatch):
@@ -160,37 +189,179 @@ def test_features_to_train_on_are_not_reranked(built, monkeypatch):
     assert len(opened.search("anything", k=2, pool=2, rerank=False)) == 2
 
 
-@pytest.mark.parametrize(("text", "k", "pool"), [("", 1, 1), ("  ", 1, 1), ("x", 0, 1), ("x", 2, 1)])
-def test_senseless_requests_are_refused(built, text, k, pool):
-    with pytest.raises(UsageError):
-        TokenIndex.open(built[0]).search(text, k=k, pool=pool)
-
-
 def test_only_the_model_that_built_an_index_searches_it(built, tmp_path):
     create_untrained_bundle(tmp_path / "other", seed=1, sizes=TINY)
     with pytest.raises(ModelError, match="did not build"):
         TokenIndex.open(built[0], model=tmp_path / "other")
 
 
-def test_a_damaged_candidate_is_left_out_with_a_warning(built, tmp_path):
+def test_a_relative_path_of_a_bundle_is_not_followed(built, tmp_path, monkeypatch, run):
+    """A stranger can put a bundle beside the index in a folder of downloads."""
+    root, model = built
+    shutil.copytree(root, tmp_path / "index")
+    shutil.copytree(model, tmp_path / "model")
+    manifest = Manifest.load(root)
+    replace(manifest, model={**manifest.model, "bundle": "model"}).write(Layout(tmp_path / "index"))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("search", "index", "a dog")
+    assert (code, out) == (1, "")
+    assert "relative path" in err
+    assert run("search", "index", "a dog", "--model", "model")[0] == 0
+
+
+def test_damaged_candidates_are_left_out_with_a_warning(built, tmp_path):
     root = shutil.copytree(built[0], tmp_path / "index")
-    index = TokenIndex.open(root)
-    before = [hit.row_id for hit in index.search("a dog", k=11, pool=11)]
-    damaged = before[:2]
-    for row_id in damaged:
-        shard, position = divmod(row_id, SPEC.shard_size)
+    before = rows_of(TokenIndex.open(root).search("a dog", k=11, pool=11))
+    for row_id in before[:2]:
+        shard, position = divmod(row_id, SHARD_SIZE)
         with open(Layout(root).token_shard("bf16", shard, 2), "r+b") as file:
             file.seek(position * 4 * 16 * 2)
             file.write(b"damaged")
     with pytest.warns(RuntimeWarning, match="left out of the search: the block.* damaged"):
-        hits = TokenIndex.open(root).search("a dog", k=11, pool=11)
-    assert [hit.row_id for hit in hits] == before[2:]
-
-
-def test_a_search_without_a_sound_candidate_finds_nothing(built, tmp_path):
-    root = shutil.copytree(built[0], tmp_path / "index")
-    for shard in range(SPEC.shards):
-        path = Layout(root).token_shard("bf16", shard, 2)
+        assert rows_of(TokenIndex.open(root).search("a dog", k=11, pool=11)) == before[2:]
+    for path in (root / "tokens").rglob("c.*.0"):
         path.write_bytes(b"\1" * path.stat().st_size)
     with pytest.warns(RuntimeWarning, match="left out of the search"):
         assert TokenIndex.open(root).search("a dog", k=3, pool=11) == []
+
+
+def test_rows_are_reranked_by_id_and_by_uri(index, built):
+    everything = {hit.row_id: hit for hit in index.search("a red canoe", k=10, pool=10)}
+    by_id = index.rerank("a red canoe", [7, 0, 3, 7])
+    assert sorted(rows_of(by_id)) == [0, 3, 7, 7]
+    assert [hit.score for hit in by_id] == sorted((hit.score for hit in by_id), reverse=True)
+    for hit in by_id:
+        assert hit.uri == everything[hit.row_id].uri
+        assert hit.parts == {part: pytest.approx(v, abs=1e-5) for part, v in everything[hit.row_id].parts.items()}
+    assert index.rerank("a red canoe", [everything[7].uri, np.int64(0), everything[3].uri, 7]) == by_id
+    assert index.rerank("a red canoe", []) == []
+    assert rows_of(index.rerank("a dog", [str(photo(built[0], DUPLICATE_ROW))])) == [0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([99], "row id 99 is out of range"),
+        ([0, HOLE], f"row {HOLE} of .* has no tokens: not-an-image"),
+        ([DUPLICATE_ROW], "has no tokens: it is a duplicate of row 0"),
+        (["nowhere.png", 1, "x", "y", "z"], r"has the uri 'nowhere.png', 'x', 'y' \(and 1 more\)"),
+        ([0.5], "must be a sequence of row ids and uris"),
+        ("12", "must be a sequence of row ids and uris"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_refused(index, rows, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        index.rerank("a dog", rows)
+    assert isinstance(caught.value, RowIdError) == ("out of range" in message)
+
+
+def test_an_image_finds_itself_and_its_neighbours(index, built):
+    path = photo(built[0], 4)
+    embeddings = read_embeddings(CommittedIndex.open(built[0]), np.array(SOUND))
+    similarities = embeddings @ embeddings[SOUND.index(4)]
+    expected = [SOUND[at] for at in np.argsort(-similarities)[:5]]
+    hits = index.search_image(path, k=5)
+    assert rows_of(hits) == expected
+    assert expected[0] == 4
+    np.testing.assert_allclose([hit.score for hit in hits], np.sort(similarities)[::-1][:5], atol=1e-5)
+    with Image.open(path) as image:
+        assert index.search_image(path.read_bytes(), k=5) == index.search_image(image, k=5) == hits
+        turned, exif, data = image.transpose(Image.Transpose.ROTATE_90), Image.Exif(), BytesIO()
+    assert rows_of(index.search_row(4, k=4)) == expected[1:]
+    exif[0x0112] = 6  # the viewer turns it by 90 degrees clockwise
+    turned.save(data, "PNG", exif=exif)
+    for query in (data.getvalue(), Image.open(data)):
+        assert index.search_image(query, k=1)[0].embedding_score == pytest.approx(1, abs=1e-5)
+    with pytest.raises(UsageError, match=r"cannot read the query image .*none.png: missing"):
+        index.search_image(built[0].parent / "none.png")
+    with pytest.raises(UsageError, match="cannot read the query image: not-an-image"):
+        index.search_image(b"not an image")
+    with pytest.raises(UsageError, match="k must be an integer of at least 1"):
+        index.search_image(path, k=0)
+
+
+def test_new_images_get_the_scores_of_their_rows(index, built):
+    scores = {hit.row_id: hit.score for hit in index.rerank("a red canoe", [7, 0])}
+    with Image.open(photo(built[0], 0)) as image:
+        new = index.score_images("a red canoe", [photo(built[0], 7).read_bytes(), image])
+    np.testing.assert_allclose(new, [scores[7], scores[0]], atol=1e-3, rtol=0)
+    assert abs(scores[7] - scores[0]) > 1e-2, "the images can be told apart"
+    assert index.score_images("a red canoe", []) == []
+
+
+def test_texts_for_a_row_and_for_its_image(index, built):
+    """The image-to-text score of a pair, by the parts of the bundle."""
+    bundle = ModelBundle.load(index.model.info.path)
+    embedding = read_embeddings(CommittedIndex.open(built[0]), np.array([7]))[0]
+    hits = index.search_texts(7, TEXTS[:3], k=2, pool=3)
+    weights = WEIGHTS.i2t.by_part()
+    for hit in hits:
+        assert hit.text == TEXTS[hit.position]
+        assert hit.embedding_score == pytest.approx(float(bundle.text.encode([hit.text])[0] @ embedding), abs=1e-5)
+        assert hit.score == pytest.approx(sum(weights[part] * hit.parts[part] for part in weights), abs=1e-4)
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+    again = index.search_texts(photo(built[0], 7), TEXTS[:3], k=2, pool=3)
+    assert [hit.position for hit in again] == [hit.position for hit in hits]
+    assert [hit.score for hit in again] == pytest.approx([hit.score for hit in hits], abs=1e-3)
+    nearest = max(range(3), key=lambda at: float(bundle.text.encode(TEXTS[:3])[at] @ embedding))
+    assert [hit.position for hit in index.search_texts(7, TEXTS[:3], k=1, pool=1)] == [nearest]
+    with pytest.raises(UsageError, match="texts is empty"):
+        index.search_texts(7, [])
+
+
+def test_another_precision_of_the_same_index(built, tmp_path):
+    shutil.copytree(built[0], tmp_path / "index")
+    quantize_index(tmp_path / "index", ["nvfp4"])
+    exact = TokenIndex.open(tmp_path / "index")
+    rough = exact.with_precision("nvfp4")
+    assert (exact.precision, rough.precision) == ("bf16", "nvfp4")
+    expected = TokenIndex.open(tmp_path / "index", precision="nvfp4").search("a red canoe")
+    assert rough.search("a red canoe") == expected != exact.search("a red canoe")
+    with pytest.raises(UsageError, match="does not have precision 'fp8'"):
+        exact.with_precision("fp8")
+
+
+RERANKED = ["text_tower", "nearest", "fetch", "joint_encoder", "other_parts", "hits", "total"]
+
+
+@pytest.mark.parametrize(
+    ("search", "names"),
+    [
+        (lambda index: index.search("a dog", 3, 6), RERANKED),
+        (lambda index: index.search("a dog", 3, 6, score="logit"), [name for name in RERANKED if name[:5] != "other"]),
+        (lambda index: index.search("a dog", 3, rerank=False), ["text_tower", "nearest", "hits", "total"]),
+        (lambda index: index.rerank("a dog", [4, 0]), [name for name in RERANKED if name != "nearest"]),
+        (lambda index: index.search_row(4, 3), ["nearest", "hits", "total"]),
+    ],
+)
+def test_the_stages_that_ran_add_up_to_the_total(index, search, names):
+    started = time.perf_counter()
+    hits = search(index)
+    elapsed = time.perf_counter() - started
+    assert sorted(hits.stages) == sorted(names)
+    parts = [seconds for name, seconds in hits.stages.items() if name != "total"]
+    assert all(seconds > 0 for seconds in parts)
+    assert sum(parts) <= hits.stages["total"] <= elapsed
+    assert hits.first(1).stages == hits.stages
+
+
+def hit(row_id: int, score: float, embedding_score: float, uri: str = "/a.jpg") -> Hit:
+    return Hit(row_id, uri, score, embedding_score, None, {})
+
+
+@given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=30))
+def test_movements_add_up_to_zero_and_ranks_agree_with_numpy(similarities):
+    ranked = rank_hits([hit(row, -row, value) for row, value in enumerate(similarities)])
+    assert [item.rank for item in ranked] == list(range(1, len(ranked) + 1))
+    assert sum(item.moved for item in ranked) == 0
+    order = np.argsort(-np.array(similarities), kind="stable")
+    assert [item.hit.row_id for item in embedding_order(ranked)] == order.tolist()
+
+
+def test_a_notebook_escapes_names_and_survives_a_lost_index():
+    hits = Hits([hit(row, 1.0, 0.5, "<script>alert(1)</script>") for row in range(60)], Path("/nowhere"))
+    html = hits._repr_html_()
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert html.count("no image") == 50
+    assert "and 10 more" in html

@@ -141,7 +141,7 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
         fitted = fit_pooled_similarity(adapter, bundle.joint, case.source(), 4)
         bundle = replace(bundle, pooled=fitted, info=None)
     if bank:
-        made = make_hubness_bank(adapter, bundle.pooled_vectors, case.source(), 10)
+        made = make_hubness_bank(adapter, bundle.score_models, case.source(), 10)
         bundle = replace(bundle, hubness_bank=made, info=None)
     # Late interaction of random tokens says nothing: a weight that is given makes it count.
     config = FittingConfig(dev_captions=1000, dev_pool=6, late_weight=3.0 if pooled else None)
@@ -155,16 +155,17 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
         assert min(weights.values()) >= 0
         assert pooled or weights["pooled"] == 0
         assert bank or weights["hubness"] == 0
-        parts = bundle.parts(direction, choice.weights)
-        hits = []
+        models, hits = bundle.score_models, []
         for query in range(2 * IMAGES if text_queries else IMAGES):
             rank = similar[query] if text_queries else similar[:, query]
             near = sorted(range(len(rank)), key=lambda at, rank=rank: -rank[at])[:6]
             texts = [dev.captions[at] for at in ([query] * 6 if text_queries else near)]
             embeddings = dev.image_embeddings[near] if text_queries else dev.text_embeddings[near]
             pairs = Pairs(texts, tokens[near if text_queries else [query] * 6], rank[near], embeddings)
-            final = sum(weight * parts[part].of(pairs) for part, weight in weights.items() if weight)
-            best = [near[scores.argmax()] for scores in (final, parts["logit"].of(pairs), rank[near])]
+            used = {part: weight for part, weight in weights.items() if weight}
+            values = {part: models.part(part, pairs, direction, choice.weights) for part in {"logit", *used}}
+            final = sum(weight * values[part] for part, weight in used.items())
+            best = [near[scores.argmax()] for scores in (final, values["logit"], rank[near])]
             hits.append([at == query // 2 if text_queries else at // 2 == query for at in best])
         recalls = (choice.recall, choice.logit_recall, choice.embedding_recall)
         assert recalls == pytest.approx(np.mean(hits, axis=0))
@@ -187,8 +188,8 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
     adapter, index = trained_part(bundle.adapter), CommittedIndex.open(case.features)
     if pooled:
         bundle = replace(bundle, pooled=fit_pooled_similarity(adapter, bundle.joint, source, 4), info=None)
-    vectors = bundle.pooled_vectors
-    bank = make_hubness_bank(adapter, vectors, source, count, lambda *report: reports.append(report[1:]))
+    models = bundle.score_models
+    bank = make_hubness_bank(adapter, models, source, count, lambda *report: reports.append(report[1:]))
     data = source.data
     texts = [
         bundle.joint.tokenizer.tokenizer.decode(data.caption(at).tolist()) for at in range(len(data.text_embeddings))
@@ -201,8 +202,8 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
         "images": (bank.image_embeddings, bank.image_vectors),
     }
     wanted = {
-        "captions": (data.text_embeddings, vectors.of_captions(texts).numpy()),
-        "images": (embedded, vectors.of_images(tokens).numpy()),
+        "captions": (data.text_embeddings, models.caption_vectors(texts).numpy()),
+        "images": (embedded, models.image_vectors(tokens).numpy()),
     }
     for name, (embeddings, pooled_vectors) in found.items():
         all_embeddings, all_vectors = wanted[name]
@@ -213,5 +214,5 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
         assert pooled_vectors.codes.shape[1] == (4 if pooled else 0)
     total = min(count, 48) + min(count, 24)
     assert reports == ([(0, total), (min(count, 48), total)] if pooled else [])
-    again = make_hubness_bank(adapter, vectors, source, count)
+    again = make_hubness_bank(adapter, models, source, count)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in bank.state_dict().items())

@@ -66,8 +66,9 @@ def test_it_tells_whose_caption_it_is(case):
         tokens = trained_part(bundle.adapter)(source.features.fetch(data.rows).float()).bfloat16()
     numbers = [data.caption(at).tolist() for at in data.caption_starts[:-1]]
     texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]
-    similarity = bundle.parts("t2i", ScoreWeights())["pooled"]
-    scores = torch.from_numpy(np.stack([similarity.of(Pairs([text] * len(tokens), tokens)) for text in texts]))
+    models, weights = bundle.score_models, ScoreWeights()
+    scored = [models.part("pooled", Pairs([text] * len(tokens), tokens), "t2i", weights) for text in texts]
+    scores = torch.from_numpy(np.stack(scored))
     own = scores.diagonal()
     better = (scores > own[:, None]).sum(dim=1).float().mean()
     assert better < 6, "by chance 11.5 other images score higher"

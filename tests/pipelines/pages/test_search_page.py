@@ -94,11 +94,6 @@ def test_the_order_of_the_page_is_the_order_of_the_hits(index, run, tmp_path):
     assert shown[7:] == printed
 
 
-def test_open_needs_a_file_and_re_ranking(index, run):
-    assert run("search", index, "a dog", "--open")[0] == 2
-    assert "leave out --html or --no-rerank" in run("search", index, "a dog", "--no-rerank", "--html", "a.html")[2]
-
-
 def test_the_score_is_explained(index, run):
     _, _, err = run("search", index, "a dog")
     assert "score = logit" in err

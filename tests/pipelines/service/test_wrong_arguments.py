@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from edje_index import Client, ServiceError, TokenIndex
-from edje_index.evaluation.interpretation.explain import ExplainedIndex, explain_index
+from edje_index.evaluation.explain import ExplainedIndex, explain_index
 from storage_formats import UsageError
 
 TEXTS = ["a dog", "a red canoe"]

@@ -13,9 +13,7 @@ from scipy.spatial.distance import cdist
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.parts import load_scorer
-from edje_index.evaluation.interpretation.alignment import alignment_scores, distributions, paired_test
-from edje_index.evaluation.interpretation.caption_words import content_words
-from edje_index.evaluation.interpretation.nearest_words import Vocabulary, count_words
+from edje_index.evaluation.explain import Vocabulary, alignment_scores, content_words, distributions, paired_test
 from edje_index.models.devices import to_bf16_array
 from edje_index.models.joint_scorer import JointScorer
 from storage_formats.codecs import codec
@@ -69,33 +67,17 @@ def test_alignment_is_the_mean_of_the_largest_cosines(joint, seed):
     assert np.isnan(scores).tolist() == [False, False, True, True, False, False]
 
 
-def test_the_paired_test_is_scipys(joint):
+def test_the_paired_test_is_scipys():
     rng = np.random.default_rng(4)
     first = rng.normal(0.24, 0.05, 400)
     second = first + rng.normal(0.004, 0.03, 400)
-    result = paired_test(first, second)
-    expected = stats.ttest_1samp(second - first, 0.0)
-    assert result.t == pytest.approx(expected.statistic, rel=1e-6)
-    assert result.p == pytest.approx(expected.pvalue, rel=1e-6)
-    differences = [b - a for a, b in zip(first.tolist(), second.tolist(), strict=True)]
-    mean = sum(differences) / 400
-    deviation = (sum((value - mean) ** 2 for value in differences) / 399) ** 0.5
-    assert result.effect_size == pytest.approx(mean / deviation, rel=1e-9)
-    assert result.t == pytest.approx(mean / deviation * 400**0.5, rel=1e-9)
-    assert 2 * stats.t.sf(abs(result.t), 399) == pytest.approx(result.p, rel=1e-6)
+    result, differences = paired_test(first, second), second - first
+    expected = stats.ttest_1samp(differences, 0.0)
+    assert (result.t, result.p) == pytest.approx((expected.statistic, expected.pvalue), rel=1e-6)
+    assert result.effect_size == pytest.approx(differences.mean() / differences.std(ddof=1), rel=1e-9)
     assert paired_test(second, first).t == pytest.approx(-result.t)
     with pytest.raises(UsageError, match="by the same amount"):
         paired_test(first, first)
-
-
-def test_the_papers_figures_agree_with_each_other():
-    """d = 0.39 with 5,000 pairs has a p near 3e-153, so the effect size is that of paired differences."""
-    rng = np.random.default_rng(0)
-    differences = rng.normal(size=5000)
-    differences = (differences - differences.mean()) / differences.std(ddof=1) + 0.389
-    result = paired_test(np.zeros(5000), differences)
-    assert result.effect_size == pytest.approx(0.389)
-    assert -156 < np.log10(result.p) < -150
 
 
 def test_histograms_have_common_edges():
@@ -113,7 +95,7 @@ def test_histograms_have_common_edges():
         distributions(np.array([0.1]))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4", "sign1"])
+@pytest.mark.parametrize("precision", ["bf16", "sign1"])
 def test_nearest_words_are_those_of_the_plain_computation(joint, precision):
     stored = codec(precision, (40, 16))
     blocks = to_bf16_array(torch.randn(33, 40, 16, generator=torch.Generator().manual_seed(2)))
@@ -133,13 +115,13 @@ def test_nearest_words_are_those_of_the_plain_computation(joint, precision):
 def test_words_are_counted_with_the_shares_of_special_and_unused_ones(joint):
     vocabulary = Vocabulary(joint)
     often, once, separator = 100, 101, joint.tokenizer.special_id("sep_token")
-    vocabulary._words[7] = "[unused80]"  # the tiny vocabulary has none
-    counts = count_words(vocabulary, [often, 7, once, often, separator, 7, often])
+    vocabulary.words[7] = "[unused80]"  # the tiny vocabulary has none
+    counts = vocabulary.count([often, 7, once, often, separator, 7, often])
     assert set(counts.words) == {
-        (vocabulary.word(often), 3),
+        (vocabulary.words[often], 3),
         ("[unused80]", 2),
         ("[SEP]", 1),
-        (vocabulary.word(once), 1),
+        (vocabulary.words[once], 1),
     }
     assert [count for _, count in counts.words] == [3, 2, 1, 1]
     assert (counts.tokens, counts.special, counts.unused) == (7, 1, 2)

@@ -1,1 +1,0 @@
-"""Interprets stored tokens as in the EDJE paper: by nearest words, attention, and alignment with captions."""

@@ -1,0 +1,146 @@
+"""Checks what a caller of a search gives: queries, numbers of hits, and rows by row id or uri."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from storage_formats.arguments import as_count, as_list, as_text, shown
+from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from storage_formats.format.manifest import CommittedIndex
+
+_MEMBERS = ("query", "text", "caption", "captions")
+_SHOWN = 3
+
+
+def query_text(text: object, name: str = "query") -> str:
+    """Return `text`, a string that is not blank.
+
+    Raises:
+        UsageError: `text` is not a string, is blank, or has a lone surrogate.
+    """
+    query = as_text(text, name)
+    if not query.strip():
+        raise UsageError(f"{name} is empty or blank, got {shown(query)}: give a text", parameter=name)
+    return query
+
+
+def query_texts(texts: object, name: str = "query") -> list[str]:
+    """Return the strings in `texts`, a sequence, an array or an iterator. See `query_text`.
+
+    Raises:
+        UsageError: `texts` is not a sequence of strings, or a string is blank or has a lone surrogate.
+    """
+    return [query_text(text, f"{name}[{at}]") for at, text in enumerate(as_list(texts, name, "strings"))]
+
+
+def hit_counts(k: object, pool: object) -> tuple[int, int]:
+    """Return `k` and `pool` as integers.
+
+    Raises:
+        UsageError: one of them is not an integer of at least 1, or `pool` is less than `k`.
+    """
+    hits, candidates = as_count(k, "k"), as_count(pool, "pool")
+    if candidates < hits:
+        raise UsageError(f"k must be at most pool, got k = {hits} and pool = {candidates}")
+    return hits, candidates
+
+
+def read_queries(path: Path) -> list[str]:
+    """Return the queries in a file, in order.
+
+    The file has one query per line. In a ``.jsonl`` file, a line is a JSON string, or an object with one of the members
+    `query`, `text`, `caption` and `captions`. Blank lines are skipped.
+
+    Raises:
+        UsageError: the file cannot be read, a line is not valid, or there is no query.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {path}: {reason}; give a UTF-8 text file") from error
+    queries: list[str] = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if line and path.suffix == ".jsonl":
+            texts = _texts(line)
+            if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+                raise UsageError(
+                    f"{path}, line {number}: a query must be a JSON string, or an object with one of the members "
+                    f"{', '.join(_MEMBERS)}, got {line[:80]!r}"
+                )
+            queries += [text.strip() for text in texts]
+        elif line:
+            queries.append(line)
+    if not queries:
+        raise UsageError(f"{path} is empty: write one text per line")
+    return queries
+
+
+def _texts(line: str) -> list[Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return []
+    if isinstance(value, dict):
+        value = next((value[name] for name in _MEMBERS if name in value), None)
+    return value if isinstance(value, list) else [value]
+
+
+def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[np.int64]:
+    """Return the row id of each entry of `rows`, int64 [k].
+
+    A row id is returned unchanged. A uri gives the first row with this uri; if this row is a duplicate, its original.
+
+    Raises:
+        RowIdError: a row id is out of range, unused or deleted.
+        UsageError: an entry is neither an integer nor a string, no row has the uri, or a row has no tokens.
+    """
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    from storage_formats.format.rows import DUPLICATE, INDEXED, iter_rows, read_index_rows
+    from storage_formats.row_ids import check_row_ids
+
+    rows = as_list(rows, "rows", "row ids and uris")
+    if any(isinstance(row, bool) or not isinstance(row, int | np.integer | str) for row in rows):
+        raise UsageError(f"rows must be a sequence of row ids and uris, got {shown(rows)}", parameter="rows")
+    uris = dict.fromkeys(as_text(row, "rows") for row in rows if isinstance(row, str))
+    row_of_uri: dict[str, int] = {}
+    wanted = pa.array(uris, pa.string())
+    for table in iter_rows(index, ["row_id", "uri", "status", "duplicate_of"]) if uris else ():
+        for row in table.filter(pc.is_in(table["uri"], wanted)).to_pylist():
+            row_id = row["duplicate_of"] if row["status"] == DUPLICATE else row["row_id"]
+            row_of_uri.setdefault(row["uri"], row_id)
+        if len(row_of_uri) == len(uris):
+            break
+    unknown = [uri for uri in uris if uri not in row_of_uri]
+    if unknown:
+        more = f" (and {len(unknown) - _SHOWN} more)" if len(unknown) > _SHOWN else ""
+        raise UsageError(
+            f"no row of {index.root} has the uri {', '.join(map(repr, unknown[:_SHOWN]))}{more}; give uris of indexed "
+            "images",
+            parameter="rows",
+        )
+    row_ids = check_row_ids(
+        [row_of_uri[row] if isinstance(row, str) else int(row) for row in rows], index.manifest.spec.rows
+    )
+    table = read_index_rows(index, row_ids, ["row_id", "status", "reason", "duplicate_of"])
+    holes = table.filter(pc.not_equal(table["status"], INDEXED)).to_pylist()
+    if holes:
+        first = holes[0]
+        why = f"it is a duplicate of row {first['duplicate_of']}" if first["status"] == DUPLICATE else first["reason"]
+        more = f" (and {len(holes) - 1} more)" if len(holes) > 1 else ""
+        raise UsageError(
+            f"row {first['row_id']}{more} of {index.root} has no tokens: {why}; choose rows with the status 'indexed'",
+            parameter="rows",
+        )
+    return row_ids
