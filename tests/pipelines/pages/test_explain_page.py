@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,15 +122,6 @@ def test_maps_are_bright_where_a_query_looks(case, run, tmp_path, tiny_bundle):
         np.testing.assert_allclose(
             darkness, 230 * (1 - (weights / weights.max()) ** 0.5).reshape(side, side), atol=1.01
         )
-
-
-def test_adapters_without_queries_have_no_maps(run, tmp_path):
-    create_untrained_bundle(tmp_path / "local", sizes=replace(TINY, adapter_kind="local"))
-    write_photo(tmp_path / "photos" / "0.jpg", 0)
-    build_index(tmp_path / "photos", tmp_path / "local.edje", tmp_path / "local", engine="inline", threads=1)
-    code, out, err = run("explain", tmp_path / "local.edje", "--out", tmp_path / "page.html", "--quiet", "--json")
-    assert code == 0, err
-    assert json.loads(out)["rows"][0]["attention"].startswith("the adapter is local, and only a compressed adapter")
 
 
 @pytest.mark.parametrize(

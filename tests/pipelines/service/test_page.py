@@ -252,14 +252,6 @@ def _expected_texts(watched: Watched, row: int, texts: list[str]) -> list[str]:
     return [hit["text"] for hit in watched.page.request.post(f"{watched.home}/search/texts", data=body).json()["hits"]]
 
 
-@pytest.mark.parametrize(("box", "field"), [("#filter", "#where"), ("#texts-box", "#texts")])
-def test_a_slash_can_be_typed_into_every_box(watched, box, field):
-    watched.page.locator(f"{box} summary").click()
-    watched.page.focus(field)
-    watched.page.keyboard.type("a/b")
-    assert watched.page.input_value(field) == "a/b"
-
-
 def test_a_link_can_inject_nothing(watched):
     watched.page.goto(f"{watched.home}/?q=%3Cscript%3Ealert(1)%3C/script%3E&pool=abc&precision=x&index=%3Cb%3E&row=1x")
     watched.wait()
@@ -269,37 +261,6 @@ def test_a_link_can_inject_nothing(watched):
     watched.page.evaluate("document.getElementById('pool').value = 10")
     assert watched.page.locator("img[src=x]").count() == 0
     assert names
-
-
-def test_the_pool_slider_changes_the_candidates(watched):
-    watched.search("a red canoe")
-    with watched.page.expect_request("**/search") as request:
-        watched.page.evaluate(
-            "pool => { const input = document.getElementById('pool'); input.value = pool; "
-            "input.dispatchEvent(new Event('input')); input.dispatchEvent(new Event('change')); }",
-            20,
-        )
-    assert request.value.post_data_json["pool"] == 20
-    watched.wait()
-    assert watched.page.inner_text("#pool-value") == "20"
-
-
-def test_the_joint_encoder_scores_the_best(watched, browser):
-    watched.search("a red canoe")
-    assert "not computed" not in watched.page.locator("#after .parts").all_text_contents()[-1]
-    with watched.page.expect_response("**/search"):
-        watched.page.select_option("#joint-pool", "10")
-    watched.wait()
-    parts = watched.page.locator("#after .parts").all_text_contents()
-    assert ["not computed" in text for text in parts] == [False] * 10 + [True] * 2
-    expected = answer(watched, {"query": "a red canoe", "k": 12, "pool": 100, "joint_pool": 10})
-    assert watched.rows("after") == [hit["row_id"] for hit in expected["hits"]]
-    shared = Watched(browser.new_page(), watched.home)
-    shared.page.goto(watched.page.url)
-    shared.wait()
-    assert (shared.rows("after"), shared.problems) == (watched.rows("after"), [])
-    assert shared.page.input_value("#joint-pool") == "10"
-    shared.page.close()
 
 
 def test_the_keyboard_is_enough(watched):
@@ -316,13 +277,6 @@ def test_the_keyboard_is_enough(watched):
         reached.add(watched.page.evaluate("document.activeElement.id || document.activeElement.className"))
     assert {"precision", "pool", "image"} <= reached
     assert any("similar" in name for name in reached)
-
-
-def test_an_error_is_shown(watched):
-    watched.page.route("**/search", lambda route: route.fulfill(status=200, body="no json"))
-    watched.page.fill("#query", "a dog")
-    watched.page.press("#query", "Enter")
-    watched.page.wait_for_selector("#status.error")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
