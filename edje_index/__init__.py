@@ -12,103 +12,69 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from edje_index.bundles.bundle import ModelBundle
-    from edje_index.bundles.import_checkpoint import import_checkpoint
-    from edje_index.bundles.info import BundleInfo, read_bundle_info
-    from edje_index.bundles.published_checkpoint import PublishedModel, load_published_checkpoint
-    from edje_index.bundles.random_bundle import create_untrained_bundle
-    from edje_index.errors import HubUnreachableError, ModelError
-    from edje_index.evaluation.evaluate import evaluate
-    from edje_index.evaluation.results import Evaluation, EvaluationConfig
-    from edje_index.fetching.device_fetcher import DeviceFetcher
-    from edje_index.fetching.token_dataset import TokenDataset
-    from edje_index.indexing.faiss_index import add_ann
-    from edje_index.indexing.image_encoder import ImageEncoder
-    from edje_index.models.joint_encoder import JointEncoder
-    from edje_index.models.text_tower import TextTower
-    from edje_index.models.vision_tower import VisionTower
-    from edje_index.search.client import Client, ServiceError
-    from edje_index.search.hits import Hit, Hits, TextHit
-    from edje_index.search.late_interaction_search import LateInteractionSearch, TokenHit, max_sim
-    from edje_index.search.token_index import TokenIndex
-    from storage_formats.extras import MissingExtraError
-    from storage_formats.format.rows import read_rows
-    from storage_formats.token_store import TokenStore
-    from storage_formats.verify import verify_index
-    from storage_formats.writing.index_writer import IndexWriter
+    from edje_index.bundles.bundle import ModelBundle as ModelBundle
+    from edje_index.bundles.import_checkpoint import import_checkpoint as import_checkpoint
+    from edje_index.bundles.info import BundleInfo as BundleInfo
+    from edje_index.bundles.info import read_bundle_info as read_bundle_info
+    from edje_index.bundles.published_checkpoint import PublishedModel as PublishedModel
+    from edje_index.bundles.published_checkpoint import load_published_checkpoint as load_published_checkpoint
+    from edje_index.bundles.random_bundle import create_untrained_bundle as create_untrained_bundle
+    from edje_index.errors import HubUnreachableError as HubUnreachableError
+    from edje_index.errors import ModelError as ModelError
+    from edje_index.evaluation.evaluate import evaluate as evaluate
+    from edje_index.evaluation.results import Evaluation as Evaluation
+    from edje_index.evaluation.results import EvaluationConfig as EvaluationConfig
+    from edje_index.fetching.device_fetcher import DeviceFetcher as DeviceFetcher
+    from edje_index.fetching.token_dataset import TokenDataset as TokenDataset
+    from edje_index.indexing.faiss_index import add_ann as add_ann
+    from edje_index.indexing.image_encoder import ImageEncoder as ImageEncoder
+    from edje_index.models.joint_encoder import JointEncoder as JointEncoder
+    from edje_index.models.text_tower import TextTower as TextTower
+    from edje_index.models.vision_tower import VisionTower as VisionTower
+    from edje_index.search.client import Client as Client
+    from edje_index.search.client import ServiceError as ServiceError
+    from edje_index.search.hits import Hit as Hit
+    from edje_index.search.hits import Hits as Hits
+    from edje_index.search.hits import TextHit as TextHit
+    from edje_index.search.late_interaction_search import LateInteractionSearch as LateInteractionSearch
+    from edje_index.search.late_interaction_search import TokenHit as TokenHit
+    from edje_index.search.late_interaction_search import max_sim as max_sim
+    from edje_index.search.token_index import TokenIndex as TokenIndex
+    from storage_formats.extras import MissingExtraError as MissingExtraError
+    from storage_formats.format.rows import read_rows as read_rows
+    from storage_formats.token_store import TokenStore as TokenStore
+    from storage_formats.verify import verify_index as verify_index
+    from storage_formats.writing.index_writer import IndexWriter as IndexWriter
 
-_MODULES = {
-    "BundleInfo": "edje_index.bundles.info",
-    "Client": "edje_index.search.client",
-    "DeviceFetcher": "edje_index.fetching.device_fetcher",
-    "Evaluation": "edje_index.evaluation.results",
-    "EvaluationConfig": "edje_index.evaluation.results",
-    "Hit": "edje_index.search.hits",
-    "Hits": "edje_index.search.hits",
-    "HubUnreachableError": "edje_index.errors",
-    "ImageEncoder": "edje_index.indexing.image_encoder",
-    "IndexWriter": "storage_formats.writing.index_writer",
-    "JointEncoder": "edje_index.models.joint_encoder",
-    "LateInteractionSearch": "edje_index.search.late_interaction_search",
-    "MissingExtraError": "storage_formats.extras",
-    "ModelBundle": "edje_index.bundles.bundle",
-    "ModelError": "edje_index.errors",
-    "PublishedModel": "edje_index.bundles.published_checkpoint",
-    "ServiceError": "edje_index.search.client",
-    "TextHit": "edje_index.search.hits",
-    "TextTower": "edje_index.models.text_tower",
-    "TokenDataset": "edje_index.fetching.token_dataset",
-    "TokenHit": "edje_index.search.late_interaction_search",
-    "TokenIndex": "edje_index.search.token_index",
-    "TokenStore": "storage_formats.token_store",
-    "VisionTower": "edje_index.models.vision_tower",
-    "add_ann": "edje_index.indexing.faiss_index",
-    "create_untrained_bundle": "edje_index.bundles.random_bundle",
-    "evaluate": "edje_index.evaluation.evaluate",
-    "import_checkpoint": "edje_index.bundles.import_checkpoint",
-    "load_published_checkpoint": "edje_index.bundles.published_checkpoint",
-    "max_sim": "edje_index.search.late_interaction_search",
-    "read_bundle_info": "edje_index.bundles.info",
-    "read_rows": "storage_formats.format.rows",
-    "verify_index": "storage_formats.verify",
+_NAMES = {
+    "edje_index.bundles.bundle": "ModelBundle",
+    "edje_index.bundles.import_checkpoint": "import_checkpoint",
+    "edje_index.bundles.info": "BundleInfo read_bundle_info",
+    "edje_index.bundles.published_checkpoint": "PublishedModel load_published_checkpoint",
+    "edje_index.bundles.random_bundle": "create_untrained_bundle",
+    "edje_index.errors": "HubUnreachableError ModelError",
+    "edje_index.evaluation.evaluate": "evaluate",
+    "edje_index.evaluation.results": "Evaluation EvaluationConfig",
+    "edje_index.fetching.device_fetcher": "DeviceFetcher",
+    "edje_index.fetching.token_dataset": "TokenDataset",
+    "edje_index.indexing.faiss_index": "add_ann",
+    "edje_index.indexing.image_encoder": "ImageEncoder",
+    "edje_index.models.joint_encoder": "JointEncoder",
+    "edje_index.models.text_tower": "TextTower",
+    "edje_index.models.vision_tower": "VisionTower",
+    "edje_index.search.client": "Client ServiceError",
+    "edje_index.search.hits": "Hit Hits TextHit",
+    "edje_index.search.late_interaction_search": "LateInteractionSearch TokenHit max_sim",
+    "edje_index.search.token_index": "TokenIndex",
+    "storage_formats.extras": "MissingExtraError",
+    "storage_formats.format.rows": "read_rows",
+    "storage_formats.token_store": "TokenStore",
+    "storage_formats.verify": "verify_index",
+    "storage_formats.writing.index_writer": "IndexWriter",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "BundleInfo",
-    "Client",
-    "DeviceFetcher",
-    "Evaluation",
-    "EvaluationConfig",
-    "Hit",
-    "Hits",
-    "HubUnreachableError",
-    "ImageEncoder",
-    "IndexWriter",
-    "JointEncoder",
-    "LateInteractionSearch",
-    "MissingExtraError",
-    "ModelBundle",
-    "ModelError",
-    "PublishedModel",
-    "ServiceError",
-    "TextHit",
-    "TextTower",
-    "TokenDataset",
-    "TokenHit",
-    "TokenIndex",
-    "TokenStore",
-    "VisionTower",
-    "__version__",
-    "add_ann",
-    "create_untrained_bundle",
-    "evaluate",
-    "import_checkpoint",
-    "load_published_checkpoint",
-    "max_sim",
-    "read_bundle_info",
-    "read_rows",
-    "verify_index",
-]
+__all__ = sorted([*_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
@@ -121,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
