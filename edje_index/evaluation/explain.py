@@ -28,7 +28,7 @@ from torch.nn import functional
 from edje_index.bundles.info import ENCODER_FILES, JOINT_FOLDER, BundleInfo, matching_bundle, verify_files
 from edje_index.bundles.parts import load_scorer
 from edje_index.captions.matching import NAME_COLUMNS, match_items
-from edje_index.captions.reading import read_captions
+from edje_index.captions.reading import CaptionedImage, read_captions
 from edje_index.errors import ModelError
 from edje_index.images.clips import is_clip
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, decode_partial
@@ -67,38 +67,6 @@ couldnt didn didnt doesn doesnt hadn hadnt hasn hasnt haven havent isn isnt ma m
 shan shant shouldn shouldnt wasn wasnt weren werent won wont wouldn wouldnt
 """
 _STOP_WORD_SET = frozenset(_STOP_WORDS.split())
-
-
-@dataclass(frozen=True)
-class ExplainedIndex:
-    """An index to explain.
-
-    Attributes:
-        root: directory of the index.
-        model: directory of the bundle; None for the bundle that built the index.
-        precision: precision of the tokens; None for the first precision of the index.
-    """
-
-    root: Path
-    model: Path | None = None
-    precision: str | None = None
-
-
-@dataclass(frozen=True)
-class Captions:
-    """Captions to measure the alignment with.
-
-    Attributes:
-        path: caption file, see `edje_index.captions.reading.read_captions`.
-        images: base directory of relative image paths.
-        split: split of the caption file; None for the whole file.
-        against: another index of the same images, to compare with; None for no comparison.
-    """
-
-    path: Path
-    images: Path | None = None
-    split: str | None = None
-    against: ExplainedIndex | None = None
 
 
 @dataclass(frozen=True)
@@ -232,11 +200,17 @@ class Explanation:
 
 
 def explain_index(
-    index: ExplainedIndex,
+    root: Path,
     row_ids: Sequence[int] = (),
     *,
+    model: Path | None = None,
+    precision: str | None = None,
     sample: int = DEFAULT_SAMPLE,
-    captions: Captions | None = None,
+    captions: Path | None = None,
+    images: Path | None = None,
+    split: str | None = None,
+    against: Path | None = None,
+    against_model: Path | None = None,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> Explanation:
     """Find the nearest words of the tokens in an index, and measure the alignment of the tokens with captions.
@@ -244,10 +218,16 @@ def explain_index(
     For single rows, the attention of the queries over the image is computed too.
 
     Args:
-        index: index to explain.
+        root: directory of the index.
         row_ids: row ids of single rows to explain. If empty, the first `DEFAULT_ROWS` rows of the random sample.
+        model: directory of the bundle; None for the bundle that built the index.
+        precision: precision of the tokens; None for the first precision of the index.
         sample: number of rows in the random sample.
-        captions: captions to measure the alignment with; None for no alignment.
+        captions: caption file to measure the alignment with, see `read_captions`; None for no alignment.
+        images: base directory of relative image paths in `captions`.
+        split: split of the caption file; None for the whole file.
+        against: another index of the same images, whose alignment is compared; None for no comparison.
+        against_model: directory of its bundle; None for the bundle that built it.
         on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
     Raises:
@@ -256,22 +236,27 @@ def explain_index(
             tokens.
     """
     row_ids, sample = as_indices(row_ids, "row_ids").tolist(), as_count(sample, "sample")
-    opened, store, joint, info = _open(index)
+    opened, store, joint, info = _open(root, model, precision)
     table = read_all_rows(opened, ("row_id", "uri", "status"))
     indexed = np.array(table["row_id"])[np.array(table["status"]) == INDEXED]
     if unknown := sorted(set(row_ids) - set(indexed.tolist())):
-        raise UsageError(f"row {unknown[0]} of {index.root} has no tokens; choose a row with the status 'indexed'")
+        raise UsageError(f"row {unknown[0]} of {root} has no tokens; choose a row with the status 'indexed'")
     if not len(indexed):
-        raise UsageError(f"the index {index.root} has no tokens, because all inputs failed; choose another index")
+        raise UsageError(f"the index {root} has no tokens, because all inputs failed; choose another index")
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:sample])
     shown = row_ids or sampled[:DEFAULT_ROWS].tolist()
-    alignment = None if captions is None else _measure_alignment(opened, store, joint, captions, on_progress)
+    alignment = None
+    if captions is not None:
+        compared = [(opened, store, joint)]
+        if against is not None:
+            compared.append(_open(against, against_model, None)[:3])
+        alignment = _measure_alignment(compared, read_captions(captions, images, split), on_progress)
     vocabulary = Vocabulary(joint)
     nearest: list[int] = []
     for start in range(0, len(sampled), _BATCH):
         on_progress("looking up nearest words, images", start, len(sampled))
         nearest += vocabulary.nearest(store.fetch(sampled[start : start + _BATCH])).ravel().tolist()
-    attention = row_attention(index.root, info, shown, on_progress)
+    attention = row_attention(root, info, shown, on_progress)
     ids_of_rows = vocabulary.nearest(store.fetch(shown)).tolist()
     rows = [
         ExplainedRow(
@@ -284,27 +269,29 @@ def explain_index(
         for row_id, ids, its_attention in zip(shown, ids_of_rows, attention, strict=True)
     ]
     return Explanation(
-        root=index.root,
+        root=root,
         precision=store.precision,
         trained=info.trained,
         rows=tuple(rows),
         sample=len(sampled),
         words=vocabulary.count(nearest),
         alignment=alignment,
-        against=None if captions is None or captions.against is None else captions.against.root,
+        against=against,
     )
 
 
-def _open(source: ExplainedIndex) -> tuple[CommittedIndex, TokenStore, JointScorer, BundleInfo]:
+def _open(
+    root: Path, model: Path | None, precision: str | None
+) -> tuple[CommittedIndex, TokenStore, JointScorer, BundleInfo]:
     """Open an index, and load the joint encoder whose word embeddings are compared with the tokens."""
-    index = CommittedIndex.open(source.root)
-    info = matching_bundle(index, source.model)
+    index = CommittedIndex.open(root)
+    info = matching_bundle(index, model)
     verify_files(info, [name for name in info.files if name.startswith(JOINT_FOLDER)])
     joint = load_scorer(info, torch.float32, torch.device("cpu"))
-    store = TokenStore(index, source.precision or index.manifest.spec.precisions[0])
+    store = TokenStore(index, precision or index.manifest.spec.precisions[0])
     if store.block_shape[1] != joint.width:
         raise ModelError(
-            f"{source.root} stores tokens of width {store.block_shape[1]}, but the word embeddings of "
+            f"{root} stores tokens of width {store.block_shape[1]}, but the word embeddings of "
             f"the joint encoder have width {joint.width}; choose an index that a trained bundle built"
         )
     return index, store, joint, info
@@ -396,12 +383,11 @@ def _attention_of(encoder: ImageEncoder, row: dict[str, Any]) -> RowAttention:
 
 
 def _measure_alignment(
-    index: CommittedIndex, store: TokenStore, joint: JointScorer, captions: Captions, on_progress: OnProgress
+    opened: list[tuple[CommittedIndex, TokenStore, JointScorer]],
+    items: Sequence[CaptionedImage],
+    on_progress: OnProgress,
 ) -> Alignment:
-    items = read_captions(captions.path, captions.images, captions.split)
-    opened = [(index, store, joint)]
-    if captions.against is not None:
-        opened.append(_open(captions.against)[:3])
+    """Measure the alignment of one index, or of two indexes, with the captions of the images in all of them."""
     rows = [match_items(each.root, read_all_rows(each, NAME_COLUMNS), items).rows for each, _, _ in opened]
     used = np.logical_and.reduce([its_rows >= 0 for its_rows in rows])
     kept = [item for item, keep in zip(items, used, strict=True) if keep]

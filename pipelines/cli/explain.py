@@ -85,18 +85,26 @@ def explain(
     """
     if captions is None and (images or split or against):
         raise UsageError("--images, --split and --against need --captions; add --captions FILE")
-    from edje_index.evaluation.explain import Captions, ExplainedIndex, explain_index
+    from edje_index.evaluation.explain import explain_index
     from pipelines.pages.explain_page import explain_page
     from pipelines.progress.display import progress_display
     from pipelines.progress.events import progress_callback
     from storage_formats.atomic import write_bytes_atomic
 
-    other = None if against is None else ExplainedIndex(*index_and_model(against))
-    chosen = None if captions is None else Captions(captions, images, split, other)
-    source = ExplainedIndex(index, model, precision)
+    other, other_model = (None, None) if against is None else index_and_model(against)
     with progress_display(quiet=quiet) as on_event:
         explanation = explain_index(
-            source, rows, sample=sample, captions=chosen, on_progress=progress_callback(on_event)
+            index,
+            rows,
+            model=model,
+            precision=precision,
+            sample=sample,
+            captions=captions,
+            images=images,
+            split=split,
+            against=other,
+            against_model=other_model,
+            on_progress=progress_callback(on_event),
         )
     write_bytes_atomic(out, explain_page(explanation).encode())
     note(f"page: {out}")

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from edje_index import Client, ServiceError, TokenIndex
-from edje_index.evaluation.explain import ExplainedIndex, explain_index
+from edje_index.evaluation.explain import explain_index
 from storage_formats import UsageError
 
 TEXTS = ["a dog", "a red canoe"]
@@ -94,7 +94,7 @@ def test_every_query_needs_its_rows(library):
 @pytest.mark.parametrize("arguments", [{"row_ids": [1.5]}, {"row_ids": "1"}, {"sample": 0}, {"sample": 1.5}])
 def test_explain_refuses_wrong_arguments(index, arguments):
     with pytest.raises(UsageError):
-        explain_index(ExplainedIndex(index), **arguments)
+        explain_index(index, **arguments)
 
 
 CLIENT_CASES = [
