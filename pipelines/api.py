@@ -157,7 +157,7 @@ def quantize_index(
         >>> result.precisions, result.bytes_per_image["nvfp4"]
         (('bf16', 'fp8', 'nvfp4'), 36)
     """
-    from pipelines.engines import open_engine
+    from pipelines.engines.base import open_engine
     from pipelines.jobs.quantize import QuantizeConfig, quantize_at
 
     engine = open_engine("inline" if workers is None else "ray", workers)

@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parents[1]
 ORDER = ["storage_formats", "edje_index", "pipelines", "benchmarks"]
 # The only places that may import a library at all; a folder includes everything below it.
 HOMES = {
-    "ray": ["pipelines/engines/ray_cluster.py", "pipelines/engines/ray_train.py"],
+    "ray": ["pipelines/engines"],
     "faiss": ["edje_index/indexing/faiss_index.py"],
     "click": ["pipelines/cli", "benchmarks/cli.py"],
     # storage_formats stays light: the one module that converts blocks to tensors imports torch when it is called.

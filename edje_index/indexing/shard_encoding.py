@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,6 +62,9 @@ def encode_shard(
     encoder: Encoder,
     on_progress: Callable[[StageProgress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
+    *,
+    machine: str = "",
+    alive: Collection[str] = (),
 ) -> ShardReceipt:
     """Encode and commit one shard. If an input is damaged or missing, its row gets the status "failed".
 
@@ -70,6 +73,8 @@ def encode_shard(
         encoder: image encoder. The calling thread calls `encode`; several threads call `preprocess`.
         on_progress: function that is called after each batch.
         should_stop: function that is called before each batch. Encoding stops if the function returns True.
+        machine: id of this machine, see `begin_attempt`.
+        alive: ids of the machines that are not lost.
 
     Raises:
         EncodingInterrupted: `should_stop` returned True. The shard begins anew in the next run.
@@ -83,7 +88,7 @@ def encode_shard(
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
-        begin_attempt(layout, task.shard) as attempt,
+        begin_attempt(layout, task.shard, machine, alive) as attempt,
         _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
     ):
         done = 0

@@ -157,7 +157,7 @@ def _print(index: IndexLocation, result: QuantizeResult) -> None:
 
 
 def _engine(name: str, workers: int | None, address: str | None) -> Engine:
-    from pipelines.engines import open_engine
+    from pipelines.engines.base import open_engine
 
     if name == "inline" and (workers is not None or address is not None):
         raise UsageError("--workers and --address need --engine ray; add --engine ray")

@@ -1,4 +1,4 @@
-"""The interface of execution engines. An engine takes tasks and yields one outcome per task.
+"""The interface of execution engines, and the engine that runs tasks in this process.
 
 Tasks must be safe to repeat: if a worker process dies, its task runs again on another worker.
 """
@@ -15,7 +15,9 @@ from pipelines.collector import paused_collector
 from storage_formats.errors import EdjeError
 
 Task = Any
-Worker = Callable[[Task, Callable[[Any], None], Callable[[], bool]], Any]
+OnProgress = Callable[[Any], None]
+ShouldStop = Callable[[], bool]
+Worker = Callable[[Task, OnProgress, ShouldStop], Any]
 """`worker(task, on_progress, should_stop) -> result`. Raises `TaskInterrupted` if `should_stop()` returned True."""
 WorkerFactory = Callable[[], Worker]
 """Function that is called in the worker's process and returns the worker. The function must be picklable."""
@@ -56,17 +58,9 @@ Outcome = TaskDone | TaskFailure
 
 @dataclass(frozen=True)
 class Notice:
-    """News about the machines that run the tasks.
-
-    Attributes:
-        message: the news for the user, in one line.
-        repeated: task that runs again because its machine was lost; None if the news are about no task. Nothing is
-            known against this task.
-        is_warning: True if a node left or was lost, or if the job waits for nodes.
-    """
+    """News about the machines that run the tasks. `is_warning` is True if something was lost."""
 
     message: str
-    repeated: Task | None = None
     is_warning: bool = False
 
 
@@ -76,12 +70,7 @@ class Engine(Protocol):
     name: str
 
     def run(
-        self,
-        make_worker: WorkerFactory,
-        tasks: Iterable[Task | None],
-        *,
-        on_progress: Callable[[Any], None],
-        should_stop: Callable[[], bool],
+        self, make_worker: WorkerFactory, tasks: Iterable[Task], *, on_progress: OnProgress, should_stop: ShouldStop
     ) -> Generator[Outcome | Notice, None, None]:
         """Run every task and yield the outcomes in order of completion, and notices between them.
 
@@ -90,8 +79,7 @@ class Engine(Protocol):
 
         Args:
             make_worker: called once in each worker process; returns the worker.
-            tasks: tasks to run; the engine takes the next task when a worker is free. None instead of a task means
-                that the next task is not known yet. The engine then asks again after a moment.
+            tasks: tasks to run; the engine takes the next task when a worker is free.
             on_progress: called with the latest progress of each worker, in the process that called `run`.
             should_stop: returns True to stop. The engine calls this function often, so the function must be fast.
 
@@ -100,6 +88,37 @@ class Engine(Protocol):
             EdjeError: a worker cannot be built, or the engine failed during the run.
         """
         ...
+
+
+def open_engine(name: str, workers: int | None, *, cpus: int = 1, gpus: int = 0, address: str | None = None) -> Engine:
+    """Return the execution engine `name`: "inline" or "ray".
+
+    The other arguments configure `RayEngine`. The inline engine ignores these arguments.
+
+    Raises:
+        UsageError: `address` does not have the form host:port.
+    """
+    if name == "inline":
+        return InlineEngine()
+    from pipelines.engines.ray_engine import RayEngine
+
+    return RayEngine(workers, cpus=cpus, gpus=gpus, address=address)
+
+
+class InlineEngine:
+    """Engine that runs tasks in the calling thread."""
+
+    name = "inline"
+
+    def run(
+        self, make_worker: WorkerFactory, tasks: Iterable[Task], *, on_progress: OnProgress, should_stop: ShouldStop
+    ) -> Generator[Outcome | Notice, None, None]:
+        worker = build_worker(make_worker)
+        for task in tasks:
+            outcome = None if should_stop() else run_task(worker, task, on_progress, should_stop)
+            if outcome is None:
+                return
+            yield outcome
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
@@ -111,9 +130,7 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
         raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
 
 
-def run_task(
-    worker: Worker, task: Task, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
-) -> Outcome | None:
+def run_task(worker: Worker, task: Task, on_progress: OnProgress, should_stop: ShouldStop) -> Outcome | None:
     """Run `task` in this process and return the outcome. Return None if the task was stopped early."""
     try:
         return TaskDone(task, worker(task, on_progress, should_stop))

@@ -1,18 +1,39 @@
-"""The Ray engine, which runs workers as Ray actors on this machine or in a cluster."""
+"""Runs tasks in Ray actors, and connects to Ray for training: starts a local Ray, or joins a cluster.
+
+A local Ray listens on 127.0.0.1 only, requires a random token, sends no usage statistics, and ends with the run. Ray
+reads the settings for these properties at import. A program that imports Ray before this module must first set the
+environment variables RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0.
+
+To join a cluster, this process opens ports for the nodes of the cluster. Set RAY_AUTH_MODE=token on each node and in
+this process, and keep the ports behind a firewall.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
+import os
 import re
+import secrets
+import signal
+import socket
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pipelines.engines.base import (
+    EngineUnavailableError,
     Notice,
+    OnProgress,
     Outcome,
+    ShouldStop,
     Task,
     TaskFailure,
     Worker,
@@ -21,32 +42,43 @@ from pipelines.engines.base import (
     describe_error,
     run_task,
 )
-from pipelines.engines.ray_cluster import RayCluster, RayDied, connected_ray, current_node_id
-from pipelines.engines.ray_nodes import NODE_WAIT_SECONDS, RayNodes
-from pipelines.progress.wording import duration
+from pipelines.progress.wording import counted, duration
 from storage_formats.errors import EdjeError, UsageError
 
 ATTEMPTS = 4
-"""A task fails once this number of workers have died or stalled while running the task.
+"""Ray starts an actor so many times in all, elsewhere if its node is lost, and runs its task again each time.
 
-`edje_index.indexing.attempts` needs three attempts to find the input that makes workers die.
-"""
-
-FORGIVEN_LOSSES = 5
-"""So many nodes may be lost under a task before further losses count like deaths of workers.
-
-An input that makes a whole machine fail would otherwise be tried without end.
+The task of an actor that may not start again gets one more actor. It then has at least as many attempts as
+`edje_index.indexing.attempts` needs to find an input that makes workers die, and one more.
 """
 
 STALL_SECONDS = 600.0
 """A worker without progress for this long is replaced. One batch of a large model on few cores takes minutes."""
 
+NODE_WAIT_SECONDS = 600.0
+"""A job ends with an error if its cluster lacks room for its workers for this long."""
+
 _POLL_SECONDS = 0.5
 _MAX_POLL_SECONDS = 2.0  # a longer pause of this process (Ctrl-Z) does not count as a stall of the workers
+_REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
-_LOSS_SECONDS = 10.0  # the raylet of a machine that goes away may answer for some seconds after its workers died
+_PROBE_SECONDS = 5.0
+_CLUSTER = "edje-index"  # namespace of workers that run on a cluster
 
-_NO_MORE = object()
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns if it is not set
+    # Ray prints messages about dead workers and nodes to standard output. The engine reports the same problems itself.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+}
+_PRIVATE_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes 127.0.0.1 the address of this node, on Linux too
+}
+
+
+class RayDied(EdjeError):
+    """A process of the local Ray has ended, so the local Ray no longer works."""
 
 
 class RayEngine:
@@ -76,33 +108,96 @@ class RayEngine:
     ) -> None:
         if address is not None and not re.fullmatch(r"[^/]+:\d+", address):
             raise UsageError(f"the address '{address}' of the Ray cluster is not of the form host:port")
-        self._workers = workers
-        self._cpus, self._gpus = cpus, gpus
-        self._address = address
-        self._stall_seconds = stall_seconds
-        self._node_wait_seconds = node_wait_seconds
+        self._workers, self._cpus, self._gpus, self._address = workers, cpus, gpus, address
+        self._stall_seconds, self._node_wait_seconds = stall_seconds, node_wait_seconds
 
     def run(
-        self,
-        make_worker: WorkerFactory,
-        tasks: Iterable[Task | None],
-        *,
-        on_progress: Callable[[Any], None],
-        should_stop: Callable[[], bool],
+        self, make_worker: WorkerFactory, tasks: Iterable[Task], *, on_progress: OnProgress, should_stop: ShouldStop
     ) -> Generator[Outcome | Notice, None, None]:
         count = self._workers or 1
         with connected_ray(self._address, cpus=count * self._cpus, gpus=count * self._gpus) as cluster:
-            nodes = RayNodes(cluster, cpus=self._cpus, gpus=self._gpus, wait_seconds=self._node_wait_seconds)
-            options = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": 2}  # run, exchange
-            actor_class = cluster.ray.remote(**options)(_WorkerActor)
-            pool = _Pool(
-                cluster, nodes, lambda: actor_class.remote(make_worker), tasks, stall_seconds=self._stall_seconds
-            )
+            ray = cluster.ray
+            nodes = NodeWatch(cluster, cpus=self._cpus, gpus=self._gpus, wait_seconds=self._node_wait_seconds)
+            actor_class = ray.remote(
+                num_cpus=self._cpus,
+                num_gpus=self._gpus,
+                max_concurrency=2,  # `run` and `exchange`
+                max_restarts=ATTEMPTS - 1,
+                max_task_retries=-1,  # until a lost node is noticed, Ray sends the task to it again and again
+            )(_WorkerActor)
+            waiting = deque((task, False) for task in tasks)  # and whether another actor gave up on the task
+            jobs: dict[Any, _Job] = {}  # by the reference of the actor's answer
+            deadline, polled_at = float("inf"), time.monotonic()
             try:
-                yield from pool.run(self._workers, on_progress, should_stop)
+                while (waiting or jobs) and time.monotonic() < deadline:
+                    stop = deadline < float("inf")
+                    if not stop and should_stop():
+                        stop, deadline = True, time.monotonic() + _STOP_GRACE_SECONDS
+                        waiting.clear()
+                    cluster.check_alive()
+                    yield from nodes.refresh()
+                    starting = sum(job.task is None for job in jobs.values())
+                    limit = min(self._workers or nodes.room, nodes.room)
+                    for _ in range(min(limit - len(jobs), len(waiting) - starting)):
+                        actor = actor_class.remote(make_worker)
+                        jobs[actor.ready.remote()] = _Job(actor, None)
+                    if not jobs:
+                        time.sleep(_POLL_SECONDS)
+                        continue
+                    for answer in ray.wait([*jobs], timeout=_POLL_SECONDS)[0]:
+                        job = jobs.pop(answer)
+                        try:
+                            if (outcome := self._outcome(ray, answer, job)) is not None:
+                                yield outcome
+                        except ray.exceptions.RayError:  # the actor may not start again
+                            if not stop and job.task is not None:
+                                waiting.appendleft((job.task, True))
+                            continue
+                        if waiting and len(jobs) < limit:  # else an actor of a lost node waits for this one's CPUs
+                            task, again = waiting.popleft()
+                            jobs[job.actor.run.remote(task)] = _Job(job.actor, task, again)
+                        else:
+                            ray.kill(job.actor)
+                    seconds, polled_at = min(time.monotonic() - polled_at, _MAX_POLL_SECONDS), time.monotonic()
+                    for answer, job in [*jobs.items()]:
+                        if job.task is None:
+                            if not waiting:  # in a busy cluster, an actor may start late or never
+                                ray.kill(jobs.pop(answer).actor)
+                            continue
+                        job.exchange(ray, on_progress, stop)
+                        job.stalled_seconds += seconds
+                        if job.stalled_seconds > self._stall_seconds:
+                            job.stalled_seconds, job.question = 0.0, None
+                            yield Notice(f"a worker made no progress for {duration(self._stall_seconds)}", True)
+                            ray.kill(job.actor, no_restart=False)
             except RayDied:
                 if not should_stop():  # a signal to the whole process group ends Ray as well
                     raise
+
+    def _outcome(self, ray: Any, answer: Any, job: _Job) -> Outcome | None:
+        """Return the outcome of a task that has ended; None if it was stopped, or if the actor has only started.
+
+        Raises:
+            EdjeError: the worker could not be built.
+            RayError: the actor may not start again, and the task may have another actor.
+        """
+        task = job.task
+        try:
+            outcome: Outcome | None = ray.get(answer)
+            return outcome and dataclasses.replace(outcome, task=task)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, EdjeError):  # the worker could not be built
+                raise EdjeError(str(error.cause)) from error
+            return TaskFailure(task, describe_error(error.cause or error), str(error))  # an unpicklable result
+        except ray.exceptions.RayError as error:
+            if task is None or not job.again:
+                raise
+            return TaskFailure(
+                task,
+                f"at least {ATTEMPTS + 1} worker processes died (killed, out of memory, or a crash in native code) or "
+                f"made no progress for {duration(self._stall_seconds)} while running this task",
+                str(error),
+            )
 
 
 class _WorkerActor:
@@ -114,12 +209,13 @@ class _WorkerActor:
         self._progress: Any = None
         self._stop = threading.Event()
 
+    def ready(self) -> None:
+        """Return once the actor has started."""
+
     def run(self, task: Task) -> Outcome | None:
         self._worker = self._worker or build_worker(self._make_worker)
-        try:
-            outcome = run_task(self._worker, task, self._report, self._stop.is_set)
-        finally:
-            self._progress = None
+        self._progress = None
+        outcome = run_task(self._worker, task, lambda progress: setattr(self, "_progress", progress), self._stop.is_set)
         return outcome and dataclasses.replace(outcome, task=None)  # the driver has the task already
 
     def exchange(self, stop: bool) -> Any:
@@ -128,246 +224,235 @@ class _WorkerActor:
             self._stop.set()
         return self._progress
 
-    def node_id(self) -> str:
-        """Return the id of the node that this actor runs on."""
-        return current_node_id()
-
-    def _report(self, progress: Any) -> None:
-        self._progress = progress
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attempt:
-    """A task, with the numbers of its workers that died or stalled, and of its nodes that were lost."""
-
-    task: Task
-    lost_workers: int = 0
-    lost_nodes: int = 0
-
 
 @dataclasses.dataclass
-class _Assignment:
-    """A task that runs on an actor.
+class _Job:
+    """What an actor does: it starts, if `task` is None, or it runs `task`.
 
     Attributes:
-        attempt: the task, and what happened to its workers before.
+        again: True if another actor gave up on the task.
         question: pending request for the progress of the task; None if there is none.
         progress: latest progress that the worker reported.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of this process.
     """
 
-    actor: _Actor
-    attempt: _Attempt
+    actor: Any
+    task: Task
+    again: bool = False
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
 
-
-@dataclasses.dataclass(frozen=True)
-class _Actor:
-    """A Ray actor, and the ids of the nodes that it may be on: one node once the actor has started."""
-
-    handle: Any
-    nodes: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Death:
-    """The death of an actor, until it is known whether its whole node is lost.
-
-    Attributes:
-        actor: the actor that died or stalled.
-        attempt: the task that the actor ran; None if the actor was starting.
-        decided_at: time from which on the death is that of a process, unless the node is lost.
-    """
-
-    actor: _Actor
-    attempt: _Attempt | None
-    decided_at: float
-
-
-class _Pool:
-    """Gives each actor one task at a time."""
-
-    def __init__(
-        self,
-        cluster: RayCluster,
-        nodes: RayNodes,
-        start_actor: Callable[[], Any],
-        tasks: Iterable[Task | None],
-        *,
-        stall_seconds: float,
-    ) -> None:
-        self._cluster = cluster
-        self._nodes = nodes
-        self._ray = cluster.ray
-        self._start_actor = start_actor
-        self._stall_seconds = stall_seconds
-        self._tasks = iter(tasks)
-        self._has_more = True
-        self._waiting: list[_Attempt] = []
-        self._starting: dict[Any, _Actor] = {}  # by the reference of their first answer
-        self._idle: list[_Actor] = []
-        self._running: dict[Any, _Assignment] = {}  # by the reference of the actor's reply
-        self._deaths: list[_Death] = []
-
-    def run(
-        self, max_workers: int | None, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
-    ) -> Generator[Outcome | Notice, None, None]:
-        deadline = None
-        polled_at = time.monotonic()
-        while deadline is None or time.monotonic() < deadline:
-            if not should_stop():
-                yield from self._nodes.refresh()
-                self._assign_tasks(min(max_workers or self._nodes.room, self._nodes.room))
-            elif deadline is None:
-                deadline = time.monotonic() + _STOP_GRACE_SECONDS
-            has_work = self._has_more or self._starting or self._waiting or self._deaths
-            if not self._running and (deadline or not has_work):
-                return
-            for answer in self._wait():
-                if answer in self._starting:
-                    self._admit(answer)
-                else:
-                    yield from self._end(answer)
-            yield from self._judge_deaths()
-            seconds, polled_at = min(time.monotonic() - polled_at, _MAX_POLL_SECONDS), time.monotonic()
-            for reply, assignment in [*self._running.items()]:
-                assignment.stalled_seconds += seconds
-                self._exchange(assignment, on_progress, stop=deadline is not None)
-                if assignment.stalled_seconds > self._stall_seconds:
-                    del self._running[reply]
-                    self._bury(assignment.actor, assignment.attempt)
-
-    def _wait(self) -> list[Any]:
-        """Wait a moment for answers of actors. Return the references of the answers."""
-        references = [*self._starting, *self._running]
-        if references:
-            references, _ = self._ray.wait(references, timeout=_POLL_SECONDS)
-        else:
-            time.sleep(_POLL_SECONDS)
-        self._cluster.check_alive()
-        return references
-
-    def _assign_tasks(self, workers: int) -> None:
-        tasks_to_hold = max(workers - len(self._running), 0 if self._running else 1)
-        self._take_tasks(tasks_to_hold)
-        while self._idle and self._waiting:
-            actor, attempt = self._idle.pop(), self._waiting.pop(0)
-            self._running[actor.handle.run.remote(attempt.task)] = _Assignment(actor, attempt)
-        actors_to_start = min(len(self._waiting), max(0, workers - len(self._running)))
-        while len(self._starting) < actors_to_start:
-            handle = self._start_actor()
-            self._starting[handle.node_id.remote()] = _Actor(handle, self._nodes.ids)
-        while len(self._starting) > actors_to_start:
-            self._ray.kill(self._starting.popitem()[1].handle)
-        # In a busy cluster, a starting actor may wait for the CPUs of idle actors. Idle actors stay only if the next
-        # task is not known yet. Then no actor is starting.
-        actors_to_keep = max(0, workers - len(self._running)) if self._has_more else 0
-        while len(self._idle) > actors_to_keep:
-            self._ray.kill(self._idle.pop().handle)
-
-    def _take_tasks(self, count: int) -> None:
-        """Take tasks until `count` tasks wait, or the next task is not known yet."""
-        while self._has_more and len(self._waiting) < count:
-            task = next(self._tasks, _NO_MORE)
-            if task is None:
-                return
-            if task is _NO_MORE:
-                self._has_more = False
-            else:
-                self._waiting.append(_Attempt(task))
-
-    def _admit(self, answer: Any) -> None:
-        """Mark a started actor as idle, or record its death."""
-        actor = self._starting.pop(answer)
-        try:
-            node_id = self._ray.get(answer)
-        except self._ray.exceptions.RayError as error:
-            self._check_start(error)
-            # The actor may have waited for a node that joined after it was created.
-            self._bury(_Actor(actor.handle, actor.nodes | self._nodes.ids), None)
-        else:
-            self._idle.append(_Actor(actor.handle, frozenset([node_id])))
-
-    def _exchange(self, assignment: _Assignment, on_progress: Callable[[Any], None], *, stop: bool) -> None:
+    def exchange(self, ray: Any, on_progress: OnProgress, stop: bool) -> None:
         """Pass the progress of a task to `on_progress`. If `stop` is True, tell the worker to stop."""
-        if assignment.question is None:
-            assignment.question = assignment.actor.handle.exchange.remote(stop)
-        elif self._ray.wait([assignment.question], timeout=0)[0]:
-            question, assignment.question = assignment.question, None
-            with contextlib.suppress(self._ray.exceptions.RayError):  # the reply of the task reports a dead worker
-                progress = self._ray.get(question)
-                if progress not in (None, assignment.progress):
-                    assignment.progress, assignment.stalled_seconds = progress, 0.0
+        if self.question is None:
+            self.question = self.actor.exchange.options(max_task_retries=0).remote(stop)
+        elif ray.wait([self.question], timeout=0)[0]:
+            question, self.question = self.question, None
+            with contextlib.suppress(ray.exceptions.RayError):  # Ray runs the task of a dead worker again
+                progress = ray.get(question)
+                if progress not in (None, self.progress):
+                    self.progress, self.stalled_seconds = progress, 0.0
                     on_progress(progress)
 
-    def _end(self, reply: Any) -> Iterator[Outcome]:
-        """Yield the outcome of a task that has ended, unless the task will run again."""
-        assignment = self._running.pop(reply)
-        errors = self._ray.exceptions
-        try:
-            outcome: Outcome | None = self._ray.get(reply)
-        except errors.RayTaskError as error:
-            if isinstance(error.cause, EdjeError):  # the worker could not be built
-                raise EdjeError(str(error.cause)) from error
-            outcome = TaskFailure(None, describe_error(error.cause or error), str(error))  # an unpicklable result
-        except errors.RayError as error:
-            self._check_start(error)
-            self._bury(assignment.actor, assignment.attempt)
-            return
-        self._idle.append(assignment.actor)
-        if outcome is not None:
-            yield dataclasses.replace(outcome, task=assignment.attempt.task)
 
-    def _check_start(self, error: Exception) -> None:
-        """Raise EdjeError if the worker could not be built, or if the local Ray died."""
-        self._cluster.check_alive()
-        if getattr(error, "actor_init_failed", False):
-            reason = str(error).strip().splitlines()[-1]
+def worker_machine() -> tuple[str, frozenset[str]]:
+    """Return the id of the machine of this worker in this job, and the ids of all machines that are not lost.
+
+    Return ("", frozenset()) outside a Ray cluster, where a lost machine takes the job with it.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or (context := ray.get_runtime_context()).namespace != _CLUSTER:
+        return "", frozenset()
+    job = context.get_job_id()
+    alive = (node["NodeID"] for node in ray.nodes() if node["Alive"])
+    return f"{job}/{context.get_node_id()}", frozenset(f"{job}/{node}" for node in alive)
+
+
+class NodeWatch:
+    """Watches which nodes of a cluster have room for workers. The nodes of a local Ray never change.
+
+    Args:
+        cluster: connection to Ray.
+        cpus: CPUs per worker.
+        gpus: GPUs per worker.
+        min_workers: number of workers without which the job makes no progress.
+        wait_seconds: seconds without room for `min_workers` workers after which `refresh` raises an error.
+
+    Raises:
+        UsageError: every node is too small for a worker.
+    """
+
+    def __init__(self, cluster: RayCluster, *, cpus: int, gpus: int, min_workers: int = 1, wait_seconds: float) -> None:
+        self._cluster = cluster
+        self._needs = {name: need for name, need in (("CPU", cpus), ("GPU", gpus)) if need}
+        self._min_workers, self._wait_seconds = min_workers, wait_seconds
+        self._read_at = self._had_room_at = time.monotonic()
+        self._nodes = self._read()
+        if self.room < 1:
+            sizes = [node["Resources"] for node in self._nodes.values()]
+            largest = {name: max((size.get(name, 0) for size in sizes), default=0) for name in ("CPU", "GPU")}
+            raise UsageError(
+                f"a worker needs {cpus} CPUs and {gpus} GPUs on one node, but the nodes of the Ray cluster "
+                f"have at most {largest['CPU']:g} CPUs and {largest['GPU']:g} GPUs; add a larger node, or use "
+                "fewer CPUs and GPUs per worker"
+            )
+
+    @property
+    def room(self) -> int:
+        """Number of workers that the nodes can run at the same time."""
+        sizes = [node["Resources"] for node in self._nodes.values()]
+        return sum(min(int(size.get(name, 0) // need) for name, need in self._needs.items()) for size in sizes)
+
+    def refresh(self) -> Iterator[Notice]:
+        """Look which nodes joined or left, at most every two seconds. Yield a notice for each of them.
+
+        Raises:
+            EdjeError: there has been no room for `min_workers` workers for `wait_seconds`.
+        """
+        if self._cluster.daemons or time.monotonic() - self._read_at < _REFRESH_SECONDS:
+            return
+        before, had_room = self._nodes, self.room >= self._min_workers
+        self._nodes, self._read_at = self._read(), time.monotonic()
+        for node_id in before.keys() ^ self._nodes.keys():
+            change = "left" if node_id in before else "joined"
+            address = (before | self._nodes)[node_id]["NodeManagerAddress"]
+            room = f"which now has room for {counted(self.room, 'worker')}"
+            yield Notice(f"node {address} {change} the cluster, {room}", is_warning=change == "left")
+        wanted = counted(self._min_workers, "worker")
+        if self.room >= self._min_workers:
+            self._had_room_at = time.monotonic()
+        elif had_room:
+            waiting = f"waiting at most {duration(self._wait_seconds)} for nodes with room for {wanted}"
+            yield Notice(waiting, is_warning=True)
+        elif time.monotonic() - self._had_room_at > self._wait_seconds:
             raise EdjeError(
-                f"a worker could not start: {reason}; check that edje-index is installed on every node"
-            ) from error
+                f"for {duration(self._wait_seconds)}, the Ray cluster has had room for only {self.room} of {wanted}; "
+                "add nodes to the cluster"
+            )
 
-    def _bury(self, actor: _Actor, attempt: _Attempt | None) -> None:
-        """Kill an actor that died or stalled, and record its death."""
-        self._ray.kill(actor.handle)
-        grace = 0.0 if self._nodes.is_fixed else _LOSS_SECONDS
-        self._deaths.append(_Death(actor, attempt, time.monotonic() + grace))
+    def _read(self) -> dict[str, dict[str, Any]]:
+        return {node["NodeID"]: node for node in self._cluster.ray.nodes() if node["Alive"]}
 
-    def _judge_deaths(self) -> Iterator[Outcome | Notice]:
-        """Run the tasks of dead actors again. Only deaths on nodes that are not lost count against a task."""
-        for death in [*self._deaths]:
-            lost_node = self._nodes.find_lost(death.actor.nodes)
-            if lost_node is None and time.monotonic() < death.decided_at:
-                continue
-            self._deaths.remove(death)
-            if lost_node is None:
-                yield from self._count_death(death.attempt)
-            elif death.attempt is not None:
-                yield from self._forgive_loss(death.attempt, f"node {self._nodes.address(lost_node)} was lost")
 
-    def _forgive_loss(self, attempt: _Attempt, message: str) -> Iterator[Outcome | Notice]:
-        """Run the task of a lost node again. After `FORGIVEN_LOSSES` of the same task, count the loss as a death."""
-        if attempt.lost_nodes < FORGIVEN_LOSSES:
-            yield Notice(message, repeated=attempt.task, is_warning=True)
-            self._waiting.insert(0, dataclasses.replace(attempt, lost_nodes=attempt.lost_nodes + 1))
-        else:
-            yield Notice(f"{message}, after {FORGIVEN_LOSSES} other nodes that had the same task", is_warning=True)
-            yield from self._count_death(attempt)
+@dataclasses.dataclass(frozen=True)
+class RayCluster:
+    """A connection to Ray.
 
-    def _count_death(self, attempt: _Attempt | None) -> Iterator[Outcome]:
-        """Run the task of a worker that died or stalled again, or let it fail after `ATTEMPTS` lost workers."""
-        if attempt is None:  # the actor died before it got a task: blame the next task, so that this ends
-            if not self._waiting:
-                return
-            attempt = self._waiting.pop(0)
-        lost_workers = attempt.lost_workers + 1
-        if lost_workers < ATTEMPTS:
-            self._waiting.append(dataclasses.replace(attempt, lost_workers=lost_workers))
-            return
-        yield TaskFailure(
-            attempt.task,
-            f"{ATTEMPTS} worker processes died (killed, out of memory, or a crash in native code) or made no progress "
-            f"for {duration(self._stall_seconds)} while running this task",
+    Attributes:
+        ray: the `ray` package.
+        daemons: daemon processes of a local Ray; empty if this process joined a cluster.
+    """
+
+    ray: Any
+    daemons: tuple[Any, ...] = ()
+
+    def check_alive(self) -> None:
+        """Raise RayDied if a process that the local Ray needs has ended."""
+        # Ray itself notices this only after 15 to 60 seconds.
+        import psutil
+
+        for daemon in self.daemons:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                name = daemon.name()
+                if name in ("raylet", "gcs_server") and daemon.status() == psutil.STATUS_ZOMBIE:
+                    raise RayDied(f"Ray ended during the run: its {name} process is gone")
+
+
+@contextlib.contextmanager
+def connected_ray(address: str | None, *, cpus: int, gpus: int) -> Iterator[RayCluster]:
+    """Join the cluster at `address`, or start a local Ray with `cpus` CPUs and `gpus` GPUs if `address` is None.
+
+    Leaving the context disconnects from the cluster, or ends the local Ray.
+
+    Raises:
+        EngineUnavailableError: the cluster cannot be joined, or Ray does not start.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment({**_ENVIRONMENT, **os.environ}))
+        yield _start(stack, cpus, gpus) if address is None else _join(stack, address)
+
+
+def _join(stack: contextlib.ExitStack, address: str) -> RayCluster:
+    try:
+        host, _, port = address.rpartition(":")
+        # Without a server there, Ray would retry for minutes and then end this process.
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+        return RayCluster(_initialize(stack, address=address, namespace=_CLUSTER))
+    except Exception as error:
+        raise EngineUnavailableError(
+            f"cannot join the Ray cluster at {address}: {describe_error(error)}; if the cluster requires "
+            "a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        ) from error
+
+
+def _start(stack: contextlib.ExitStack, cpus: int, gpus: int) -> RayCluster:
+    _check_importable_privately()
+    short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a path to a Unix socket has at most 107 bytes
+    parent = os.environ.get("RAY_TMPDIR", short)
+    folder = stack.enter_context(
+        tempfile.TemporaryDirectory(prefix=f"edje-ray-{os.getpid()}-", dir=parent, ignore_cleanup_errors=True)
+    )
+    # Workers import this package from any working directory.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    values = {"RAY_AUTH_TOKEN": _token(), "RAY_TMPDIR": folder, "PYTHONPATH": path}
+    stack.enter_context(_environment(_PRIVATE_ENVIRONMENT | values))
+    try:
+        ray = _initialize(
+            stack,
+            address="local",  # without it, ray.init joins the cluster that RAY_ADDRESS names
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,  # near Ray's minimum: tasks and results are small
+            num_cpus=cpus,
+            num_gpus=gpus,
         )
+    except Exception as error:
+        raise EngineUnavailableError(f"Ray did not start on this machine: {describe_error(error)}") from error
+    import psutil
+
+    arguments = ((child, child.as_dict(["cmdline"], ad_value=())["cmdline"]) for child in psutil.Process().children())
+    return RayCluster(ray, tuple(child for child, words in arguments if any(folder in word for word in words)))
+
+
+@functools.cache
+def _check_importable_privately() -> None:
+    """Raise EngineUnavailableError if Ray was imported without the settings that keep a local Ray private."""
+    missing = [f"{name}={value}" for name, value in _PRIVATE_ENVIRONMENT.items() if os.environ.get(name) != value]
+    if "ray" in sys.modules and missing:
+        raise EngineUnavailableError(
+            "this process imported Ray without the settings that keep a local Ray private; "
+            f"set {' and '.join(missing)} before you import ray"
+        )
+
+
+@functools.cache
+def _token() -> str:
+    """Return the authentication token of local Ray instances. The token never changes, because Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
+    """Call `ray.init` and return the `ray` package. When `stack` is closed, Ray is shut down."""
+    import ray
+
+    stack.callback(ray.shutdown)
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **options)
+    finally:
+        if threading.current_thread() is threading.main_thread():  # ray.init replaces the handler there
+            signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
+    return ray
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values.keys() - before.keys():
+            os.environ.pop(name)
+        os.environ.update(before)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipelines.engines import open_engine
+from pipelines.engines.base import open_engine
 from pipelines.jobs.shard_run import ShardJob, run_shards
 from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop, StatusMessage
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipelines.engines import open_engine
-from pipelines.engines.base import Engine, TaskInterrupted, Worker, WorkerFactory
+from pipelines.engines.base import Engine, TaskInterrupted, Worker, WorkerFactory, open_engine
 from pipelines.jobs.failed_inputs import FailureLimit
 from pipelines.jobs.shard_run import ShardJob, ShardRun, run_shards
 from pipelines.jobs.shared_directory import on_shared_directory
@@ -17,7 +16,6 @@ from pipelines.planning.plan import BuildPlan, BuildSettings
 from pipelines.planning.prepare import PreparedBuild
 from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop
 from storage_formats.cpus import usable_cpus
-from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import StageProgress
@@ -36,11 +34,9 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
         OSError: the index cannot be written.
     """
-    from edje_index.indexing.attempts import forget_attempt, forget_attempts
     from storage_formats.writing.begin import begin_index, clear_staging
 
     plan, workers = prepared.plan, prepared.workers
-    layout = Layout(plan.root)
     make_worker, engine = open_workers(config, prepared)
     job = ShardJob(
         activity="indexing",
@@ -51,13 +47,10 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
         state_of_report=_state_of_report,
         state_of_receipt=_state_of_receipt,
         on_receipt=FailureLimit(plan, config.max_failed),
-        on_lost_machine=functools.partial(forget_attempt, layout),
     )
     finished_shards = len(prepared.receipts)
     on_event(PlanReady(plan.rows, len(plan.shards), finished_shards, workers, plan.duplicates, plan.ignored))
     clear_staging(plan.root)
-    if config.address is not None:  # the workers were lost with the driver; no input made them die
-        forget_attempts(layout)
     if not plan.is_append:
         begin_index(plan.root, plan.spec)
     return run_shards(job, prepared.receipts, engine, on_event, should_stop)
@@ -126,9 +119,11 @@ class EncodeWorker:
         self, task: ShardTask, on_report: Callable[[StageProgress], None], should_stop: ShouldStop
     ) -> ShardReceipt:
         from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
+        from pipelines.engines.ray_engine import worker_machine
 
+        machine, alive = worker_machine()
         try:
-            return encode_shard(task, self.encoder, on_report, should_stop)
+            return encode_shard(task, self.encoder, on_report, should_stop, machine=machine, alive=alive)
         except EncodingInterrupted as error:
             raise TaskInterrupted from error
 

@@ -45,8 +45,6 @@ class ShardJob:
         state_of_receipt: function that takes the receipt of a finished shard and returns the shard state.
         on_receipt: function that is called with every receipt, including receipts of earlier runs. This function may
             raise FailedInputsError.
-        on_lost_machine: function that is called with the number of a shard whose machine was lost, before the shard
-            runs again.
         unit: word for one row in messages, in the singular.
     """
 
@@ -58,7 +56,6 @@ class ShardJob:
     state_of_report: Callable[[Any], tuple[int, ShardState]]
     state_of_receipt: Callable[[ShardReceipt], ShardState]
     on_receipt: Callable[[ShardReceipt], None] = lambda receipt: None
-    on_lost_machine: Callable[[int], None] = lambda shard: None
     unit: str = "row"
 
 
@@ -104,11 +101,7 @@ def run_shards(
         with contextlib.closing(outcomes):
             for outcome in outcomes if missing else ():
                 if isinstance(outcome, Notice):
-                    message = outcome.message
-                    if outcome.repeated is not None:
-                        job.on_lost_machine(outcome.repeated.shard)
-                        message += f"; shard {outcome.repeated.shard} runs again on another node"
-                    on_event(StatusMessage(message, outcome.is_warning))
+                    on_event(StatusMessage(outcome.message, outcome.is_warning))
                     continue
                 if isinstance(outcome, TaskFailure):
                     raise _failure(outcome)

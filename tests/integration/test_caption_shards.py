@@ -17,7 +17,7 @@ import pytest
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.training import captions as caption_shards
 from edje_index.training.captions import CaptionSet
-from pipelines.engines import open_engine
+from pipelines.engines.base import open_engine
 from pipelines.jobs.training import captions as caption_job
 from pipelines.progress.events import Progress
 from storage_formats.format.layout import IndexSpec

@@ -9,7 +9,7 @@ import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.api import append_index
-from pipelines.engines.inline import InlineEngine
+from pipelines.engines.base import InlineEngine
 from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, run_quantize
 from pipelines.progress.events import JobStopped, Progress
 from storage_formats import EdjeError, UsageError, codec, verify_index

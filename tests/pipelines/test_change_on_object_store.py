@@ -24,7 +24,7 @@ from pipelines import (
     retry_failed,
     update_index,
 )
-from pipelines.engines.inline import InlineEngine
+from pipelines.engines.base import InlineEngine
 from pipelines.jobs.ann import run_ann_build
 from pipelines.jobs.build import run_build
 from pipelines.jobs.quantize import QuantizeConfig, quantize_at

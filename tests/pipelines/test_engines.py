@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 
 import pytest
 
 from pipelines.engines import ray_engine
-from pipelines.engines.base import TaskDone
-from pipelines.engines.inline import InlineEngine
-from pipelines.engines.ray_cluster import connected_ray
-from pipelines.engines.ray_engine import RayEngine
+from pipelines.engines.base import InlineEngine, TaskDone
+from pipelines.engines.ray_engine import RayEngine, connected_ray
 from storage_formats.errors import EdjeError
 from tests.pipelines.engine_tasks import Job, Report, broken_worker, run_jobs
 
@@ -34,23 +31,10 @@ def engine(request, monkeypatch):
     return RayEngine(WORKERS["ray"])
 
 
-def test_every_task_is_done_once_and_taken_only_when_a_worker_is_free(engine, tmp_path):
-    taken, done, waiting = 0, 0, []
-
-    def jobs():
-        nonlocal taken
-        for name in range(9):
-            taken += 1
-            waiting.append(taken - done)
-            yield Job(name)
-
-    outcomes = []
-    for outcome in run_jobs(engine, tmp_path, jobs()):
-        done += 1
-        outcomes.append(outcome)
+def test_every_task_is_done_once(engine, tmp_path):
+    outcomes = list(run_jobs(engine, tmp_path, (Job(name) for name in range(9))))
     assert sorted(outcomes, key=lambda outcome: outcome.task.name) == [TaskDone(Job(n), n * 10) for n in range(9)]
     assert all((tmp_path / str(name)).read_text() == "attempt\n" for name in range(9))
-    assert max(waiting) <= WORKERS[engine.name]
     assert 1 <= len(list(tmp_path.glob("worker-*"))) <= WORKERS[engine.name]
 
 
@@ -82,25 +66,6 @@ def test_a_worker_that_cannot_be_built_is_one_clear_error(engine):
     outcomes = engine.run(broken_worker, [Job(1)], on_progress=lambda _: None, should_stop=lambda: False)
     with pytest.raises(EdjeError, match=r"^a worker could not start: RuntimeError: no such weights$"):
         list(outcomes)
-
-
-@pytest.mark.parametrize("engine", ["inline", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
-def test_a_task_that_is_not_known_yet_holds_up_no_other(engine, tmp_path):
-    outcomes = []
-
-    def jobs():
-        for name in range(3):
-            yield None
-            yield Job(name)
-            deadline = time.monotonic() + 60
-            while len(outcomes) <= name and time.monotonic() < deadline:
-                yield None
-        yield from itertools.repeat(None)
-
-    for outcome in run_jobs(engine, tmp_path, jobs(), should_stop=lambda: len(outcomes) == 3):
-        outcomes.append(outcome)
-    assert outcomes == [TaskDone(Job(name), name * 10) for name in range(3)]
-    assert len(list(tmp_path.glob("worker-*"))) == 1, "the worker waits for the next task"
 
 
 def test_no_tasks_are_no_outcomes(engine, tmp_path):

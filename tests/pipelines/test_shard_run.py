@@ -44,11 +44,11 @@ class Engine:
             yield self.action if failed else TaskDone(task, receipt(task.shard))
 
 
-def run(engine, earlier=(), should_stop=lambda: False, on_lost_machine=lambda shard: None):
+def run(engine, earlier=(), should_stop=lambda: False):
     """Run with the receipts of an earlier run that spent its time waiting; returns the result and the events."""
     events = []
     state = lambda done: ShardState(done.rows, 0, done.seconds)  # noqa: E731
-    job = ShardJob("testing", range(SPEC.shards), SPEC.rows, None, Task, None, state, on_lost_machine=on_lost_machine)
+    job = ShardJob("testing", range(SPEC.shards), SPEC.rows, None, Task, None, state)
     receipts = {shard: receipt(shard, "wait") for shard in earlier}
     return run_shards(job, receipts, engine, events.append, should_stop), events
 
@@ -74,20 +74,9 @@ def test_times_of_earlier_runs_do_not_make_the_bottleneck():
     assert {event.bottleneck for event in events} == {"model"}
 
 
-def test_a_notice_about_a_lost_machine_names_the_shard_that_runs_again():
-    lost_shards = []
-    engine = Engine(1, Notice("node 10.0.0.2 was lost", repeated=Task(1), is_warning=True))
-    result, events = run(engine, on_lost_machine=lost_shards.append)
-    assert lost_shards == [1]
-    assert StatusMessage("node 10.0.0.2 was lost; shard 1 runs again on another node", is_warning=True) in events
-    assert result.rows == SPEC.rows
-
-
-def test_other_notices_are_passed_on():
-    lost_shards = []
-    _, events = run(Engine(1, Notice("node 10.0.0.3 joined")), on_lost_machine=lost_shards.append)
-    assert StatusMessage("node 10.0.0.3 joined") in events
-    assert lost_shards == []
+def test_notices_are_passed_on():
+    _, events = run(Engine(1, Notice("node 10.0.0.3 left", is_warning=True)))
+    assert StatusMessage("node 10.0.0.3 left", is_warning=True) in events
 
 
 @pytest.mark.parametrize(

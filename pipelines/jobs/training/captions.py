@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.engines import open_engine
-from pipelines.engines.base import TaskInterrupted, Worker, describe_error
+from pipelines.engines.base import TaskInterrupted, Worker, describe_error, open_engine
 from pipelines.jobs.shard_run import ShardJob, run_shards
 from pipelines.planning.plan import default_device, default_threads
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShardState, ShouldStop, StatusMessage
