@@ -35,7 +35,7 @@ from edje_index.bundles.parts import (
 )
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
-from edje_index.models.adapter import FRAME_EMBEDDINGS, LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig
+from edje_index.models.adapter import FRAME_EMBEDDINGS, LOCAL, PATCHES, REDUCTIONS, Adapter
 from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder
@@ -94,11 +94,6 @@ class ModelBundle:
     def text(self) -> TextTower:
         """The text tower."""
         return TextTower(self.clip, self.text_tokenizer)
-
-    @property
-    def adapter_config(self) -> AdapterConfig:
-        """Configuration of the adapter."""
-        return self.adapter.config
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -245,4 +240,4 @@ def _check_fit(bundle: ModelBundle) -> None:
             f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches, because the vision tower "
             f"{name} has only {vision.num_patches}: use a smaller num_tokens"
         )
-    check_scorer_fit(bundle.adapter_config, bundle.score_models, bundle.score)
+    check_scorer_fit(bundle.adapter.config, bundle.score_models, bundle.score)

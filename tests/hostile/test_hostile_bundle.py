@@ -30,10 +30,27 @@ class EvilConfig(BertConfig): pass
 """
 
 
-def change(file: Path, edit: Callable[[dict], None]) -> None:
+Edit = Callable[[Path], object]
+VISION, JOINT = "vision/open_clip_config.json", "joint/config.json"
+AUTO_MAP = {"auto_map": {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.EvilConfig"}}
+TRUSTING = {"hf_tokenizer_name": "evil", "tokenizer_kwargs": {"trust_remote_code": True}}
+TEXT_TOWER = {"hf_model_name": "evil/text"}
+WRAPPED = {"model_type": "timm_wrapper", "architecture": "hf-hub:evil/tower"}
+
+
+def change(file: Path, *keys: str, **values: object) -> None:
+    """Set entries of the JSON object below `keys` in a file, which is created if it is missing."""
     content = json.loads(file.read_text()) if file.exists() else {}
-    edit(content)
+    part = content
+    for key in keys:
+        part = part[key]
+    part.update(values)
+    file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(content))
+
+
+def sized(name: str, *keys: str, **values: object) -> Edit:
+    return lambda bundle: change(bundle / name, *keys, **values)
 
 
 def add_code(folder: Path) -> None:
@@ -42,213 +59,103 @@ def add_code(folder: Path) -> None:
 
 def remote_tokenizer(bundle: Path) -> None:
     """The text tower's tokenizer is a Python file of the bundle, and the bundle says to trust it."""
-    vision = bundle / "vision"
-    options = {"hf_tokenizer_name": "evil", "tokenizer_kwargs": {"trust_remote_code": True}}
-    change(vision / "open_clip_config.json", lambda content: content["model_cfg"]["text_cfg"].update(options))
-    auto_map = {"auto_map": {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.EvilConfig"}}
-    change(vision / "config.json", lambda content: content.update(model_type="evil", **auto_map))
-    change(vision / "tokenizer_config.json", lambda content: content.update(tokenizer_class="Evil", **auto_map))
-    add_code(vision)
-
-
-def trusting_options(bundle: Path) -> None:
-    options = {"hf_tokenizer_name": "evil", "tokenizer_kwargs": {"trust_remote_code": True}}
-    change(bundle / "vision/open_clip_config.json", lambda content: content["model_cfg"]["text_cfg"].update(options))
-
-
-def other_options(bundle: Path) -> None:
-    options = {"tokenizer_kwargs": {"bpe_path": "/etc/passwd"}}
-    change(bundle / "vision/open_clip_config.json", lambda content: content["model_cfg"]["text_cfg"].update(options))
-
-
-def auto_map_of_the_joint_encoder(bundle: Path) -> None:
-    auto_map = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
-    change(bundle / "joint/tokenizer_config.json", lambda content: content.update(tokenizer_class="Evil", **auto_map))
-
-
-def python_file(bundle: Path) -> None:
-    add_code(bundle / "joint")
-
-
-def kernel_from_the_hub(bundle: Path) -> None:
-    change(bundle / "joint/config.json", lambda content: content.update(attn_implementation="evil/kernel"))
-
-
-def other_tokenizer_class(bundle: Path) -> None:
-    change(bundle / "joint/tokenizer_config.json", lambda content: content.update(tokenizer_class="RagTokenizer"))
-
-
-def tower_from_the_hub(bundle: Path) -> None:
-    tower = {"timm_model_name": "hf-hub:evil/tower"}
-    change(bundle / "vision/open_clip_config.json", lambda content: content["model_cfg"]["vision_cfg"].update(tower))
-
-
-def text_tower_from_the_hub(bundle: Path) -> None:
-    tower = {"hf_model_name": "evil/text"}
-    change(bundle / "vision/open_clip_config.json", lambda content: content["model_cfg"]["text_cfg"].update(tower))
+    change(bundle / VISION, "model_cfg", "text_cfg", **TRUSTING)
+    change(bundle / "vision/config.json", model_type="evil", **AUTO_MAP)
+    change(bundle / "vision/tokenizer_config.json", tokenizer_class="Evil", **AUTO_MAP)
+    add_code(bundle / "vision")
 
 
 def text_tower_that_wraps_a_hub_model(bundle: Path) -> None:
-    text_tower_from_the_hub(bundle)
-    (bundle / "vision/hf_text").mkdir()
-    wrapped = {"model_type": "timm_wrapper", "architecture": "hf-hub:evil/tower"}
-    change(bundle / "vision/hf_text/config.json", lambda content: content.update(wrapped))
+    change(bundle / VISION, "model_cfg", "text_cfg", **TEXT_TOWER)
+    change(bundle / "vision/hf_text/config.json", **WRAPPED)
 
 
-CODE = {
-    remote_tokenizer: "names code ('auto_map'",
-    trusting_options: "names code ('trust_remote_code'",
-    other_options: "'bpe_path', which is not accepted",
-    auto_map_of_the_joint_encoder: "names code ('auto_map'",
-    python_file: "evil.py is code",
-    kernel_from_the_hub: "names code ('attn_implementation'",
-    other_tokenizer_class: "'RagTokenizer', which is not accepted",
-    tower_from_the_hub: "names the timm model 'hf-hub:evil/tower'",
-    text_tower_from_the_hub: "hf_text",
-    text_tower_that_wraps_a_hub_model: "of type 'timm_wrapper'",
+CODE: dict[str, tuple[Edit, str]] = {
+    "remote tokenizer": (remote_tokenizer, "names code ('auto_map'"),
+    "trusting options": (sized(VISION, "model_cfg", "text_cfg", **TRUSTING), "names code ('trust_remote_code'"),
+    "other options": (
+        sized(VISION, "model_cfg", "text_cfg", tokenizer_kwargs={"bpe_path": "/etc/passwd"}),
+        "'bpe_path', which is not accepted",
+    ),
+    "no options": (
+        sized(VISION, "model_cfg", "text_cfg", tokenizer_kwargs=["clean"]),
+        "not an open_clip configuration",
+    ),
+    "auto_map of the joint encoder": (
+        sized("joint/tokenizer_config.json", tokenizer_class="Evil", **AUTO_MAP),
+        "names code ('auto_map'",
+    ),
+    "Python file": (lambda bundle: add_code(bundle / "joint"), "evil.py is code"),
+    "kernel from the hub": (sized(JOINT, attn_implementation="evil/kernel"), "names code ('attn_implementation'"),
+    "other tokenizer class": (
+        sized("joint/tokenizer_config.json", tokenizer_class="RagTokenizer"),
+        "'RagTokenizer', which is not accepted",
+    ),
+    "tower from the hub": (
+        sized(VISION, "model_cfg", "vision_cfg", timm_model_name="hf-hub:evil/tower"),
+        "names the timm model 'hf-hub:evil/tower'",
+    ),
+    "text tower from the hub": (sized(VISION, "model_cfg", "text_cfg", **TEXT_TOWER), "hf_text"),
+    "text tower that wraps a hub model": (text_tower_that_wraps_a_hub_model, "of type 'timm_wrapper'"),
 }
-
-
-def adapter(**sizes: int) -> Callable[[dict], None]:
-    return lambda content: content["adapter"].update(sizes)
-
-
-def wide_adapter(bundle: Path) -> None:
-    change(bundle / "bundle.json", adapter(hidden_dim=10**9))
-
-
-def adapter_of_many_tokens(bundle: Path) -> None:
-    change(bundle / "bundle.json", adapter(num_tokens=10**12))
-
-
-def negative_adapter(bundle: Path) -> None:
-    change(bundle / "bundle.json", adapter(hidden_dim=-4))
-
-
-def text_as_a_size(bundle: Path) -> None:
-    change(bundle / "bundle.json", lambda content: content["adapter"].update(hidden_dim="wide"))
-
-
-def wide_vision_tower(bundle: Path) -> None:
-    vision = {"width": 10**8, "head_width": 10**8}
-    change(bundle / "vision/open_clip_config.json", lambda content: content["model_cfg"]["vision_cfg"].update(vision))
-
-
-def deep_vision_tower(bundle: Path) -> None:
-    vision = {"layers": 10**9}
-    change(bundle / "vision/open_clip_config.json", lambda content: content["model_cfg"]["vision_cfg"].update(vision))
-
-
-def enormous_images(bundle: Path) -> None:
-    vision = {"image_size": 10**7}
-    change(bundle / "vision/open_clip_config.json", lambda content: content["model_cfg"]["vision_cfg"].update(vision))
-
-
-def long_texts(bundle: Path) -> None:
-    text = {"context_length": 10**7}
-    change(bundle / "vision/open_clip_config.json", lambda content: content["model_cfg"]["text_cfg"].update(text))
-
-
-def wide_joint_encoder(bundle: Path) -> None:
-    change(bundle / "joint/config.json", lambda content: content.update(hidden_size=10**8, num_attention_heads=1))
-
-
-def deep_joint_encoder(bundle: Path) -> None:
-    change(bundle / "joint/config.json", lambda content: content.update(num_hidden_layers=10**9))
-
-
-def many_words(bundle: Path) -> None:
-    change(bundle / "joint/config.json", lambda content: content.update(vocab_size=10**12))
-
-
-def wide_head(bundle: Path) -> None:
-    change(bundle / "bundle.json", lambda content: content["joint"].update(text_embed_dim=10**12))
-
-
-def wide_pooled_similarity(bundle: Path) -> None:
-    pooled = {"words": 10**9, "dim": 10**9}
-    change(bundle / "bundle.json", lambda content: content["joint"].update(pooled_similarity=pooled))
-
+"""An edit of a bundle, and a part of the message that refuses it."""
 
 TOO_LARGE = "the configuration describes a larger model than"
-ALL, BUNDLE = ("bundle", "encoder", "search"), ("bundle",)
-SIZES = {
-    wide_adapter: (("bundle", "encoder"), TOO_LARGE),
-    adapter_of_many_tokens: (("bundle", "encoder"), TOO_LARGE),
-    negative_adapter: (("bundle", "encoder"), "hidden_dim"),
-    text_as_a_size: (("bundle", "encoder"), "cannot build the model for the weights"),
-    wide_vision_tower: (("bundle", "encoder"), TOO_LARGE),
-    deep_vision_tower: (("bundle", "encoder"), TOO_LARGE),
-    enormous_images: (("bundle", "encoder"), TOO_LARGE),
-    long_texts: (BUNDLE, TOO_LARGE),
-    wide_joint_encoder: (BUNDLE, TOO_LARGE),
-    deep_joint_encoder: (BUNDLE, TOO_LARGE),
-    many_words: (BUNDLE, TOO_LARGE),
-    wide_head: (BUNDLE, TOO_LARGE),
-    wide_pooled_similarity: (("bundle", "search"), TOO_LARGE),
+ALL, BUNDLE, ENCODER = ("bundle", "encoder", "search"), ("bundle",), ("bundle", "encoder")
+INFO, VISION_CFG = info.INFO_FILE, ("model_cfg", "vision_cfg")
+SIZES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
+    "wide adapter": (sized(INFO, "adapter", hidden_dim=10**9), ENCODER, TOO_LARGE),
+    "adapter of many tokens": (sized(INFO, "adapter", num_tokens=10**12), ENCODER, TOO_LARGE),
+    "negative adapter": (sized(INFO, "adapter", hidden_dim=-4), ENCODER, "hidden_dim"),
+    "text as a size": (sized(INFO, "adapter", hidden_dim="wide"), ENCODER, "cannot build the model for the weights"),
+    "wide vision tower": (sized(VISION, *VISION_CFG, width=10**8, head_width=10**8), ENCODER, TOO_LARGE),
+    "deep vision tower": (sized(VISION, *VISION_CFG, layers=10**9), ENCODER, TOO_LARGE),
+    "enormous images": (sized(VISION, *VISION_CFG, image_size=10**7), ENCODER, TOO_LARGE),
+    "long texts": (sized(VISION, "model_cfg", "text_cfg", context_length=10**7), BUNDLE, TOO_LARGE),
+    "wide joint encoder": (sized(JOINT, hidden_size=10**8, num_attention_heads=1), BUNDLE, TOO_LARGE),
+    "deep joint encoder": (sized(JOINT, num_hidden_layers=10**9), BUNDLE, TOO_LARGE),
+    "many words": (sized(JOINT, vocab_size=10**12), BUNDLE, TOO_LARGE),
+    "wide head": (sized(INFO, "joint", text_embed_dim=10**12), BUNDLE, TOO_LARGE),
+    "wide pooled similarity": (
+        sized(INFO, "joint", pooled_similarity={"words": 10**9, "dim": 10**9}),
+        ("bundle", "search"),
+        TOO_LARGE,
+    ),
 }
-"""The ways to load that must refuse the bundle, and a part of their messages."""
+"""An edit, the ways to load that must refuse the bundle, and a part of their messages."""
 
 
-def fifo_for_the_description(bundle: Path) -> None:
-    (bundle / "bundle.json").unlink()
-    os.mkfifo(bundle / "bundle.json")
+def replaced(name: str, make: Edit) -> Edit:
+    """Remove a file, and call `make` with its path."""
+    return lambda bundle: ((bundle / name).unlink(), make(bundle / name))
 
 
-def fifo_for_weights(bundle: Path) -> None:
-    (bundle / "adapter.safetensors").unlink()
-    os.mkfifo(bundle / "adapter.safetensors")
+def weights(header: bytes, length: int | None = None) -> Edit:
+    """Replace the weights of the adapter by a header, which claims to have `length` bytes."""
+    content = (len(header) if length is None else length).to_bytes(8, "little") + header
+    return lambda bundle: ((bundle / "adapter.safetensors").write_bytes(content), sign(bundle))
 
 
-def device_for_a_tokenizer(bundle: Path) -> None:
-    (bundle / "joint/tokenizer.json").unlink()
-    (bundle / "joint/tokenizer.json").symlink_to("/dev/zero")
-
-
-def enormous_description(bundle: Path) -> None:
-    os.truncate(bundle / "bundle.json", 64 << 30)
-
-
-def enormous_tokenizer(bundle: Path) -> None:
-    os.truncate(bundle / "joint/tokenizer.json", 64 << 30)
-
-
-def deep_description(bundle: Path) -> None:
-    (bundle / "bundle.json").write_text("[" * 10**6)
-
-
-def deep_tokenizer(bundle: Path) -> None:
-    (bundle / "joint/tokenizer.json").write_text('{"model":' + "[" * 10**6)
-    sign(bundle)
-
-
-def weights_with_a_long_header(bundle: Path) -> None:
-    (bundle / "adapter.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
-    sign(bundle)
-
-
-def weights_with_a_large_tensor(bundle: Path) -> None:
-    tensor = {"query": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
-    header = json.dumps(tensor).encode()
-    (bundle / "adapter.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    sign(bundle)
-
-
-FILES = {
-    fifo_for_the_description: (ALL, "not a regular file"),
-    fifo_for_weights: (ALL, "not a regular file"),
-    device_for_a_tokenizer: (ALL, "not a regular file"),
-    enormous_description: (ALL, "is too large to describe"),
-    enormous_tokenizer: (ALL, "too many for a file without weights"),
-    deep_description: (ALL, "cannot read"),
-    deep_tokenizer: (("bundle", "search"), ""),
-    weights_with_a_long_header: (("bundle", "encoder"), "cannot read the weights"),
-    weights_with_a_large_tensor: (("bundle", "encoder"), "cannot read the weights"),
-}
-
-
-def unchanged(bundle: Path) -> None:
-    """The bundle that the others are made from."""
+LARGE_TENSOR = {"query": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+FILES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
+    "FIFO for the description": (replaced(INFO, os.mkfifo), ALL, "not a regular file"),
+    "FIFO for weights": (replaced("adapter.safetensors", os.mkfifo), ALL, "not a regular file"),
+    "device for a tokenizer": (
+        replaced("joint/tokenizer.json", lambda path: path.symlink_to("/dev/zero")), ALL, "not a regular file",
+    ),
+    "enormous description": (lambda bundle: os.truncate(bundle / INFO, 64 << 30), ALL, "is too large to describe"),
+    "enormous tokenizer": (
+        lambda bundle: os.truncate(bundle / "joint/tokenizer.json", 64 << 30), ALL, "too many for a file without",
+    ),
+    "deep description": (lambda bundle: (bundle / INFO).write_text("[" * 10**6), ALL, "cannot read"),
+    "deep tokenizer": (
+        lambda bundle: ((bundle / "joint/tokenizer.json").write_text('{"model":' + "[" * 10**6), sign(bundle)),
+        ("bundle", "search"),
+        "",
+    ),
+    "weights with a long header": (weights(b"{}", 2**60), ENCODER, "cannot read the weights"),
+    "weights with a large tensor": (weights(json.dumps(LARGE_TENSOR).encode()), ENCODER, "cannot read the weights"),
+}  # fmt: skip
 
 
 def sign(bundle: Path) -> None:
@@ -287,31 +194,28 @@ def loaded(bundles: list[Path]) -> list[dict[str, str]]:
 def outcomes(tiny_bundle, tmp_path_factory):
     """The outcomes of loading each hostile bundle, by case; and that none of their code ran."""
     folder = tmp_path_factory.mktemp("hostile")
-    cases = [*CODE, *SIZES, *FILES, unchanged]
-    bundles = [Path(shutil.copytree(tiny_bundle, folder / case.__name__ / "bundle")) for case in cases]
-    for case, bundle in zip(cases, bundles, strict=True):
-        case(bundle)
-        if (bundle / info.INFO_FILE).is_file() and case not in FILES:
+    edits = {name: edit for name, (edit, *_) in {**CODE, **SIZES, **FILES}.items()}
+    bundles = [Path(shutil.copytree(tiny_bundle, folder / str(number) / "bundle")) for number in range(len(edits) + 1)]
+    for (name, edit), bundle in zip(edits.items(), bundles, strict=False):
+        edit(bundle)
+        if name not in FILES:
             sign(bundle)
     outcomes = loaded(bundles)
     assert not list(folder.rglob("marker")), "code of a bundle ran"
-    return dict(zip(cases, outcomes, strict=True))
+    assert outcomes.pop() == {"bundle": "loaded", "encoder": "loaded", "search": "loaded"}, "the last is unchanged"
+    return dict(zip(edits, outcomes, strict=True))
 
 
-def test_the_bundle_that_the_others_are_made_from_is_loaded(outcomes):
-    assert outcomes[unchanged] == {"bundle": "loaded", "encoder": "loaded", "search": "loaded"}
-
-
-@pytest.mark.parametrize("case", CODE, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CODE)
 def test_a_bundle_with_code_is_refused_in_one_line(outcomes, case):
     assert outcomes[case]["bundle"].startswith("ModelError: ")
-    assert CODE[case] in outcomes[case]["bundle"]
+    assert CODE[case][1] in outcomes[case]["bundle"]
     assert all(message == "loaded" or message.startswith("ModelError: ") for message in outcomes[case].values())
 
 
-@pytest.mark.parametrize("case", [*SIZES, *FILES], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [*SIZES, *FILES])
 def test_other_hostile_bundles_are_refused_in_one_line(outcomes, case):
-    ways, expected = {**SIZES, **FILES}[case]
+    _, ways, expected = {**SIZES, **FILES}[case]
     assert set(outcomes[case]) == {"bundle", "encoder", "search"}, outcomes[case]
     for way, message in outcomes[case].items():
         assert message.startswith("ModelError: ") or (message == "loaded" and way not in ways), message
@@ -328,6 +232,6 @@ def test_a_bundle_lists_files_of_its_own_folder(tmp_path):
 
 def test_tokenizers_with_code_are_refused_outside_of_bundles(tmp_path):
     """Without a bundle's check of its whole folder: a folder of a Hugging Face model."""
-    change(tmp_path / "tokenizer_config.json", lambda content: content.update(auto_map={"AutoTokenizer": "evil.Evil"}))
+    change(tmp_path / "tokenizer_config.json", auto_map={"AutoTokenizer": "evil.Evil"})
     with pytest.raises(ModelError, match="names code"):
         load_joint_tokenizer(tmp_path)

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_checkpoint import OPEN_CLIP_NAMES, import_checkpoint
+from edje_index.bundles.import_checkpoint import (
+    _TEXT_NAMES,
+    _VISION_NAMES,
+    OPEN_CLIP_NAMES,
+    _open_clip_weights,
+    import_checkpoint,
+)
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_config import ClipConfig
@@ -58,12 +64,16 @@ def hugging_face(seed: int = 0) -> SiglipModel:
 
 
 def write_tower(folder: Path, source: SiglipModel) -> str:
-    """`source` as an open_clip folder, converted here by hand; its outputs are compared with those of `source`."""
+    """`source` as an open_clip folder. Its outputs are those of `source`, so its weights have the right names."""
     model = {"embed_dim": WIDTH, "vision_cfg": TRUNK, "text_cfg": TEXT, "custom_text": True}
     config = ClipConfig("small-siglip", model, {"size": [32, 32], "mean": [0.5] * 3, "std": [0.5] * 3})
     clip = random_clip(config)
-    _fill_vision(clip.visual.trunk, source.vision_model)
-    _fill_text(clip.text, source.text_model)
+    for target, tower, names in (
+        (clip.visual.trunk, source.vision_model, _VISION_NAMES),
+        (clip.text, source.text_model, _TEXT_NAMES),
+    ):
+        state = _open_clip_weights(dict(tower.state_dict()), names)
+        target.load_state_dict({key: state[key].reshape(value.shape) for key, value in target.state_dict().items()})
     pixels = torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
         ours, theirs = clip.visual.trunk.forward_features(pixels), source.vision_model(pixels)
@@ -76,51 +86,6 @@ def write_tower(folder: Path, source: SiglipModel) -> str:
     config.write(folder)
     save_weights(clip, folder / "open_clip_model.safetensors")
     return f"local-dir:{folder}"
-
-
-@torch.no_grad()
-def _fill_vision(trunk: Any, source: Any) -> None:
-    trunk.patch_embed.proj.load_state_dict(source.embeddings.patch_embedding.state_dict())
-    trunk.pos_embed[0] = source.embeddings.position_embedding.weight
-    for block, layer in zip(trunk.blocks, source.encoder.layers, strict=True):
-        block.norm1.load_state_dict(layer.layer_norm1.state_dict())
-        block.norm2.load_state_dict(layer.layer_norm2.state_dict())
-        block.attn.qkv.weight.copy_(torch.cat([_part(layer, name).weight for name in "qkv"]))
-        block.attn.qkv.bias.copy_(torch.cat([_part(layer, name).bias for name in "qkv"]))
-        block.attn.proj.load_state_dict(layer.self_attn.out_proj.state_dict())
-        block.mlp.fc1.load_state_dict(layer.mlp.fc1.state_dict())
-        block.mlp.fc2.load_state_dict(layer.mlp.fc2.state_dict())
-    trunk.norm.load_state_dict(source.post_layernorm.state_dict())
-    pool, head = trunk.attn_pool, source.head
-    pool.latent.copy_(head.probe)
-    pool.q.weight.copy_(head.attention.in_proj_weight[:WIDTH])
-    pool.q.bias.copy_(head.attention.in_proj_bias[:WIDTH])
-    pool.kv.weight.copy_(head.attention.in_proj_weight[WIDTH:])
-    pool.kv.bias.copy_(head.attention.in_proj_bias[WIDTH:])
-    pool.proj.load_state_dict(head.attention.out_proj.state_dict())
-    pool.norm.load_state_dict(head.layernorm.state_dict())
-    pool.mlp.fc1.load_state_dict(head.mlp.fc1.state_dict())
-    pool.mlp.fc2.load_state_dict(head.mlp.fc2.state_dict())
-
-
-@torch.no_grad()
-def _fill_text(text: Any, source: Any) -> None:
-    text.token_embedding.load_state_dict(source.embeddings.token_embedding.state_dict())
-    text.positional_embedding.copy_(source.embeddings.position_embedding.weight)
-    for block, layer in zip(text.transformer.resblocks, source.encoder.layers, strict=True):
-        block.ln_1.load_state_dict(layer.layer_norm1.state_dict())
-        block.ln_2.load_state_dict(layer.layer_norm2.state_dict())
-        block.attn.in_proj_weight.copy_(torch.cat([_part(layer, name).weight for name in "qkv"]))
-        block.attn.in_proj_bias.copy_(torch.cat([_part(layer, name).bias for name in "qkv"]))
-        block.attn.out_proj.load_state_dict(layer.self_attn.out_proj.state_dict())
-        block.mlp.c_fc.load_state_dict(layer.mlp.fc1.state_dict())
-        block.mlp.c_proj.load_state_dict(layer.mlp.fc2.state_dict())
-    text.ln_final.load_state_dict(source.final_layer_norm.state_dict())
-    text.text_projection.load_state_dict(source.head.state_dict())
-
-
-def _part(layer: Any, name: str) -> Any:
-    return getattr(layer.self_attn, f"{name}_proj")
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,7 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     CLUSTERED,
     COMPRESSED,
-    LOCAL,
     PRUNED,
-    REDUCTIONS,
     STRIDED,
     AdapterConfig,
     build_adapter,
@@ -25,15 +23,6 @@ from edje_index.models.adapter import (
 CONFIG = AdapterConfig(COMPRESSED, num_tokens=3, vision_dim=8, language_dim=6, hidden_dim=10, num_heads=2)
 PATCHES = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
 RECEIVED = torch.rand(2, 9, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("kind", [COMPRESSED, LOCAL, *REDUCTIONS])
-def test_makes_m_tokens_of_the_language_width(kind: str) -> None:
-    adapter = build_adapter(replace(CONFIG, kind=kind, num_tokens=9 if kind == LOCAL else 3))
-    tokens = adapter(PATCHES, RECEIVED) if adapter.needs_attention else adapter(PATCHES)
-    assert tokens.shape == (2, adapter.config.num_tokens, 6)
-    assert adapter.needs_attention == (kind == PRUNED)
-    assert not adapter.training
 
 
 def test_patches_are_stored_untouched_by_an_adapter_without_weights() -> None:
@@ -55,6 +44,8 @@ def test_training_free_kinds_reduce_then_apply_the_local_layer(kind: str) -> Non
     arguments = (PATCHES, RECEIVED) if kind == PRUNED else (PATCHES,)
     adapter = build_adapter(replace(CONFIG, kind=kind))
     assert torch.equal(adapter(*arguments), adapter.local(reduced))
+    assert adapter(*arguments).shape == (2, 3, 6)
+    assert adapter.needs_attention == (kind == PRUNED)
     bare = build_adapter(replace(CONFIG, kind=kind, hidden_dim=0, language_dim=8))
     assert torch.equal(bare(*arguments), reduced)
     assert not list(bare.parameters())
@@ -74,8 +65,3 @@ def test_training_free_kinds_reduce_then_apply_the_local_layer(kind: str) -> Non
 def test_refuses(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         build_adapter(replace(CONFIG, **changes))
-
-
-def test_pruning_needs_attention() -> None:
-    with pytest.raises(ValueError, match="needs the attention"):
-        build_adapter(replace(CONFIG, kind=PRUNED))(PATCHES)

@@ -11,17 +11,12 @@ from edje_index.errors import ModelError
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_visual
 from edje_index.models.vision_tower import VisionTower, vision_tower
-from tests.edje_index.towers import clip_config, published_config, random_clip, random_pixels, timm_config
+from tests.edje_index.towers import clip_config, random_clip, random_pixels, timm_config
 
 CONFIGS = {
     "clip": clip_config(),
     "siglip": timm_config("test_vit3", 64, embed_dim=96),
     "dino": timm_config("vit_small_patch14_reg4_dinov2", 56, pool="token", embed_dim=384),
-}
-FULL_SIZE = {
-    "full-clip": published_config("ViT-B-32"),
-    "full-siglip": published_config("ViT-B-16-SigLIP2"),
-    "full-dino": timm_config("vit_small_patch14_reg4_dinov2", 518, pool="token", embed_dim=384),
 }
 TOLERANCE = 1e-5
 
@@ -37,18 +32,16 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
-    config = (CONFIGS | FULL_SIZE)[request.param]
+    config = CONFIGS[request.param]
     model = random_clip(config)
     return Case(config, model, vision_tower(model.visual))
 
 
 def with_models(*names: str) -> pytest.MarkDecorator:
-    """Run a test with the models `names`. Those of full size are slow."""
-    marks = {name: pytest.mark.slow if name in FULL_SIZE else () for name in names}
-    return pytest.mark.parametrize("case", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)
+    return pytest.mark.parametrize("case", names, indirect=True)
 
 
-@with_models("clip", "siglip", "dino", "full-clip", "full-siglip")
+@with_models("clip", "siglip", "dino")
 @torch.inference_mode()
 def test_embedding_is_encode_image(case: Case) -> None:
     pixels = random_pixels(case.config)
@@ -58,7 +51,7 @@ def test_embedding_is_encode_image(case: Case) -> None:
     assert embedding.shape[1] == case.tower.embed_dim == case.config.embed_dim
 
 
-@with_models("siglip", "dino", "full-siglip", "full-dino")
+@with_models("siglip", "dino")
 @torch.inference_mode()
 def test_timm_patches_are_the_last_hidden_state_without_prefix(case: Case) -> None:
     trunk = case.model.visual.trunk
@@ -72,7 +65,7 @@ def test_timm_patches_are_the_last_hidden_state_without_prefix(case: Case) -> No
     assert patches.shape == (1, case.tower.num_patches, case.tower.patch_dim)
 
 
-@with_models("clip", "full-clip")
+@with_models("clip")
 @torch.inference_mode()
 def test_clip_patches_are_the_input_of_the_last_layer_without_class_token(case: Case) -> None:
     seen: list[torch.Tensor] = []
