@@ -149,8 +149,7 @@ def describe_bundle(info: BundleInfo) -> BundleInfo:
         path.relative_to(info.path).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in paths
     }
-    score = None if info.score == DirectionWeights() else info.score.to_json()
-    fingerprint = _fingerprint(info.adapter, info.joint, files, score)
+    fingerprint = _stored_fingerprint(replace(info, files=files).to_json())
     encoder = encoder_fingerprint(info.adapter, files)
     return replace(info, files=files, fingerprint=fingerprint, encoder_fingerprint=encoder)
 
@@ -193,7 +192,7 @@ def encoder_fingerprint(adapter: Mapping[str, Any], files: Mapping[str, Mapping[
         adapter: fields of the adapter's configuration.
         files: size and hash of each file, as in :class:`BundleInfo`.
     """
-    return _fingerprint(adapter, {}, {name: files[name] for name in ENCODER_FILES}, None)
+    return _fingerprint(adapter, {}, {name: files[name] for name in ENCODER_FILES})
 
 
 def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
@@ -329,6 +328,7 @@ def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | No
 
 def _stored_fingerprint(content: Mapping[str, Any]) -> str:
     """Compute the fingerprint of the bundle that `content`, read from a `bundle.json`, describes."""
+    # A score of the logit alone is left out. Such bundles keep the fingerprint that they had in format version 1.
     score = content.get("score")
     if score is not None and DirectionWeights.from_json(score) == DirectionWeights():
         score = None
@@ -339,10 +339,9 @@ def _fingerprint(
     adapter: Mapping[str, Any],
     joint: Mapping[str, Any],
     files: Mapping[str, Mapping[str, Any]],
-    score: Mapping[str, Any] | None,
+    score: Mapping[str, Any] | None = None,
 ) -> str:
     """Compute the SHA-256 of the configurations, the file hashes and the score weights."""
-    # A score of the logit alone is left out. Such bundles keep the fingerprint that they had in format version 1.
     hashes = {name: record["sha256"] for name, record in files.items()}
     parts = {"format_version": _FINGERPRINT_VERSION, "adapter": dict(adapter), "joint": dict(joint), "files": hashes}
     if score is not None:

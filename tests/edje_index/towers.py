@@ -7,14 +7,8 @@ from typing import Any
 
 import torch
 
-from edje_index.models._torchvision_compat import prepare_torchvision
-
-prepare_torchvision()
-
-import open_clip  # noqa: E402
-
-from edje_index.models.clip_config import ClipConfig  # noqa: E402
-from edje_index.models.clip_model import build_clip  # noqa: E402
+from edje_index.models.clip_config import ClipConfig
+from edje_index.models.clip_model import build_clip
 
 SMALL_TEXT = {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
 PREPROCESS = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "resize_mode": "squash"}
@@ -38,14 +32,6 @@ def timm_config(name: str, size: int, pool: str = "map", embed_dim: int = 192) -
     }
     model = {"embed_dim": embed_dim, "vision_cfg": vision, "text_cfg": SMALL_TEXT, "custom_text": True}
     return ClipConfig(name, model, {"size": [size, size], **PREPROCESS})
-
-
-def published_config(name: str) -> ClipConfig:
-    """A model that open_clip knows by name, with its real image tower and a small text tower."""
-    model = open_clip.get_model_config(name)
-    model["text_cfg"] = SMALL_TEXT
-    size = model["vision_cfg"]["image_size"]
-    return ClipConfig(name, model, {"size": [size, size]})
 
 
 def random_clip(config: ClipConfig, seed: int = 0, hf_text: Path | None = None) -> torch.nn.Module:
