@@ -410,7 +410,7 @@ class BatchSource:
             embeddings = torch.from_numpy(self.data.text_embeddings[pair_captions[:pairs]])
             text_inputs = text_rows(texts[:pairs], special_tokens), embeddings
         if self.teacher_tokens:
-            tokens = None if self.teacher is None else self.teacher[0].fetch(self.teacher[1][images[part]])
+            tokens = None if self.teacher is None else self.teacher[0].fetch(self.teacher[1][images[part]])[0]
             teacher = joint_rows(texts, self.teacher_tokens, special_tokens), tokens
         return JointBatch(
             pairs=pairs,

@@ -106,11 +106,6 @@ class ObjectiveConfig(Settings):
     The matching loss is always computed. Other losses are computed only if their weight is not 0.
     """
 
-    itm: Literal["softmax", "binary"] = Field(
-        default="softmax",
-        description="Matching loss. softmax: cross-entropy of each positive pair against its negatives. "
-        "binary: binary cross-entropy of each pair.",
-    )
     itm_weight: float = Field(default=1.0, ge=0, description="Weight of the matching loss.")
     mlm_weight: float = Field(default=1.0, ge=0, description="Weight of the masked language modelling loss.")
     mlm_probability: float = Field(default=0.5, ge=0, le=1, description="Fraction of caption tokens that are masked.")
@@ -216,7 +211,7 @@ class LoopConfig(Settings):
 
 
 class FittingConfig(Settings):
-    """Settings of the final score. Weights that are None are fitted to the dev captions."""
+    """Settings of the final score, whose weights are fitted to the dev captions."""
 
     pooled_dim: int = Field(
         default=0, ge=0, description="Dimensions of the pooled similarity; 0 leaves out the pooled similarity."
@@ -225,13 +220,6 @@ class FittingConfig(Settings):
         default=0,
         ge=0,
         description="Number of captions, and of images, in the hubness bank; 0 leaves out the hubness correction.",
-    )
-    embedding_weight: float | None = Field(
-        default=None, description="Weight of the embedding similarity. None fits the weight."
-    )
-    late_weight: float | None = Field(default=None, description="Weight of the late interaction. None fits the weight.")
-    pooled_weight: float | None = Field(
-        default=None, description="Weight of the pooled similarity. None fits the weight."
     )
     dev_captions: int = Field(
         default=500, ge=1, description="Maximum number of dev captions, and of dev images, used as queries."
@@ -316,11 +304,8 @@ class RunSettings(Settings):
         ge=0,
         description="Number of checkpoints with the highest dev recall to keep. The last two checkpoints are kept too.",
     )
-    export: bool = Field(default=False, description="Write a bundle from the last checkpoint without further training.")
-    step: int | None = Field(
-        default=None,
-        ge=1,
-        description="Step of the checkpoint to export, with run.export. None exports the last checkpoint.",
+    export_step: int | None = Field(
+        default=None, ge=1, description="Write a bundle from the checkpoint of this step, without further training."
     )
 
     @property
@@ -365,9 +350,6 @@ class TrainConfig(Settings):
             "negatives.temperature is set, but negatives.selection is 'top'; set negatives.selection to softmax": (
                 negatives.temperature is not None and negatives.selection == "top"
             ),
-            "fitting.pooled_weight is set, but fitting.pooled_dim is 0; set both or neither": (
-                bool(self.fitting.pooled_weight) and not self.fitting.pooled_dim
-            ),
             f"augmentation.patch_dropout needs a compressed adapter, but architecture.adapter is "
             f"{architecture.adapter!r}; set augmentation.patch_dropout to 0": (
                 self.augmentation.patch_dropout > 0 and architecture.adapter != "compressed"
@@ -399,11 +381,9 @@ class TrainSettings(TrainConfig):
             f"loop.batch_size is {loop.batch_size} and run.workers is {self.run.workers}; the batch size must be a "
             "multiple of the number of workers": loop.batch_size % self.run.workers != 0,
             "there is nothing to train: all losses have weight 0; raise a weight or set inputs.teacher": no_loss,
-            "fitting.pooled_dim has no effect without a weight; set inputs.dev or fitting.pooled_weight": (
-                fitting.pooled_dim > 0 and inputs.dev is None and not fitting.pooled_weight
-            ),
-            "fitting.hubness_bank needs inputs.dev: the weight of the hubness correction is fitted to dev captions": (
-                fitting.hubness_bank > 0 and inputs.dev is None
+            "fitting.pooled_dim and fitting.hubness_bank need inputs.dev: the weights of the pooled similarity and of "
+            "the hubness correction are fitted to dev captions": (
+                fitting.pooled_dim + fitting.hubness_bank > 0 and inputs.dev is None
             ),
             "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev captions": (
                 self.run.keep_best > 0 and inputs.dev is None
@@ -415,7 +395,6 @@ class TrainSettings(TrainConfig):
             "features; leave inputs.feature_precision out": (
                 inputs.feature_precision != "bf16" and inputs.features is not None
             ),
-            "run.step needs run.export": self.run.step is not None and not self.run.export,
         }
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,25 +14,14 @@ from numpy.typing import NDArray
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import Pairs
-from edje_index.scoring.weights import (
-    EMBEDDING,
-    IMAGE_TO_TEXT,
-    JOINT_PARTS,
-    LATE,
-    LOGIT,
-    POOLED,
-    TEXT_TO_IMAGE,
-    ScoreWeights,
-)
+from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
 from edje_index.training.batches import TrainingData
 from edje_index.training.captions import CaptionSet
 from edje_index.training.config import FittingConfig
-from edje_index.training.features import Features, nothing_readable
+from edje_index.training.features import Features
 from edje_index.training.fit_weights import DevPools, HubnessProducts, WeightChoice, choose_weights
 from edje_index.training.random_streams import DEV, stream
 from edje_index.training.start import trained_part
-
-_Result = TypeVar("_Result")
 
 _ADAPTER_BATCH = 32
 _ACTIVITY = "choosing the weights of the final score on the dev captions, queries"
@@ -65,41 +53,6 @@ class DevSet:
         text_embeddings = np.asarray(TrainingData.open(data).text_embeddings)
         return cls(captions.rows, captions.texts(), caption_images, image_embeddings, text_embeddings)
 
-    def without(self, images: NDArray[np.int64]) -> DevSet:
-        """Return this set without the images with the indices `images`, and without their captions.
-
-        Raises:
-            EdjeError: no image is left.
-        """
-        is_kept = ~np.isin(np.arange(len(self.rows)), images)
-        if not is_kept.any():
-            raise nothing_readable()
-        captions = np.flatnonzero(is_kept[self.caption_images])
-        return DevSet(
-            rows=self.rows[is_kept],
-            captions=[self.captions[caption] for caption in captions],
-            caption_images=(np.cumsum(is_kept) - 1)[self.caption_images[captions]],
-            image_embeddings=self.image_embeddings[is_kept],
-            text_embeddings=self.text_embeddings[captions],
-        )
-
-
-class _UnreadableImages(Exception):
-    """Images of a dev set cannot be read. The argument holds the indices of these images in the dev set."""
-
-    def __init__(self, images: NDArray[np.int64]) -> None:
-        super().__init__(images)
-        self.images = images
-
-
-def _with_readable(dev: DevSet, score: Callable[[DevSet], _Result]) -> _Result:
-    """Return `score(dev)`. If images cannot be read, they are left out, and the scoring starts again."""
-    while True:
-        try:
-            return score(dev)
-        except _UnreadableImages as error:
-            dev = dev.without(error.images)
-
 
 def choose_dev_weights(
     bundle: ModelBundle,
@@ -108,30 +61,23 @@ def choose_dev_weights(
     config: FittingConfig,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, WeightChoice]:
-    """Fit the weights that are None in `config`. Return all weights, and the recall with these weights, by direction.
+    """Fit the weights of the final score. Return the weights, and the recall with these weights, by direction.
 
-    Images that cannot be read are left out, with their captions.
     The modules of `bundle` must be in evaluation mode. `on_progress` is called before every query and every fit. An
     exception raised by `on_progress` stops this function.
     """
-    settings = {EMBEDDING: config.embedding_weight, LATE: config.late_weight, POOLED: config.pooled_weight}
+    queries = _queries(dev, config)
+    before, total = 0, sum(map(len, queries.values()))
+    choices = {}
+    for direction, positions in queries.items():
 
-    def choose(dev: DevSet) -> dict[str, WeightChoice]:
-        queries = _queries(dev, config)
-        before, total = 0, sum(map(len, queries.values()))
-        choices = {}
-        for direction, positions in queries.items():
+        def report(done: int, before: int = before) -> None:
+            on_progress(_ACTIVITY, before + done, total)
 
-            def report(done: int, before: int = before) -> None:
-                on_progress(_ACTIVITY, before + done, total)
-
-            pools = _pools(bundle, dev, features, direction, positions, config.dev_pool, JOINT_PARTS, report)
-            given = {part: weight for part, weight in settings.items() if part in pools.parts}
-            choices[direction] = choose_weights(pools, given, partial(report, len(positions)))
-            before += len(positions)
-        return choices
-
-    return _with_readable(dev, choose)
+        pools = _pools(bundle, dev, features, direction, positions, config.dev_pool, JOINT_PARTS, report)
+        choices[direction] = choose_weights(pools, partial(report, len(positions)))
+        before += len(positions)
+    return choices
 
 
 def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: FittingConfig) -> dict[str, float]:
@@ -139,15 +85,11 @@ def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: Fi
 
     The queries and pools are the same as in :func:`choose_dev_weights`.
     """
-
-    def measure(dev: DevSet) -> dict[str, float]:
-        recalls = {}
-        for direction, positions in _queries(dev, config).items():
-            pools = _pools(bundle, dev, features, direction, positions, config.dev_pool, (LOGIT,), lambda query: None)
-            recalls[direction] = float(pools.hits(ScoreWeights()).mean())
-        return recalls
-
-    return _with_readable(dev, measure)
+    recalls = {}
+    for direction, positions in _queries(dev, config).items():
+        pools = _pools(bundle, dev, features, direction, positions, config.dev_pool, (LOGIT,), lambda query: None)
+        recalls[direction] = float(pools.hits(ScoreWeights()).mean())
+    return recalls
 
 
 def _queries(dev: DevSet, config: FittingConfig) -> dict[str, NDArray[np.int64]]:
@@ -179,12 +121,14 @@ def _pools(
     near = np.argsort(-similarities, axis=1, kind="stable")[:, :size]
     repeated = np.repeat(queries[:, None], near.shape[1], axis=1)
     captions, images = (repeated, near) if text_queries else (near, repeated)
-    tokens = _DevTokens.of(bundle, dev, features, images)
+    shown = np.unique(images)  # each image is read once
+    tokens = _tokens(bundle, features, dev.rows[shown])
     models, weights = bundle.score_models, ScoreWeights()
     scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names if name in models.part_names}
     for query, (caption_row, image_row) in enumerate(zip(captions, images, strict=True)):
         on_query(query)
-        pairs = Pairs([dev.captions[position] for position in caption_row], tokens.at(image_row))
+        blocks = tokens[torch.from_numpy(np.searchsorted(shown, image_row))]
+        pairs = Pairs([dev.captions[position] for position in caption_row], blocks)
         for name, values in scores.items():
             values.append(models.part(name, pairs, direction, weights))
     return DevPools(
@@ -199,15 +143,29 @@ def _pools(
 
 
 @torch.inference_mode()
+def _tokens(bundle: ModelBundle, features: Features, rows: NDArray[np.int64]) -> torch.Tensor:
+    """Compute the tokens of the images `rows`, rounded to bfloat16 as in an index [n, m, d].
+
+    An image that cannot be read any more counts as a blank image.
+    """
+    adapter, blocks = trained_part(bundle.adapter), []
+    for start in range(0, len(rows), _ADAPTER_BATCH):
+        values, _ = features.fetch(rows[start : start + _ADAPTER_BATCH])
+        blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
+    return torch.cat(blocks)
+
+
+@torch.inference_mode()
 def _hubness_products(
-    bundle: ModelBundle, dev: DevSet, direction: str, candidates: NDArray[np.int64], tokens: _DevTokens
+    bundle: ModelBundle, dev: DevSet, direction: str, candidates: NDArray[np.int64], tokens: torch.Tensor
 ) -> HubnessProducts | None:
+    """Return the products of the candidates with the bank. For images, `tokens` are those of the distinct images."""
     bank = bundle.hubness_bank
     if bank is None:
         return None
     distinct, which = np.unique(candidates, return_inverse=True)
     if direction == TEXT_TO_IMAGE:
-        vectors, embeddings = bundle.score_models.image_vectors(tokens.at(distinct)), dev.image_embeddings
+        vectors, embeddings = bundle.score_models.image_vectors(tokens), dev.image_embeddings
     else:
         texts = [dev.captions[position] for position in distinct]
         vectors, embeddings = bundle.score_models.caption_vectors(texts), dev.text_embeddings
@@ -219,40 +177,3 @@ def _hubness_products(
         candidates=which.reshape(candidates.shape),
         floor=partial(bank.floor, direction=direction),
     )
-
-
-@dataclass(frozen=True)
-class _DevTokens:
-    """Tokens of n images of a dev set, rounded to bfloat16 as in an index.
-
-    Attributes:
-        images: indices of the images in the dev set, ascending, int64 [n].
-        blocks: tokens of the images, bfloat16 [n, m, d].
-    """
-
-    images: NDArray[np.int64]
-    blocks: torch.Tensor
-
-    @classmethod
-    @torch.inference_mode()
-    def of(cls, bundle: ModelBundle, dev: DevSet, features: Features, positions: NDArray[np.int64]) -> _DevTokens:
-        """Compute the tokens of the images with the indices `positions`. Repeated indices are computed once.
-
-        Raises:
-            _UnreadableImages: images cannot be read.
-        """
-        adapter = trained_part(bundle.adapter)
-        images, blocks, unreadable = np.unique(positions), [], []
-        for start in range(0, len(images), _ADAPTER_BATCH):
-            batch = images[start : start + _ADAPTER_BATCH]
-            values, readable = features.fetch_readable(dev.rows[batch])
-            unreadable.extend(batch[~readable].tolist())
-            if not unreadable:
-                blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
-        if unreadable:
-            raise _UnreadableImages(np.array(unreadable))
-        return cls(images, torch.cat(blocks))
-
-    def at(self, positions: NDArray[np.int64]) -> torch.Tensor:
-        """Return the block of the image at each of `positions`, bfloat16 [*positions.shape, m, d]."""
-        return self.blocks[torch.from_numpy(np.searchsorted(self.images, positions))]

@@ -68,11 +68,10 @@ class Features(ABC):
         """Return the features, bfloat16 [k, n, d], for the `values` of a `Loaded`."""
 
     @abstractmethod
-    def fetch_readable(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Return the features of the rows that can be read.
+    def fetch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and which of the rows can be read.
 
-        Returns:
-            Features of the j readable rows, bfloat16 [j, n, d], and which of the k `rows` are readable, bool [k].
+        An image that cannot be read has the features of a blank image.
         """
 
     def unreadable(self) -> int:
@@ -117,19 +116,15 @@ class StoredFeatures(Features):
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
         """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""
-        return Loaded(self.fetch(rows), np.ones(len(rows), dtype=bool))
+        return Loaded(*self.fetch(rows))
 
     def finish(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, which are features already."""
         return values
 
-    def fetch_readable(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Read the features of the k `rows`, which are all readable. Raises CorruptIndexError if a row is a hole."""
-        return self.fetch(rows), np.ones(len(rows), dtype=bool)
-
     @torch.inference_mode()
-    def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Read the features of the k `rows`, bfloat16 [k, n, d]. Raises CorruptIndexError if a row is a hole."""
+    def fetch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
         if holes.any():
@@ -137,7 +132,9 @@ class StoredFeatures(Features):
                 f"the index {self.index.root} has no features for row {rows[holes][0]}; run 'edje-index verify'"
             )
         tensor = as_tensor(blocks)
-        return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()
+        if self._reduction is not None:
+            tensor = self._reduction(tensor.float()).bfloat16()
+        return tensor, np.ones(len(rows), dtype=bool)
 
 
 @dataclass(frozen=True)
@@ -276,12 +273,8 @@ class OnlineFeatures(Features):
         """Run the tower on the images `values` [k, 3, h, w]. Return the features, bfloat16 [k, n, d]."""
         return torch.cat([self._tower(part) for part in torch.split(values, TOWER_BATCH)])
 
-    def fetch_readable(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Compute the features of the rows whose images can be read. Only a few images are in memory at once.
-
-        Returns:
-            Features of the j readable rows, bfloat16 [j, n, d] on the CPU, and which of the k `rows` are readable,
-            bool [k].
+    def fetch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Compute the features of the k `rows`. Only a few images are in memory at once.
 
         Raises:
             EdjeError: there are at least 32 `rows`, and none of their images can be read.
@@ -294,4 +287,4 @@ class OnlineFeatures(Features):
         is_readable = np.concatenate(readable)
         if len(rows) >= TOWER_BATCH and not is_readable.any():
             raise nothing_readable()
-        return torch.cat(features)[torch.from_numpy(is_readable)], is_readable
+        return torch.cat(features), is_readable

@@ -16,7 +16,7 @@ from edje_index.models.weights import State
 from edje_index.progress import OnProgress
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.parts import ScoreModels
-from edje_index.scoring.weights import DirectionWeights, ScoreWeights
+from edje_index.scoring.weights import DirectionWeights
 from edje_index.training.batches import BatchSource, SpecialTokens, joint_rows
 from edje_index.training.checkpoints import Checkpoints
 from edje_index.training.dev import DevSet, choose_dev_weights
@@ -36,8 +36,8 @@ def finish_model(
 ) -> tuple[ModelBundle, int, dict[str, WeightChoice]]:
     """Make a bundle from a checkpoint. Its final score follows the settings in ``task.config.fitting``.
 
-    Weights that are None in the settings are fitted to the dev captions. Without dev captions, these weights are 0. A
-    hubness bank is left out if the hubness correction has weight 0 in both directions.
+    The weights are fitted to the dev captions. Without dev captions, the final score is the logit alone. A hubness bank
+    is left out if the hubness correction has weight 0 in both directions.
 
     Args:
         task: task of the training run.
@@ -70,15 +70,9 @@ def finish_model(
     if fitting.hubness_bank:
         bank = make_hubness_bank(adapter, bundle.score_models, source, fitting.hubness_bank, on_progress)
         bundle = replace(bundle, hubness_bank=bank.to(device).eval())
-    weights = ScoreWeights(
-        late=fitting.late_weight or 0.0,
-        pooled=(fitting.pooled_weight or 0.0) if fitting.pooled_dim else 0.0,
-        embedding=fitting.embedding_weight or 0.0,
-    )
-    score = DirectionWeights(weights, weights)
+    score = DirectionWeights()
     choices: dict[str, WeightChoice] = {}
-    given = [fitting.embedding_weight, fitting.late_weight, *([fitting.pooled_weight] if fitting.pooled_dim else [])]
-    if task.dev is not None and (None in given or fitting.hubness_bank):
+    if task.dev is not None:
         dev = DevSet.open(*task.dev, source.features)
         choices = choose_dev_weights(bundle, dev, source.features, fitting, on_progress)
         score = DirectionWeights(**{direction: choice.weights for direction, choice in choices.items()})
@@ -133,10 +127,10 @@ def make_hubness_bank(
         caption_vectors = torch.cat(chunks)
         chunks, readable = [], []
         for batch in batches(images, len(captions)):
-            features, are_readable = source.features.fetch_readable(data.rows[batch])
+            features, are_readable = source.features.fetch(data.rows[batch])
             readable.append(batch[are_readable])
             if are_readable.any():
-                tokens = adapter(features.to(joint.device).float())
+                tokens = adapter(features[torch.from_numpy(are_readable)].to(joint.device).float())
                 chunks.append(models.image_vectors(tokens.bfloat16()).cpu())  # bfloat16, as an index stores tokens
         if not chunks:
             raise nothing_readable()

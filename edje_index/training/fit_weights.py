@@ -24,8 +24,6 @@ from edje_index.scoring.weights import EMBEDDING, HUBNESS, LOGIT, POOLED, Hubnes
 
 Scores = NDArray[np.floating[Any]]
 Columns = Mapping[str, torch.Tensor]
-Given = Mapping[str, float | None]
-"""Given weight of each part other than the logit; None for a weight to fit."""
 
 _REGULARISATION = 0.01  # penalty on the squared factors of columns with standard deviation 1
 _LEAST_LOGIT = 1e-3  # smallest factor of the logit, as a share of the largest factor
@@ -103,7 +101,7 @@ class WeightChoice:
     """The weights of one direction, and R@1 between 0 and 1.
 
     Attributes:
-        weights: all weights, fitted or given.
+        weights: the fitted weights.
         recall: R@1 with `weights`, on the queries that were used for the fit.
         held_out_recall: R@1 by 5-fold cross-validation over images; None if all queries have the same image.
         logit_recall: R@1 with the logit alone.
@@ -121,17 +119,19 @@ class WeightChoice:
     pool: int
 
 
-def choose_weights(pools: DevPools, given: Given, on_fit: Callable[[], None] = lambda: None) -> WeightChoice:
-    """Fit the weights of one direction to `pools`, and measure R@1 with these weights.
-
-    A number in `given` is a fixed weight, and None is a weight to fit. `on_fit` is called before each fit.
-    """
+def choose_weights(pools: DevPools, on_fit: Callable[[], None] = lambda: None) -> WeightChoice:
+    """Fit the weights of one direction to `pools`, and measure R@1. `on_fit` is called before each fit."""
     on_fit()
-    weights = fit_weights(pools, given)
+    weights = fit_weights(pools)
+    images, image_index = np.unique(pools.images, return_inverse=True)
+    folds, held_out = image_index % _FOLDS, []
+    for fold in np.unique(folds) if len(images) > 1 else ():
+        on_fit()
+        held_out.append(pools.select(folds == fold).hits(fit_weights(pools.select(folds != fold))))
     return WeightChoice(
         weights=weights,
         recall=float(pools.hits(weights).mean()),
-        held_out_recall=_cross_validate(pools, given, on_fit),
+        held_out_recall=float(np.concatenate(held_out).mean()) if held_out else None,
         logit_recall=float(pools.hits(ScoreWeights()).mean()),
         embedding_recall=float(pools.hits(ScoreWeights(logit=0.0, embedding=1.0)).mean()),
         queries=len(pools.right),
@@ -139,20 +139,7 @@ def choose_weights(pools: DevPools, given: Given, on_fit: Callable[[], None] = l
     )
 
 
-def _cross_validate(pools: DevPools, given: Given, on_fit: Callable[[], None]) -> float | None:
-    images, image_index = np.unique(pools.images, return_inverse=True)
-    if len(images) < 2:
-        return None
-    folds = image_index % _FOLDS
-    hits = []
-    for fold in np.unique(folds):
-        on_fit()
-        weights = fit_weights(pools.select(folds != fold), given)
-        hits.append(pools.select(folds == fold).hits(weights))
-    return float(np.concatenate(hits).mean())
-
-
-def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
+def fit_weights(pools: DevPools) -> ScoreWeights:
     """Return the maximum-likelihood weights.
 
     The weight of the logit is 1. Weights are never negative. Queries without a relevant candidate are ignored.
@@ -160,45 +147,30 @@ def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
     # The weights are fitted without the hubness correction first and then with it. A weight that is 0 after the first
     # fit stays 0. The hubness correction has weight 0 if it does not increase the likelihood.
     answered: NDArray[np.bool_] = np.any(pools.right, axis=1)
-    start = _weights({LOGIT: 1.0, **_fit_without_hubness(pools, given, answered)}, temperature=1.0)
-    if pools.hubness is None or not answered.any():
-        return start
-    free = [part for part, weight in given.items() if weight is None and start.by_part()[part] > 0]
-    return _HubnessFit.of(pools.select(answered), start, free).solve() or start
+    if not answered.any():
+        return ScoreWeights()
+    pools = pools.select(answered)
+    columns = {part: torch.from_numpy(values.astype(np.float64)) for part, values in pools.parts.items()}
+    right = torch.from_numpy(pools.right)
+    weights = dict.fromkeys(columns, 0.0) | {LOGIT: 1.0}
+    if len(columns) > 1 and pools.right.shape[1] > 1:
+        scales = {part: values.std(correction=0).clamp(min=1e-9) for part, values in columns.items()}
+        factors = _likeliest_factors({part: values / scales[part] for part, values in columns.items()}, right)
+        factors = {part: factors[part] / scales[part] for part in columns}
+        # If the factor of the logit is close to 0, the weights of the other parts are limited to 1 / _LEAST_LOGIT.
+        unit = factors[LOGIT].clamp(min=float(max(factors.values())) * _LEAST_LOGIT).clamp(min=1e-9)
+        weights = {part: float(factor / unit) for part, factor in factors.items()} | {LOGIT: 1.0}
+    start = _weights(weights, temperature=1.0)
+    return start if pools.hubness is None else _fit_hubness(columns, right, pools.hubness, start)
 
 
 def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:
-    """Convert `weights` to `ScoreWeights`.
-
-    The hubness correction uses the embedding and pooled weights in `weights`.
-    """
-    by_part = {part: _number(weight) for part, weight in weights.items()}
+    """Convert `weights` to `ScoreWeights`. The hubness correction uses the embedding and pooled weights."""
+    by_part = {
+        part: float(weight.detach()) if isinstance(weight, torch.Tensor) else weight for part, weight in weights.items()
+    }
     similarity = HubnessSimilarity(by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature)
     return ScoreWeights.of_parts(by_part, similarity)
-
-
-def _number(value: float | torch.Tensor) -> float:
-    return float(value.detach()) if isinstance(value, torch.Tensor) else value
-
-
-def _fit_without_hubness(pools: DevPools, given: Given, answered: NDArray[np.bool_]) -> dict[str, float]:
-    """Return the weight of each part in `given`.
-
-    Weights that are None are fitted to the queries in the mask `answered`.
-    """
-    fixed = {part: weight for part, weight in given.items() if weight is not None}
-    free = [part for part in given if part not in fixed]
-    if not free or not answered.any() or pools.right.shape[1] == 1:
-        return {part: weight or 0.0 for part, weight in given.items()}
-    scores = {LOGIT: FinalScore({LOGIT: 1.0, **fixed}).sum(pools.parts), **{part: pools.parts[part] for part in free}}
-    columns = {part: torch.from_numpy(values[answered].astype(np.float64)) for part, values in scores.items()}
-    scales = {part: values.std(correction=0).clamp(min=1e-9) for part, values in columns.items()}
-    scaled = {part: values / scales[part] for part, values in columns.items()}
-    factors = _likeliest_factors(scaled, torch.from_numpy(pools.right[answered]))
-    factors = {part: factors[part] / scales[part] for part in columns}
-    # If the factor of the logit is close to 0, the weights of the other parts are limited to 1 / _LEAST_LOGIT.
-    unit = factors[LOGIT].clamp(min=float(max(factors.values())) * _LEAST_LOGIT).clamp(min=1e-9)
-    return {**fixed, **{part: float(factors[part] / unit) for part in free}}
 
 
 def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -230,89 +202,50 @@ def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
     return dict(zip(columns, factors.detach(), strict=True))
 
 
-@dataclass(frozen=True)
-class _HubnessFit:
-    """Fits the weights of the hubness correction and of the parts in `free` together.
+def _fit_hubness(columns: Columns, right: torch.Tensor, products: HubnessProducts, start: ScoreWeights) -> ScoreWeights:
+    """Fit the hubness correction together with the weights in `start` that are not 0.
 
-    Attributes:
-        columns: value of each part except the hubness correction, float64 [q, p] by name.
-        right: which candidates are relevant to each query, bool [q, p].
-        products: inner products of the candidates with the hubness bank.
-        start: weights that were fitted without the hubness correction.
-        free: names of the parts whose weights are fitted again.
-        scale: initial values of three fitted numbers, float64 [3]: factor of the whole score, weight of the hubness
-            correction, temperature of the hubness correction.
+    Return `start` if no weights have a lower loss.
     """
+    fixed = {part: weight for part, weight in start.by_part().items() if part in columns}
+    free = [part for part, weight in fixed.items() if part != LOGIT and weight > 0]
+    embedding, pooled = products.embedding.double(), products.pooled.double()
+    scores = FinalScore.of(start).sum(columns)
+    deviation = scores.std().clamp(min=1e-9)
+    factor = (_likeliest_factors({LOGIT: scores / deviation}, right)[LOGIT] / deviation).clamp(min=1e-9)
+    # Factor of the whole score, weight of the hubness correction, temperature of the hubness correction. Each fitted
+    # value is its initial value times a factor between 1/100 and 100. At `moves` 0 the factor is 1.
+    initial = torch.stack([factor, torch.ones_like(factor), scores.std(dim=1).mean().clamp(min=1e-9) / 3])
+    moves = torch.zeros(3 + len(free), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([moves], max_iter=_STEPS, line_search_fn="strong_wolfe")
+    best, limit = start, float(_mean_loss(factor * scores, right)) - _LEAST_GAIN
 
-    columns: Columns
-    right: torch.Tensor
-    products: HubnessProducts
-    start: ScoreWeights
-    free: list[str]
-    scale: torch.Tensor
-
-    @classmethod
-    def of(cls, pools: DevPools, start: ScoreWeights, free: list[str]) -> Self:
-        """Prepare a fit to `pools`. Every query must have a relevant candidate."""
-        assert pools.hubness is not None
-        bank = pools.hubness
-        columns = {part: torch.from_numpy(values.astype(np.float64)) for part, values in pools.parts.items()}
-        right = torch.from_numpy(pools.right)
-        scores = FinalScore.of(start).sum(columns)
-        deviation = scores.std().clamp(min=1e-9)
-        factor = (_likeliest_factors({LOGIT: scores / deviation}, right)[LOGIT] / deviation).clamp(min=1e-9)
-        temperature = scores.std(dim=1).mean().clamp(min=1e-9) / 3
-        products = replace(bank, embedding=bank.embedding.double(), pooled=bank.pooled.double())
-        scale = torch.stack([factor, torch.ones_like(factor), temperature])
-        return cls(columns, right, products, start, free, scale)
-
-    def solve(self) -> ScoreWeights | None:
-        """Return the fitted weights. Return None if no weights have a lower loss than `start`."""
-        limit = float(_mean_loss(self.scale[0] * FinalScore.of(self.start).sum(self.columns), self.right)) - _LEAST_GAIN
-        best: ScoreWeights | None = None
-        moves = torch.zeros(3 + len(self.free), dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.LBFGS([moves], max_iter=_STEPS, line_search_fn="strong_wolfe")
-
-        def loss() -> torch.Tensor:
-            nonlocal best, limit
-            optimizer.zero_grad()
-            factor, weights, temperature = self._point(moves)
-            mean_loss = _mean_loss(factor * self._scores(weights, temperature), self.right)
-            if mean_loss < limit:
-                limit, best = float(mean_loss.detach()), _weights(weights, _number(temperature))
-            total = mean_loss + self._penalty(factor, weights)
-            total.backward()  # type: ignore[no-untyped-call]
-            return total
-
-        optimizer.step(loss)  # type: ignore[no-untyped-call]
-        return best
-
-    def _point(self, moves: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
-        """Return (factor of the score, weights by part, temperature) at the point `moves`."""
-        # Each fitted value is its initial value times a factor between 1/100 and 100. At `moves` 0 the factor is 1.
+    def loss() -> torch.Tensor:
+        nonlocal best, limit
+        optimizer.zero_grad()
         times = (_LOG_RANGE * torch.tanh(moves / _LOG_RANGE)).exp()
-        factor, correction, temperature = self.scale * times[:3]
-        weights: dict[str, Any] = {
-            part: weight for part, weight in self.start.by_part().items() if part in self.columns
-        }
-        for part, time in zip(self.free, times[3:], strict=True):
-            weights[part] = weights[part] * time
-        return factor, {**weights, HUBNESS: correction}, temperature
-
-    def _scores(self, weights: Mapping[str, Any], temperature: torch.Tensor) -> torch.Tensor:
+        factor, correction, temperature = initial * times[:3]
+        weights: dict[str, Any] = {**fixed, HUBNESS: correction}
+        for part, time in zip(free, times[3:], strict=True):
+            weights[part] = fixed[part] * time
         values = hubness(
-            self.products.embedding,
-            self.products.pooled,
+            embedding,
+            pooled,
             embedding=weights[EMBEDDING],
             pooled=weights.get(POOLED, 0.0),
             temperature=temperature,
         )
-        scores: torch.Tensor = FinalScore(weights).sum({**self.columns, HUBNESS: -values[self.products.candidates]})
-        return scores
+        final = FinalScore(weights).sum({**columns, HUBNESS: -values[products.candidates]})
+        mean_loss = _mean_loss(factor * final, right)
+        if mean_loss < limit:
+            limit, best = float(mean_loss.detach()), _weights(weights, float(temperature.detach()))
+        squares = [(factor * weights[part] * column.std()).square() for part, column in columns.items()]
+        total = mean_loss + _REGULARISATION / len(right) * torch.stack(squares).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
 
-    def _penalty(self, factor: torch.Tensor, weights: Mapping[str, Any]) -> torch.Tensor:
-        squares = [(factor * weights[part] * column.std()).square() for part, column in self.columns.items()]
-        return _REGULARISATION / len(self.right) * torch.stack(squares).sum()
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    return best
 
 
 def _mean_loss(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

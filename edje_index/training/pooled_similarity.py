@@ -154,8 +154,8 @@ def _pool_images(
         for start in range(0, len(rows), _IMAGE_BATCH):
             existing = start + np.flatnonzero(rows[start : start + _IMAGE_BATCH] >= 0)
             if len(existing):
-                blocks, readable = features.fetch_readable(rows[existing])
-                existing, blocks = existing[readable], blocks.to(device).float()
+                blocks, readable = features.fetch(rows[existing])
+                existing, blocks = existing[readable], blocks[torch.from_numpy(readable)].to(device).float()
             if len(existing):
                 deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
                 patches.append(torch.cat([mean, deviation], dim=1).cpu())

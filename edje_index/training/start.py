@@ -281,7 +281,8 @@ def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
 def init_from_features(adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int) -> None:
     """Initialise `adapter` in place from patch features of random training images. `seed` determines the images."""
     images = np.sort(stream(seed, CLUSTERING).permutation(data.images)[:_SAMPLE_IMAGES])
-    init_queries(adapter, features.fetch_readable(data.rows[images])[0], torch.Generator().manual_seed(seed))
+    patches, readable = features.fetch(data.rows[images])
+    init_queries(adapter, patches[torch.from_numpy(readable)], torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

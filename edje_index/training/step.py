@@ -41,19 +41,6 @@ def itm_loss(positive: torch.Tensor, negative_images: torch.Tensor, negative_tex
     return (images + texts) / 2
 
 
-def binary_itm_loss(
-    positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor
-) -> torch.Tensor:
-    """Image-text matching loss of the EDJE paper: binary cross-entropy of positive and negative pairs.
-
-    Positive and negative pairs have the same total weight. Arguments as in :func:`itm_loss`.
-    """
-    negatives = torch.cat([negative_images, negative_texts], dim=1)
-    true = functional.binary_cross_entropy_with_logits(positive, torch.ones_like(positive))
-    false = functional.binary_cross_entropy_with_logits(negatives, torch.zeros_like(negatives))
-    return (true + false) / 2
-
-
 def mlm_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Masked language modelling loss: mean cross-entropy over the masked tokens. The loss is 0 without masked tokens.
 
@@ -200,8 +187,7 @@ class JointObjective(nn.Module):
         sizes = [batch.pairs, batch.pairs * batch.negatives, batch.pairs * batch.negatives]
         parts = torch.split(logits, sizes)
         positive, images, texts = parts[0], *(part.view(batch.pairs, batch.negatives) for part in parts[1:])
-        loss_of = itm_loss if config.itm == "softmax" else binary_itm_loss
-        losses = {"itm": loss_of(positive, images, texts)}
+        losses = {"itm": itm_loss(positive, images, texts)}
         if batch.masked is not None:
             losses["mlm"] = self._mlm(hidden[pairs:], *batch.masked)
         if batch.text_inputs is not None:

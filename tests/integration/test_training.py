@@ -204,9 +204,8 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
         "--dev",
         case / "dev.jsonl",
     ]
-    options += ["--set", "fitting.pooled_dim=8", "--set", "fitting.pooled_weight=3"]
-    result = run_here(*options)
-    assert result["score"]["t2i"]["pooled"] == result["dev"]["images"]["weights"]["pooled"] == 3
+    options += ["--set", "fitting.pooled_dim=8"]
+    run_here(*options)
     run_dir = tmp_path / "out.run"
     assert not (run_dir / "views").exists()
     assert len(TokenStore.open(run_dir / "views.edje")) == 48
@@ -277,8 +276,6 @@ def test_a_photo_that_vanishes_during_online_training_is_counted(case, tmp_path)
 
 
 def test_a_hubness_bank_is_fitted_to_dev_captions(case, tmp_path):
-    error = run_here(*training(case, tmp_path / "out"), "--set", "fitting.hubness_bank=8", expect=2)["error"]
-    assert "fitting.hubness_bank needs inputs.dev (--dev)" in error
     options = ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=8", "--steps", "2"]
     result = run_here(*training(case, tmp_path / "banked"), *options)
     info = read_bundle_info(tmp_path / "banked")
@@ -341,9 +338,7 @@ def test_a_checkpoint_of_an_evaluation_is_exported(case, tmp_path):
         "--steps",
         "12",
         "--set",
-        "run.export=true",
-        "--set",
-        "run.step=6",
+        "run.export_step=6",
         "--set",
         f"run.dir={tmp_path}/out.run",
     ]

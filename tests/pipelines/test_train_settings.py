@@ -98,14 +98,12 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
         ({"vision": "ViT-B-16:openai"}, [], "inputs.model and inputs.vision"),
         ({"steps": None}, [], "set loop.steps or loop.epochs"),
         ({"workers": 5}, [], "loop.batch_size is 64 and run.workers is 5"),
-        ({"dev": None}, ["fitting.hubness_bank=8"], "fitting.hubness_bank needs inputs.dev"),
-        ({"dev": None}, ["fitting.pooled_dim=8"], "fitting.pooled_dim has no effect without a weight"),
+        ({"dev": None}, ["fitting.pooled_dim=8"], "fitting.pooled_dim and fitting.hubness_bank need inputs.dev"),
         (
             {"features": "f"},
             ["inputs.feature_precision=fp8"],
             "inputs.feature_precision is fp8, but inputs.features is",
         ),
-        ({}, ["run.step=3"], "run.step needs run.export"),
         (
             {},
             ["objective.itm_weight=0", "objective.mlm_weight=0", "objective.recovery_weight=0"],

@@ -106,7 +106,7 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
     started = time.monotonic()
     inputs, run = settings.inputs, settings.run
     with locked_index(run.folder):
-        if run.export and not (run.folder / "checkpoints").is_dir():
+        if run.export_step and not (run.folder / "checkpoints").is_dir():
             raise UsageError(f"{run.folder} has no checkpoint to export; set run.dir to the folder of a training run")
         on_event(StatusMessage("reading captions"))
         given = {
@@ -127,7 +127,7 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
             raise UsageError(f"{run.out} exists already; remove this folder, or set run.out to another folder")
         blank = sum(file.blank for file in (*files, *dev_files))
         task, result = prepare_training(settings, items, dev_items, blank, given, fingerprint, on_event, should_stop)
-        if not run.export:
+        if run.export_step is None:
             run_steps(task, on_event, should_stop)
         return finish_training(task, result, on_event, should_stop, started)
 
@@ -510,7 +510,7 @@ def finish_training(
     from edje_index.training.finish import finish_model
 
     config, folder, inputs = task.config, task.config.run.folder, task.config.inputs
-    bundle, steps, choices = finish_model(task, config.run.step, stoppable_progress(on_event, should_stop))
+    bundle, steps, choices = finish_model(task, config.run.export_step, stoppable_progress(on_event, should_stop))
     records = read_log(folder)
     dev = None
     if choices:  # by what is ranked: images in text-to-image search, captions in image-to-text search
@@ -527,7 +527,7 @@ def finish_training(
 
     def record(info: BundleInfo) -> None:
         # Written before the bundle appears: a bundle without its record would look like another run's.
-        if not config.run.export:
+        if config.run.export_step is None:
             finished = replace(result, fingerprint=info.fingerprint, seconds=time.monotonic() - started)
             write_json_atomic(folder / "result.json", asdict(finished))
 

@@ -161,7 +161,7 @@ def test_features_are_read_in_bf16_or_the_first_precision(tmp_path, precisions, 
     from storage_formats.format.layout import IndexSpec
 
     write_random_index(tmp_path / "index", IndexSpec(6, 4, (2, 16), embed_dim=4, precisions=precisions))
-    features = StoredFeatures(CommittedIndex.open(tmp_path / "index")).fetch(np.arange(6))
+    features = StoredFeatures(CommittedIndex.open(tmp_path / "index")).fetch(np.arange(6))[0]
     expected = TokenStore.open(tmp_path / "index", read).fetch(np.arange(6))
     assert np.array_equal(features.float().numpy(), expected.astype(np.float32))
 
@@ -195,8 +195,8 @@ def test_a_batch_shows_photos_and_views_at_random(case):
 def test_patches_are_reduced_as_they_are_read(case, kind):
     """By the same reduction as in a build, of the stored bfloat16 patches; one image at a time or many."""
     rows = np.array([7, 3, 7, 12])
-    patches = StoredFeatures(CommittedIndex.open(case.features)).fetch(rows)
-    blocks = StoredFeatures(CommittedIndex.open(case.features), AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)
+    patches = StoredFeatures(CommittedIndex.open(case.features)).fetch(rows)[0]
+    blocks = StoredFeatures(CommittedIndex.open(case.features), AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)[0]
     if kind in ("pruned", "compressed"):
         assert torch.equal(blocks, patches)
         return
@@ -204,5 +204,5 @@ def test_patches_are_reduced_as_they_are_read(case, kind):
     expected = torch.cat([reduce(patches[at : at + 1].float(), 4) for at in range(len(rows))]).bfloat16()
     assert blocks.shape == (4, 4, 32)
     torch.testing.assert_close(blocks, expected)
-    enough = StoredFeatures(CommittedIndex.open(case.features), AdapterConfig(kind, 16, 32, 16, 20)).fetch(rows)
+    enough = StoredFeatures(CommittedIndex.open(case.features), AdapterConfig(kind, 16, 32, 16, 20)).fetch(rows)[0]
     assert torch.equal(enough, patches)

@@ -12,7 +12,6 @@ from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import HubnessSimilarity, ScoreWeights
 from edje_index.training.fit_weights import DevPools, HubnessProducts, choose_weights, fit_weights
 
-FREE = {"embedding": None, "late": None, "pooled": None}
 TRUE = ScoreWeights(
     embedding=2.0, late=0.5, pooled=1.0, hubness=1.0, hubness_similarity=HubnessSimilarity(2.0, 1.0, 1.0)
 )
@@ -31,37 +30,27 @@ def noisy_pools(weights: dict[str, float], captions: int = 4000, pool: int = 5) 
     return dev_pools(parts, np.arange(pool) == best[:, None])
 
 
-def free(pools: DevPools) -> dict[str, None]:
-    return {part: None for part in pools.parts if part != "logit"}
-
-
 def test_the_true_weights_are_found():
     weights = {"embedding": 2.0, "late": 0.5, "pooled": 3.0}
-    fitted = fit_weights(noisy_pools(weights), FREE).by_part()
+    fitted = fit_weights(noisy_pools(weights)).by_part()
     assert {part: fitted[part] for part in weights} == pytest.approx(weights, rel=0.15)
     assert (fitted["logit"], fitted["hubness"]) == (1, 0)
 
 
-def test_a_given_weight_stays_beside_the_fitted_one():
-    fitted = fit_weights(noisy_pools({"embedding": 2.0, "late": 0.5}), {"embedding": 2.0, "late": None})
-    assert fitted.embedding == 2
-    assert fitted.late == pytest.approx(0.5, rel=0.2)
-
-
 def test_no_weight_is_negative_and_the_others_are_fitted_without_it():
     pools = noisy_pools({"embedding": 2.0, "late": -1.0})
-    fitted = fit_weights(pools, free(pools))
+    fitted = fit_weights(pools)
     assert fitted.late == 0
     alone = replace(pools, parts={part: pools.parts[part] for part in ("logit", "embedding")})
-    assert fitted.embedding == pytest.approx(fit_weights(alone, free(alone)).embedding, rel=1e-3)
+    assert fitted.embedding == pytest.approx(fit_weights(alone).embedding, rel=1e-3)
 
 
 def test_pools_without_a_right_candidate_are_ignored():
     pools = noisy_pools({"embedding": 2.0})
     even = np.arange(len(pools.right)) % 2 == 0
     half = replace(pools, right=pools.right & even[:, None])
-    assert fit_weights(half, free(pools)) == fit_weights(pools.select(even), free(pools))
-    assert fit_weights(replace(pools, right=pools.right & False), free(pools)) == ScoreWeights()
+    assert fit_weights(half) == fit_weights(pools.select(even))
+    assert fit_weights(replace(pools, right=pools.right & False)) == ScoreWeights()
 
 
 def test_any_of_several_right_candidates_will_do():
@@ -71,7 +60,7 @@ def test_any_of_several_right_candidates_will_do():
     best = (logits + 2 * late + rng.gumbel(size=late.shape)).argmax(axis=1)
     right = np.arange(6) // 2 == best[:, None] // 2
     pools = dev_pools({"logit": logits, "late": late}, right)
-    assert fit_weights(pools, {"late": None}).late == pytest.approx(2, rel=0.15)
+    assert fit_weights(pools).late == pytest.approx(2, rel=0.15)
 
 
 def world_with_hubs(weights: ScoreWeights, queries: int = 4000, images: int = 40, pool: int = 6) -> DevPools:
@@ -98,21 +87,23 @@ def weighted_correction(pools: DevPools, weights: ScoreWeights) -> np.ndarray:
 
 def test_the_hubness_correction_is_fitted_with_the_weights_that_it_contains():
     pools = world_with_hubs(TRUE)
-    fitted = fit_weights(pools, FREE)
+    fitted = fit_weights(pools)
     by_part, true = fitted.by_part(), TRUE.by_part()
-    assert {part: by_part[part] for part in FREE} == pytest.approx({part: true[part] for part in FREE}, rel=0.15)
+    assert {part: by_part[part] for part in ("embedding", "late", "pooled")} == pytest.approx(
+        {part: true[part] for part in ("embedding", "late", "pooled")}, rel=0.15
+    )
     assert (fitted.hubness_similarity.embedding, fitted.hubness_similarity.pooled) == (fitted.embedding, fitted.pooled)
     values, wanted = (weighted_correction(pools, weights) for weights in (fitted, TRUE))
     assert np.corrcoef(values.ravel(), wanted.ravel())[0, 1] > 0.99
     assert values.std() == pytest.approx(wanted.std(), rel=0.15)
-    without = fit_weights(replace(pools, hubness=None), FREE)
+    without = fit_weights(replace(pools, hubness=None))
     assert abs(without.embedding - 2.0) > abs(fitted.embedding - 2.0), "the others make up for the missing correction"
 
 
 def test_a_correction_without_gain_has_no_weight():
     pools = world_with_hubs(replace(TRUE, hubness=0.0))
     flat = replace(pools.hubness, embedding=torch.zeros(40, 30), pooled=torch.zeros(40, 30))
-    assert fit_weights(replace(pools, hubness=flat), FREE) == fit_weights(replace(pools, hubness=None), FREE)
+    assert fit_weights(replace(pools, hubness=flat)) == fit_weights(replace(pools, hubness=None))
 
 
 def random_pools(queries: int, images: int, *, signal: float = 0.0, bank: bool = False, seed: int = 0) -> DevPools:
@@ -141,15 +132,15 @@ def test_held_out_queries_are_scored_with_weights_of_other_images():
     hits = []
     for query in range(60):
         others = np.array([(pools.images[other] - pools.images[query]) % 5 != 0 for other in range(60)])
-        weights = fit_weights(pools.select(others), FREE).by_part()
+        weights = fit_weights(pools.select(others)).by_part()
         final = sum(weights[part] * values[query].astype(np.float64) for part, values in pools.parts.items())
         hits.append(pools.right[query][final.argmax()])
-    assert choose_weights(pools, FREE).held_out_recall == pytest.approx(np.mean(hits))
+    assert choose_weights(pools).held_out_recall == pytest.approx(np.mean(hits))
 
 
 def test_every_fit_can_be_stopped():
     pools, fits = random_pools(30, 10, signal=0.5), []
-    choose_weights(pools, FREE, lambda: fits.append(None))
+    choose_weights(pools, lambda: fits.append(None))
     assert len(fits) == 1 + 5
 
     def stop() -> None:
@@ -158,4 +149,4 @@ def test_every_fit_can_be_stopped():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        choose_weights(pools, FREE, stop)
+        choose_weights(pools, stop)

@@ -63,7 +63,7 @@ def test_it_tells_whose_caption_it_is(case):
     assert words == sorted(word for word in every if sum(word in caption for caption in counted) >= MIN_CAPTIONS)
     bundle = replace(bundle, pooled=fitted, info=None)
     with torch.no_grad():
-        tokens = trained_part(bundle.adapter)(source.features.fetch(data.rows).float()).bfloat16()
+        tokens = trained_part(bundle.adapter)(source.features.fetch(data.rows)[0].float()).bfloat16()
     numbers = [data.caption(at).tolist() for at in data.caption_starts[:-1]]
     texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]
     models, weights = bundle.score_models, ScoreWeights()

@@ -19,7 +19,6 @@ from edje_index.training.step import (
     Teacher,
     alignment_loss,
     alignment_scores,
-    binary_itm_loss,
     distillation_loss,
     itm_loss,
     mlm_loss,
@@ -56,13 +55,6 @@ def test_itm_is_cross_entropy_of_the_positive_against_images_and_texts_averaged(
     by_image = negative_log_share_of_first([[p[a], *i[a]] for a in range(7)])
     by_text = negative_log_share_of_first([[p[a], *t[a]] for a in range(7)])
     close(itm_loss(positive, images, texts), (by_image + by_text) / 2)
-
-
-def test_binary_itm_weighs_positives_and_negatives_equally(rng):
-    (p, positive), (i, images), (t, texts) = (both(rng.normal(0, 2, shape)) for shape in ((7,), (7, 3), (7, 3)))
-    true = np.mean(-np.log(sigmoid(p)))
-    false = np.mean(-np.log(1 - sigmoid(np.concatenate([i.ravel(), t.ravel()]))))
-    close(binary_itm_loss(positive, images, texts), (true + false) / 2)
 
 
 def test_mlm_is_the_mean_over_masked_tokens(rng):
