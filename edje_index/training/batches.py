@@ -243,40 +243,32 @@ def _inputs(ids: NDArray[np.int64], types: NDArray[np.bool_], attended: NDArray[
     )
 
 
-@dataclass(frozen=True)
-class MaskedCaptions:
-    """Captions with masked tokens.
-
-    Attributes:
-        captions: token ids of each caption, where masked tokens have the id of ``[MASK]``.
-        is_masked: which tokens of the concatenated captions are masked, bool [tokens].
-        targets: original token ids of the masked tokens [masked].
-    """
-
-    captions: list[TokenIds]
-    is_masked: NDArray[np.bool_]
-    targets: TokenIds
-
-    def flat_targets(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the positions of the masked tokens and their original token ids, int64 [masked] each.
-
-        A position is an index into the flattened input rows of shape [captions, width].
-        """
-        positions = np.concatenate([row * width + 1 + np.arange(len(c)) for row, c in enumerate(self.captions)])
-        return torch.from_numpy(positions[self.is_masked]), torch.from_numpy(self.targets.astype(np.int64))
-
-
 def mask_captions(
     captions: Sequence[TokenIds], probability: float, special_tokens: SpecialTokens, rng: np.random.Generator
-) -> MaskedCaptions:
+) -> tuple[list[TokenIds], NDArray[np.bool_]]:
     """Replace random tokens by ``[MASK]``. Each token that is not special is replaced with the given `probability`.
 
     As in the published code, special tokens include ``[UNK]``.
+
+    Returns:
+        The masked captions, and which tokens of the concatenated captions are masked, bool [tokens].
     """
     flat = np.concatenate(captions)
     is_masked = (rng.random(len(flat)) < probability) & ~np.isin(flat, special_tokens.all)
     masked = np.split(np.where(is_masked, special_tokens.mask, flat), np.cumsum([len(c) for c in captions])[:-1])
-    return MaskedCaptions(masked, is_masked, flat[is_masked])
+    return masked, is_masked
+
+
+def masked_targets(
+    captions: Sequence[TokenIds], is_masked: NDArray[np.bool_], width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of the masked tokens and their original token ids, int64 [masked] each.
+
+    `captions` are the captions before masking. A position is an index into the flattened input rows [captions, width].
+    """
+    positions = np.concatenate([row * width + 1 + np.arange(len(c)) for row, c in enumerate(captions)])
+    targets = np.concatenate(captions)[is_masked].astype(np.int64)
+    return torch.from_numpy(positions[is_masked]), torch.from_numpy(targets)
 
 
 class OnDevice:
@@ -389,8 +381,8 @@ class BatchSource:
         images, captions = Sampler(self.data, loop.batch_size, loop.seed, loop.epoch_of).pairs(number)
         count, pairs = self.config.negatives.count, loop.batch_size // self.world_size
         part = np.arange(pairs) + self.rank * pairs
-        loaded = self._load(images[part], _JOINT, number)
-        readable = np.flatnonzero(loaded.readable)
+        patches, is_readable = self._load(images[part], _JOINT, number)
+        readable = np.flatnonzero(is_readable)
         if not len(readable):
             raise nothing_readable()
         chosen = readable[np.searchsorted(readable, np.arange(pairs)) % len(readable)]  # the next readable pair
@@ -401,11 +393,11 @@ class BatchSource:
         rows, row_images, masked, text_inputs, teacher = texts, pair_images, None, None, None
         if objective.mlm_weight:
             rng = stream(loop.seed, MASKING, number, self.rank)
-            masking = mask_captions(texts[:pairs], objective.mlm_probability, special_tokens, rng)
-            rows, row_images = texts + masking.captions, np.concatenate([pair_images, pair_images[:pairs]])
+            hidden, is_masked = mask_captions(texts[:pairs], objective.mlm_probability, special_tokens, rng)
+            rows, row_images = texts + hidden, np.concatenate([pair_images, pair_images[:pairs]])
         inputs = joint_rows(rows, self.image_tokens, special_tokens)
         if objective.mlm_weight:
-            masked = masking.flat_targets(inputs.input_ids.shape[1])
+            masked = masked_targets(texts[:pairs], is_masked, inputs.input_ids.shape[1])
         if objective.recovery_weight:
             embeddings = torch.from_numpy(self.data.text_embeddings[pair_captions[:pairs]])
             text_inputs = text_rows(texts[:pairs], special_tokens), embeddings
@@ -415,7 +407,7 @@ class BatchSource:
         return JointBatch(
             pairs=pairs,
             negatives=count,
-            patches=loaded.values,
+            patches=patches,
             inputs=inputs,
             image=torch.from_numpy(row_images),
             masked=masked,
@@ -475,8 +467,8 @@ class BatchSource:
         def batch(number: int) -> AlignmentBatch:
             images, captions = sampler.sets(number, settings.captions)
             local = np.arange(self.rank, len(images), self.world_size)
-            loaded = self._load(images[local], _ALIGNMENT, number)
-            local = local[loaded.readable]
+            patches, is_readable = self._load(images[local], _ALIGNMENT, number)
+            local = local[is_readable]
             if not len(local):
                 raise nothing_readable()
             words = [ids[counted[ids]] for ids in map(self._token_ids, captions[:, local].ravel().tolist())]
@@ -485,7 +477,7 @@ class BatchSource:
             lengths = np.array([len(part) for part in words])
             np.add.at(shares, (position, np.repeat(np.arange(len(words)), lengths)), 1)
             return AlignmentBatch(
-                patches=loaded.values[torch.from_numpy(loaded.readable)],
+                patches=patches[torch.from_numpy(is_readable)],
                 words=torch.from_numpy(distinct.astype(np.int64)),
                 shares=torch.from_numpy(shares / lengths.clip(min=1)),
             )
@@ -508,12 +500,11 @@ class BatchSource:
         view = rng.integers(-1, self.views.rows.shape[1], size=len(images))
         view_rows = np.where(view < 0, -1, self.views.rows[images, view])
         is_view = view_rows >= 0
-        photos, views = self.features.load(rows[~is_view]), self.views.features.load(view_rows[is_view])
+        photos, are_readable = self.features.load(rows[~is_view])
+        views, views_are_readable = self.views.features.load(view_rows[is_view])
         order = np.argsort(np.argsort(is_view, kind="stable"), kind="stable")
-        return Loaded(
-            torch.cat([photos.values, views.values])[torch.from_numpy(order)],
-            np.concatenate([photos.readable, views.readable])[order],
-        )
+        values = torch.cat([photos, views])[torch.from_numpy(order)]
+        return values, np.concatenate([are_readable, views_are_readable])[order]
 
     def _token_ids(self, caption: int) -> TokenIds:
         return self.data.caption(caption)[: self.config.objective.text_length - NUM_SPECIAL_TOKENS]

@@ -30,23 +30,10 @@ from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
 TOWER_BATCH = 32  # images per forward pass of the tower, as in a build
+Loaded = tuple[torch.Tensor, NDArray[np.bool_]]
 _UNREADABLE = "unreadable-*.jsonl"
 _AREA = (0.35, 1.0)
 _ASPECT = (3 / 4, 4 / 3)
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """Result of `Features.load` for k images.
-
-    Attributes:
-        values: input of `Features.finish` [k, ...], on the CPU. An image that cannot be read has the values of a blank
-            image.
-        readable: which images could be read, bool [k].
-    """
-
-    values: torch.Tensor
-    readable: NDArray[np.bool_]
 
 
 class Features(ABC):
@@ -61,14 +48,19 @@ class Features(ABC):
 
     @abstractmethod
     def load(self, rows: NDArray[np.int64]) -> Loaded:
-        """Read the k `rows` on the CPU. Return the input of `finish`."""
+        """Read the k `rows` on the CPU.
+
+        Returns:
+            The input of `finish` [k, ...], and which images could be read, bool [k]. An image that cannot be read has
+            the values of a blank image.
+        """
 
     @abstractmethod
     def finish(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the features, bfloat16 [k, n, d], for the `values` of a `Loaded`."""
+        """Return the features, bfloat16 [k, n, d], for the values that `load` returned."""
 
     @abstractmethod
-    def fetch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+    def fetch(self, rows: NDArray[np.int64]) -> Loaded:
         """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and which of the rows can be read.
 
         An image that cannot be read has the features of a blank image.
@@ -116,14 +108,14 @@ class StoredFeatures(Features):
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
         """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""
-        return Loaded(*self.fetch(rows))
+        return self.fetch(rows)
 
     def finish(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, which are features already."""
         return values
 
     @torch.inference_mode()
-    def fetch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+    def fetch(self, rows: NDArray[np.int64]) -> Loaded:
         """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
@@ -251,7 +243,7 @@ class OnlineFeatures(Features):
         with torch.inference_mode(False):  # the threads write to the tensor, and are never in inference mode
             pixels = torch.zeros(len(rows), 3, *self._encoder.vision.image_size)
         readable = self._pool.map(self._load_one, self._inputs.refs(images), views.tolist(), pixels)
-        return Loaded(pixels, np.fromiter(readable, dtype=bool, count=len(rows)))
+        return pixels, np.fromiter(readable, dtype=bool, count=len(rows))
 
     def _load_one(self, ref: InputRef, view: int, target: torch.Tensor) -> bool:
         """Write the pixels of one image to `target`. Return False if the image cannot be read."""
@@ -273,7 +265,7 @@ class OnlineFeatures(Features):
         """Run the tower on the images `values` [k, 3, h, w]. Return the features, bfloat16 [k, n, d]."""
         return torch.cat([self._tower(part) for part in torch.split(values, TOWER_BATCH)])
 
-    def fetch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+    def fetch(self, rows: NDArray[np.int64]) -> Loaded:
         """Compute the features of the k `rows`. Only a few images are in memory at once.
 
         Raises:
@@ -281,9 +273,9 @@ class OnlineFeatures(Features):
         """
         features, readable = [], []
         for start in range(0, len(rows), TOWER_BATCH):
-            loaded = self.load(rows[start : start + TOWER_BATCH])
-            features.append(self.finish(loaded.values).cpu())
-            readable.append(loaded.readable)
+            values, are_readable = self.load(rows[start : start + TOWER_BATCH])
+            features.append(self.finish(values).cpu())
+            readable.append(are_readable)
         is_readable = np.concatenate(readable)
         if len(rows) >= TOWER_BATCH and not is_readable.any():
             raise nothing_readable()

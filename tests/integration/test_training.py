@@ -107,22 +107,20 @@ def test_a_killed_training_resumes_to_the_same_bits(case, tmp_path, lines):
     assert positions == [*((0, step) for step in range(1, 5)), *((1, step) for step in range(1, 31))]
 
 
-@pytest.mark.slow
-def test_a_stopped_training_says_how_to_go_on(case, tmp_path):
-    out = tmp_path / "out"
-    process = start(training(case, out))
-    wait_for_steps(process, tmp_path / "out.run", 9)
-    process.terminate()
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "To resume: edje-index train" in error
-    run_here(*training(case, out))
-    assert weights(out) == weights(case / "calm")
-
-
-def test_a_finished_training_has_nothing_to_do(case):
-    result = run_here(*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl")
+def test_a_finished_training_repeats_its_figures(case, capfd):
+    options = [*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl"]
+    result = run_here(*options)
     assert result["already_finished"]
+    assert main([*map(str, options)]) == 0
+    said = capfd.readouterr().out
+    for candidates, of in (("images", "16 dev captions"), ("captions", "8 dev images")):
+        choice = result["dev"][candidates]
+        assert (
+            f"R@1 of {candidates} for {of}, pool {choice['pool']}: embeddings {choice['embedding_recall']:.1%}" in said
+        )
+        assert f"final {choice['held_out_recall']:.1%} with weights fitted to other images" in said
+    error = run_here(*options, "--set", "fitting.dev_pool=7", expect=2)["error"]
+    assert "other settings of the final score" in error
 
 
 def test_other_settings_in_the_same_folder_are_named(case):
@@ -169,21 +167,6 @@ def test_a_damaged_file_of_the_run_folder_is_named(case, name):
         path.write_bytes(sound)
 
 
-def test_what_the_weights_are_worth_is_said(case, capfd):
-    """With the figures of the first run, which a finished one repeats."""
-    options = [*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl"]
-    choices = run_here(*options)["dev"]
-    assert main([*map(str, options)]) == 0
-    said = capfd.readouterr().out
-    for candidates, of in (("images", "16 dev captions"), ("captions", "8 dev images")):
-        choice = choices[candidates]
-        assert (
-            f"R@1 of {candidates} for {of}, pool {choice['pool']}: embeddings {choice['embedding_recall']:.1%}, "
-            in said
-        )
-        assert f"final {choice['held_out_recall']:.1%} with weights fitted to other images" in said
-
-
 def test_the_bundle_builds_and_searches(case, tmp_path):
     run_here("build", case / "photos", "--out", tmp_path / "index", "--model", case / "calm", "--engine", "inline")
     hits = run_here("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]
@@ -194,22 +177,20 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_views_and_a_pooled_similarity(case, tmp_path):
-    options = [
-        *training(case, tmp_path / "out"),
-        "--steps",
-        "6",
-        "--set",
-        "augmentation.views=2",
-        "--dev",
-        case / "dev.jsonl",
-    ]
-    options += ["--set", "fitting.pooled_dim=8"]
-    run_here(*options)
-    run_dir = tmp_path / "out.run"
+def test_views_a_pooled_similarity_and_a_hubness_bank(case, tmp_path):
+    options = ["--steps", "6", "--dev", case / "dev.jsonl", "--set", "augmentation.views=2"]
+    options += ["--set", "fitting.pooled_dim=8", "--set", "fitting.hubness_bank=8"]
+    result = run_here(*training(case, tmp_path / "out"), *options)
+    run_dir, info = tmp_path / "out.run", read_bundle_info(tmp_path / "out")
     assert not (run_dir / "views").exists()
     assert len(TokenStore.open(run_dir / "views.edje")) == 48
-    assert read_bundle_info(tmp_path / "out").pooled_similarity["dim"] == 8
+    assert info.pooled_similarity["dim"] == 8
+    if info.score.t2i.hubness or info.score.i2t.hubness:
+        assert info.hubness_bank == {"captions": 8, "images": 8, "dim": 8}
+    else:  # 16 captions of random photos need not be likelier with it
+        assert info.hubness_bank is None
+    assert info.score.to_json() == result["score"]
+    assert result["score"] == {"t2i": result["dev"]["images"]["weights"], "i2t": result["dev"]["captions"]["weights"]}
     run_here("build", case / "photos", "--out", tmp_path / "index", "--model", tmp_path / "out", "--engine", "inline")
     assert len(run_here("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
 
@@ -273,24 +254,6 @@ def test_a_photo_that_vanishes_during_online_training_is_counted(case, tmp_path)
     assert result["left_out"] == {"blank-caption": 1, "changed-since-plan": 1}
     assert "9.png" in (folder / "out.run" / "unreadable-0.jsonl").read_text()
     assert result["last"]["unreadable"] == 1
-
-
-def test_a_hubness_bank_is_fitted_to_dev_captions(case, tmp_path):
-    options = ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=8", "--steps", "2"]
-    result = run_here(*training(case, tmp_path / "banked"), *options)
-    info = read_bundle_info(tmp_path / "banked")
-    if info.score.t2i.hubness or info.score.i2t.hubness:
-        assert info.hubness_bank == {"captions": 8, "images": 8, "dim": 0}
-    else:  # 16 captions of random photos need not be likelier with it
-        assert info.hubness_bank is None
-    assert info.score.to_json() == result["score"]
-    assert result["score"]["t2i"] == result["dev"]["images"]["weights"]
-    assert result["score"]["i2t"] == result["dev"]["captions"]["weights"]
-    other = ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=7", "--steps", "2"]
-    assert (
-        "other settings of the final score" in run_here(*training(case, tmp_path / "banked"), *other, expect=2)["error"]
-    )
-    assert run_here(*training(case, tmp_path / "banked"), *options)["already_finished"]
 
 
 def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkeypatch):

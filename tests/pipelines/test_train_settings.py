@@ -161,16 +161,6 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
     assert settings.inputs.vision == "local-dir:dual"
 
 
-def test_the_recall_of_a_single_dev_image_is_described_without_cross_validation():
-    choice = {"queries": 5, "pool": 1, "embedding_recall": 1.0, "held_out_recall": None, "recall": 1.0}
-    result = TrainResult(
-        "model", "f" * 64, "e" * 64, images=6, captions=6, left_out={}, steps=2, seconds=1.5, dev={"images": choice}
-    )
-    assert describe_result(result)[-1] == (
-        "R@1 of images for 5 dev captions, pool 1: embeddings 100.0%, 100.0% with weights fitted to the same images"
-    )
-
-
 def test_what_was_not_trained_on_is_described():
     left_out = {"truncated": 2, "not-an-image": 1, "blank-caption": 4}
     result = TrainResult(

@@ -10,7 +10,15 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import AdapterConfig, cluster_tokens, stride_tokens
-from edje_index.training.batches import Sampler, SpecialTokens, TrainingData, joint_rows, mask_captions, text_rows
+from edje_index.training.batches import (
+    Sampler,
+    SpecialTokens,
+    TrainingData,
+    joint_rows,
+    mask_captions,
+    masked_targets,
+    text_rows,
+)
 from edje_index.training.features import StoredFeatures, ViewSource
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
@@ -43,11 +51,11 @@ def test_text_rows_are_cls_caption_sep_and_masks_cover_caption_tokens_that_are_n
     texts = [rng.integers(50, 400, rng.integers(1, 20)).astype(np.int32) for _ in range(2000)]
     for text in texts[:100]:
         text[0] = unknown
-    masking = mask_captions(texts, 0.5, special_tokens, rng)
-    rows, plain = text_rows(masking.captions, special_tokens), text_rows(texts, special_tokens)
+    masked, is_masked = mask_captions(texts, 0.5, special_tokens, rng)
+    rows, plain = text_rows(masked, special_tokens), text_rows(texts, special_tokens)
     for ids, mask, caption in zip(plain.input_ids, plain.attention_mask, texts, strict=True):
         assert ids[mask.bool()].tolist() == [special_tokens.cls, *caption, special_tokens.sep]
-    positions, targets = masking.flat_targets(rows.input_ids.shape[1])
+    positions, targets = masked_targets(texts, is_masked, rows.input_ids.shape[1])
     assert (rows.input_ids.flatten()[positions] == special_tokens.mask).all()
     assert torch.equal(plain.input_ids.flatten()[positions], targets)
     assert torch.equal((rows.input_ids != plain.input_ids).flatten().nonzero()[:, 0], positions)

@@ -100,12 +100,6 @@ def test_the_hubness_correction_is_fitted_with_the_weights_that_it_contains():
     assert abs(without.embedding - 2.0) > abs(fitted.embedding - 2.0), "the others make up for the missing correction"
 
 
-def test_a_correction_without_gain_has_no_weight():
-    pools = world_with_hubs(replace(TRUE, hubness=0.0))
-    flat = replace(pools.hubness, embedding=torch.zeros(40, 30), pooled=torch.zeros(40, 30))
-    assert fit_weights(replace(pools, hubness=flat)) == fit_weights(replace(pools, hubness=None))
-
-
 def random_pools(queries: int, images: int, *, signal: float = 0.0, bank: bool = False, seed: int = 0) -> DevPools:
     """Random parts, the right candidate `signal` better; the queries of one image follow each other."""
     rng = np.random.default_rng(seed)

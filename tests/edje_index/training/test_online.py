@@ -87,19 +87,19 @@ def test_features_are_those_of_a_build(photos):
     assert fetched.dtype == torch.bfloat16
     for row, values in zip(rows.tolist(), fetched.float(), strict=True):
         torch.testing.assert_close(values, alone(photos, row), rtol=0.01, atol=1e-4)
-    torch.testing.assert_close(features.finish(features.load(rows).values), fetched)
+    torch.testing.assert_close(features.finish(features.load(rows)[0]), fetched)
 
 
 def test_views_are_the_crops_that_a_stored_view_has(photos):
     crops = Crops(3, photos.encoder.vision.image_size, seed=7)
     rows = np.array([4 * 3 + 1, 9 * 3])
     photo = decode_rgb(photos.path(4).read_bytes())
-    loaded = photos.features(crops).load(rows)
-    assert loaded.readable.all()
+    values, is_readable = photos.features(crops).load(rows)
+    assert is_readable.all()
     expected = photos.encoder.preprocess(crops.view(photo, photos.path(4).read_bytes(), 1))
-    assert torch.equal(loaded.values[0], expected)
+    assert torch.equal(values[0], expected)
     other = photos.encoder.preprocess(random_view(photo, crops.size, np.random.default_rng(0)))
-    assert not torch.equal(loaded.values[0], other)
+    assert not torch.equal(values[0], other)
     source = replace(
         photos.source(), views=ViewSource(photos.features(crops), np.arange(ROWS * 3).reshape(-1, 3)[2:-1])
     )
@@ -114,16 +114,16 @@ def test_an_unreadable_image_is_named_and_blank(photos):
     photos.path(7).write_bytes(photos.path(7).read_bytes()[:-100] + bytes(100))  # same size, but not its end
     features = photos.features()
     for _ in range(2):
-        loaded = features.load(np.array([2, 3, 5, 7]))
-        assert loaded.readable.tolist() == [True, False, False, True]
-        assert not loaded.values[1:3].any()
+        values, is_readable = features.load(np.array([2, 3, 5, 7]))
+        assert is_readable.tolist() == [True, False, False, True]
+        assert not values[1:3].any()
     lines = [json.loads(line) for line in (photos.folder / "unreadable-0.jsonl").read_text().splitlines()]
     assert sorted((line["uri"], line["reason"]) for line in lines) == [
         (str(photos.path(3)), "missing"),
         (str(photos.path(5)), "changed-since-plan"),
     ]
     fetched, readable = features.fetch(np.array([2, 3, 5, 7]))
-    assert readable.tolist() == loaded.readable.tolist()
+    assert readable.tolist() == is_readable.tolist()
     assert torch.equal(fetched[[0, 3]], features.fetch(np.array([2, 7]))[0])
     (photos.folder / "unreadable-1.jsonl").write_text(
         json.dumps(min(lines, key=lambda line: line["uri"])) + '\n{"uri": "half'

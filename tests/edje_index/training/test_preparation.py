@@ -12,7 +12,6 @@ import pytest
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training import captions as caption_shards
 from edje_index.training.batches import TrainingData
-from edje_index.training.captions import CaptionSet
 from pipelines.progress.events import JobStopped, Progress
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.manifest import CommittedIndex
@@ -107,16 +106,6 @@ def test_a_stopped_preparation_resumes_after_its_finished_shards(case, job, monk
     job.run(on_event)
     assert (events[-1].activity, events[-1].done, events[-1].total) == ("preparing captions", 48, 48)
     assert {event.bottleneck for event in events} <= {"model", "write", None}
-    check_equal(TrainingData.open(case.data), TrainingData.open(job.folder))
-
-
-def test_shards_of_other_captions_are_prepared_again(case, job, monkeypatch):
-    monkeypatch.setattr(caption_shards, "SHARD_CAPTIONS", 10)
-    other = CaptionSet(case.items.rows, [("another dog", texts[1]) for texts in case.items.captions])
-    _, on_event, should_stop = stop_after(3)
-    with pytest.raises(JobStopped, match="3 of 5 shards"):
-        job.run(on_event, should_stop, items=other)
-    job.run()
     check_equal(TrainingData.open(case.data), TrainingData.open(job.folder))
 
 

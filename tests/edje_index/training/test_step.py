@@ -11,10 +11,8 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.models.joint_inputs import JointInputs
-from edje_index.training.batches import AlignmentBatch
 from edje_index.training.config import AugmentationConfig
 from edje_index.training.step import (
-    AlignmentObjective,
     JointObjective,
     Teacher,
     alignment_loss,
@@ -204,16 +202,6 @@ def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle,
     losses["loss"].backward()
     assert all(parameter.grad is None for parameter in local.parameters())
     assert not any("teacher" in name for name, _ in objective.named_parameters())
-
-
-def test_alignment_finds_images_that_contain_their_words(bundle):
-    """An image made of the very words of its caption is told from the others."""
-    words = torch.tensor([50, 51, 60, 61, 70, 71])
-    table = bundle.joint.text_embeddings.weight.detach()
-    features = build_adapter(AdapterConfig("patches", 2, 16, 16, 0))
-    objective = AlignmentObjective(features, bundle.joint, AugmentationConfig())
-    batch = AlignmentBatch(table[words].view(3, 2, 16), words, torch.eye(3).repeat_interleave(2, dim=0) / 2)
-    assert objective(batch)["accuracy"] == 1
 
 
 def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
