@@ -40,7 +40,9 @@ def _several(option: str, name: str, kind: Any, text: str) -> Callable[[Any], An
 
 
 def _repeats(default: int) -> Callable[[Any], Any]:
-    return click.option("--repeats", type=POSITIVE, default=default, help="Number of runs of each measurement.")
+    return click.option(
+        "--repeats", type=POSITIVE, default=default, show_default=True, help="Number of runs of each measurement."
+    )
 
 
 _report_option = click.option("--report", type=_FOLDER, help="Directory for the report, in Markdown and JSON.")
@@ -75,7 +77,7 @@ def _write(
             click.echo(f"wrote {path}", err=True)
 
 
-@click.group(context_settings={"show_default": True})
+@click.group()
 def bench() -> None:
     """Run a benchmark: fetching, codecs, building, scoring, serving, whole systems, or the tables of the paper.
 
@@ -88,8 +90,8 @@ def bench() -> None:
 @click.option("--rows", type=POSITIVE, required=True, help="Number of rows.")
 @stored_precisions_option
 @shard_size_option
-@click.option("--tokens", type=POSITIVE, default=64, help="Number of tokens per block.")
-@click.option("--width", type=POSITIVE, default=384, help="Width of a token.")
+@click.option("--tokens", type=POSITIVE, default=64, show_default=True, help="Number of tokens per block.")
+@click.option("--width", type=POSITIVE, default=384, show_default=True, help="Width of a token.")
 @json_option
 def make_synthetic_command(
     out: Path, rows: int, precisions: tuple[str, ...], shard_size: int, tokens: int, width: int, as_json: bool
@@ -116,12 +118,16 @@ def make_synthetic_command(
     help="Number of random rows of a new index, which is measured instead of INDEX.",
 )
 @_several(
-    "--precision", "precisions", str, "Precision to measure; repeatable.  [default: first precision of the index]"
+    "--precision",
+    "precisions",
+    str,
+    "Precision to measure; repeatable.  [default: first precision of the index]",
 )
 @click.option(
     "--pool",
     type=POSITIVE,
     default=50_000,
+    show_default=True,
     help="Number of blocks per large fetch, limited to half the rows of the index.",
 )
 @click.option(
@@ -135,6 +141,7 @@ def make_synthetic_command(
     "--seconds",
     type=float,
     default=10.0,
+    show_default=True,
     help="Target duration of a run of another library, in seconds. A slow library fetches fewer blocks.",
 )
 @click.option("--model", type=_EXISTING, help="Model bundle whose joint encoder is compared with the fetch rate.")
@@ -209,7 +216,7 @@ def _fetch_url(url: str, report: Path | None, as_json: bool, options: dict[str, 
 
 @bench.command("quantize")
 @click.option("--folder", type=PATH, required=True, help="Directory for temporary record files.")
-@click.option("--blocks", type=POSITIVE, default=512, help="Number of blocks to encode and decode.")
+@click.option("--blocks", type=POSITIVE, default=512, show_default=True, help="Number of blocks to encode and decode.")
 @click.option("--threads", type=POSITIVE, help="Number of threads of the codecs.  [default: number of CPUs]")
 @_repeats(7)
 @json_option
@@ -236,15 +243,17 @@ def quantize_command(as_json: bool, **options: Any) -> None:
     "--images",
     type=POSITIVE,
     default=1000,
+    show_default=True,
     help="Number of images to index. If PHOTOS has fewer images, images are used several times.",
 )
-@click.option("--threads", type=POSITIVE, default=2, help="Number of CPU threads of the model.")
+@click.option("--threads", type=POSITIVE, default=2, show_default=True, help="Number of CPU threads of the model.")
 @_repeats(3)
 @_several("--engine", "engines", str, "Execution engine to measure; repeatable.  [default: inline, ray]")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
+    show_default=True,
     help="Data type of the model's matrix products.",
 )
 @json_option
@@ -277,12 +286,21 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
 @click.option("--index", type=_EXISTING, help="Index on which each stage of a query is measured too.")
 @score_option
 @_several(
-    "--batch-size", "batch_sizes", POSITIVE, "Number of pairs per forward pass; repeatable.  [default: 1, 32, 128]"
+    "--batch-size",
+    "batch_sizes",
+    POSITIVE,
+    "Number of pairs per forward pass; repeatable.  [default: 1, 32, 128]",
 )
 @_several("--threads", "threads", POSITIVE, "Number of CPU threads; repeatable.  [default: 1 and the number of CPUs]")
-@click.option("--pool", type=POSITIVE, default=100, help="Number of candidates per query.")
+@click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates per query.")
 @_repeats(5)
-@click.option("--device", default="auto", metavar="NAME", help="Device that runs the model: auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="Device that runs the model: auto, cpu, cuda or cuda:N.",
+)
 @dtype_option
 @json_option
 def rerank_command(as_json: bool, **options: Any) -> None:
@@ -312,7 +330,10 @@ def rerank_command(as_json: bool, **options: Any) -> None:
 @dtype_option
 @_several("--pool", "pools", POSITIVE, "Number of candidates per search; repeatable.  [default: 100]")
 @_several(
-    "--precision", "precisions", str, "Precision of the tokens; repeatable.  [default: first precision of the index]"
+    "--precision",
+    "precisions",
+    str,
+    "Precision of the tokens; repeatable.  [default: first precision of the index]",
 )
 @_several(
     "--clients",
@@ -320,12 +341,19 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     POSITIVE,
     "Number of clients that send one search at a time; repeatable.  [default: 1, 4, 16, 64]",
 )
-@click.option("--seconds", type=click.FloatRange(1), default=20.0, help="Duration of each measurement in seconds.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1),
+    default=20.0,
+    show_default=True,
+    help="Duration of each measurement in seconds.",
+)
 @click.option(
     "--overload",
     "overload_seconds",
     type=click.FloatRange(0),
     default=0.0,
+    show_default=True,
     help="Duration of an overload test in seconds; 0 for no test.",
 )
 @_report_option
@@ -366,7 +394,7 @@ def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool
 @model_option
 @click.option("--folder", type=PATH, required=True, help="New directory for the files of all systems.")
 @_several("--system", "systems", str, "System to measure; repeatable.  [default: all]")
-@click.option("--queries", type=POSITIVE, default=200, help="Number of captions to search for.")
+@click.option("--queries", type=POSITIVE, default=200, show_default=True, help="Number of captions to search for.")
 @seed_option
 @_report_option
 @quiet_option

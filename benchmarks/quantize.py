@@ -6,7 +6,6 @@ the codecs of this project. The entry `torch scaled` encodes and decodes fp8 wit
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -132,7 +131,6 @@ def _gathers(folder: Path, tokens: Blocks, threads: int | None) -> Subjects:
         entry = codec(name, BLOCK_SHAPE)
         path = folder / f"records-{name}"
         entry.encode(tokens).tofile(path)
-        mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        offsets, order = rows * entry.record_bytes, np.arange(len(rows))
-        subjects[name] = functools.partial(entry.scatter, mapped, offsets, out, order, threads)
+        mapped = np.memmap(path, dtype=np.uint8, mode="r", shape=(len(tokens), entry.record_bytes))
+        subjects[name] = lambda entry=entry, mapped=mapped: entry.decode_rows(mapped, rows, out, threads)  # type: ignore[misc]
     return subjects

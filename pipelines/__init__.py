@@ -1,6 +1,6 @@
-"""The application: sources of images, the build plan, execution engines, jobs, and the command line.
+"""The application: sources of images, execution engines, jobs, and the command line.
 
-The names in `__all__` are the public Python interface.
+The names in `__all__` are the public Python interface: each job is a function that takes keyword arguments.
 """
 
 from __future__ import annotations
@@ -9,56 +9,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.api import (
-        append_index,
-        build_index,
-        compact_index,
-        copy_index,
-        delete_rows,
-        merge_indexes,
-        quantize_index,
-        repair_index,
-        retry_failed,
-        train,
-        update_index,
-    )
-    from pipelines.jobs.append import AppendResult
-    from pipelines.jobs.build_result import BuildResult
-    from pipelines.jobs.compact import CompactResult
-    from pipelines.jobs.copy import CopyResult
-    from pipelines.jobs.merge import MergeResult
-    from pipelines.jobs.quantize import QuantizeResult
-    from pipelines.jobs.repair import RepairResult
-    from pipelines.jobs.retry_failed import RetryResult
-    from pipelines.jobs.snapshots import DeleteResult
+    from pipelines.api import train
+    from pipelines.jobs.add_rows import AppendResult, UpdateResult, append_index, update_index
+    from pipelines.jobs.build import BuildResult, build_index
+    from pipelines.jobs.copy import CompactResult, CopyResult, MergeResult, compact_index, copy_index, merge_indexes
+    from pipelines.jobs.quantize import QuantizeResult, quantize_index
+    from pipelines.jobs.repair import RepairResult, repair_index
+    from pipelines.jobs.snapshots import DeleteResult, delete_rows
     from pipelines.jobs.training.run import TrainResult
-    from pipelines.jobs.update import UpdateResult
     from pipelines.progress.events import JobStopped
 
 _MODULES = {
-    "AppendResult": "pipelines.jobs.append",
-    "BuildResult": "pipelines.jobs.build_result",
-    "CompactResult": "pipelines.jobs.compact",
+    "AppendResult": "pipelines.jobs.add_rows",
+    "BuildResult": "pipelines.jobs.build",
+    "CompactResult": "pipelines.jobs.copy",
     "CopyResult": "pipelines.jobs.copy",
     "DeleteResult": "pipelines.jobs.snapshots",
     "JobStopped": "pipelines.progress.events",
-    "MergeResult": "pipelines.jobs.merge",
+    "MergeResult": "pipelines.jobs.copy",
     "QuantizeResult": "pipelines.jobs.quantize",
     "RepairResult": "pipelines.jobs.repair",
-    "RetryResult": "pipelines.jobs.retry_failed",
     "TrainResult": "pipelines.jobs.training.run",
-    "UpdateResult": "pipelines.jobs.update",
-    "append_index": "pipelines.api",
-    "build_index": "pipelines.api",
-    "compact_index": "pipelines.api",
-    "copy_index": "pipelines.api",
-    "delete_rows": "pipelines.api",
-    "merge_indexes": "pipelines.api",
-    "quantize_index": "pipelines.api",
-    "repair_index": "pipelines.api",
-    "retry_failed": "pipelines.api",
+    "UpdateResult": "pipelines.jobs.add_rows",
+    "append_index": "pipelines.jobs.add_rows",
+    "build_index": "pipelines.jobs.build",
+    "compact_index": "pipelines.jobs.copy",
+    "copy_index": "pipelines.jobs.copy",
+    "delete_rows": "pipelines.jobs.snapshots",
+    "merge_indexes": "pipelines.jobs.copy",
+    "quantize_index": "pipelines.jobs.quantize",
+    "repair_index": "pipelines.jobs.repair",
     "train": "pipelines.api",
-    "update_index": "pipelines.api",
+    "update_index": "pipelines.jobs.add_rows",
 }
 
 __all__ = [
@@ -71,7 +53,6 @@ __all__ = [
     "MergeResult",
     "QuantizeResult",
     "RepairResult",
-    "RetryResult",
     "TrainResult",
     "UpdateResult",
     "append_index",
@@ -82,7 +63,6 @@ __all__ = [
     "merge_indexes",
     "quantize_index",
     "repair_index",
-    "retry_failed",
     "train",
     "update_index",
 ]

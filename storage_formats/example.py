@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from storage_formats.change import begin_index
 from storage_formats.codecs import BF16
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.rows import RowEntry, rows_table
-from storage_formats.writing.begin import begin_index
 from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 

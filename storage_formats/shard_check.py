@@ -12,16 +12,16 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs import Codec, Records, codec, fill_record
+from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError, MachineError, cannot_read
 from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_checksums
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts, Manifest
-from storage_formats.format.rows import DUPLICATE, ERASED, INDEXED, failures_by_reason, read_shard_rows
+from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import read_shard_embeddings
-from storage_formats.writing.token_shard import erased_record, shard_index_bytes
+from storage_formats.writing.token_shard import shard_index_bytes
 
 _PIECE_BYTES = 8 << 20
 
@@ -96,7 +96,6 @@ class ShardCheck:
         expected_paths = set(map(layout.relative, self._expected))
         self.files = {path: entry for path, entry in files.items() if path in expected_paths}
         self._unexpected = sorted(files.keys() - expected_paths)
-        self._is_erased: NDArray[np.bool_] | None = None  # None until the rows table has been read
         self._counts = Counts(0, 0, 0)
         self._values: dict[str, int] = {}
 
@@ -152,7 +151,6 @@ class ShardCheck:
             )
         self._values = {column.name: len(table) - table[column.name].null_count for column in self._columns}
         statuses = table["status"].to_pylist()
-        self._is_erased = np.array([reason == ERASED for reason in table["reason"].to_pylist()])
         self._counts = Counts(
             inputs=len(self._rows),
             indexed=statuses.count(INDEXED),
@@ -201,18 +199,9 @@ class ShardCheck:
                 yield self._problem(path, "block-checksum", f"has a damaged block for row {row_id}")
             present = np.ones(count, dtype=np.bool_) if indexed is None else indexed[first : first + count]
             for position in np.flatnonzero(~present):
-                if not self._is_hole(token_codec, first + int(position), records[position]):
+                if not (records[position] == fill_record(token_codec)[0]).all():
                     row_id = self._rows.start + first + position
                     yield self._problem(path, "hole", f"has data for row {row_id}, which is a hole")
-
-    def _is_hole(self, token_codec: Codec, position: int, record: Records) -> bool:
-        if (record == fill_record(token_codec)[0]).all():
-            return True
-        return (
-            self._is_erased is not None
-            and bool(self._is_erased[position])
-            and bool((record == erased_record(token_codec, position)).all())
-        )
 
     def _check_embeddings(self, indexed: NDArray[np.bool_]) -> Iterator[Problem]:
         path = self._layout.embedding_shard(self._shard)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +19,6 @@ from storage_formats.arguments import as_text
 from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import UsageError
-from storage_formats.extras import name_missing_extra
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -25,7 +26,6 @@ from storage_formats.format.mirror import cache_directory, open_index
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import Tombstones, live_rows, refuse_before_first, rows_in_use
-from storage_formats.ordered_results import ordered_results
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
@@ -36,7 +36,7 @@ from storage_formats.reading.object_reads import ObjectReads
 from storage_formats.row_ids import RowIds, check_row_ids
 
 if TYPE_CHECKING:
-    import torch
+    from storage_formats.torch_conversion import Tensor
 
 __all__ = ["RowIds", "TokenStore"]
 
@@ -183,9 +183,9 @@ class TokenStore:
     def fetch(self, row_ids: RowIds, out: Blocks | None = None) -> Blocks: ...
 
     @overload
-    def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: Literal[True]) -> torch.Tensor: ...
+    def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: Literal[True]) -> Tensor: ...
 
-    def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: bool = False) -> Blocks | torch.Tensor:
+    def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: bool = False) -> Blocks | Tensor:
         """Read the blocks of `row_ids`, in the order of `row_ids`.
 
         Args:
@@ -225,9 +225,9 @@ class TokenStore:
             view.read(ids, out, hole=np.array(np.nan, dtype=out.dtype))
         if not as_torch:
             return out
-        with name_missing_extra("search"):
-            import torch
-        return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
+        from storage_formats.torch_conversion import to_tensor
+
+        return to_tensor(out)
 
     def fetch_records(self, row_ids: RowIds, out: Records | None = None) -> Records:
         """Read the records of `row_ids` without decoding, for example for a decoder on the GPU.
@@ -297,13 +297,26 @@ class TokenStore:
             >>> [len(blocks) for blocks in store.iter_fetch([[0, 1, 2], [3], []])]
             [3, 1, 0]
         """
-        if ahead < 1:
-            raise UsageError(f"ahead must be at least 1, got {ahead}")
-        thread = ThreadPoolExecutor(1, "edje-fetch")
-        try:
-            yield from ordered_results(batches, lambda row_ids: thread.submit(self.fetch, row_ids), ahead=ahead + 1)
-        finally:
-            thread.shutdown(cancel_futures=True)
+        with _ReadAhead(self, batches, ahead) as futures:
+            for future in futures:
+                yield future.result()
+
+    async def aiter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> AsyncIterator[Blocks]:
+        """Yield blocks like `iter_fetch`, for use with `async for`. Does not block the event loop.
+
+        Example:
+            >>> import asyncio
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> async def count_blocks():
+            ...     store = TokenStore.open(example_index())
+            ...     return sum([len(blocks) async for blocks in store.aiter_fetch([[0, 1, 2], [3]])])
+            >>> asyncio.run(count_blocks())
+            4
+        """
+        with _ReadAhead(self, batches, ahead) as futures:
+            for future in futures:
+                yield await asyncio.wrap_future(future)
 
     def holes(self, blocks: Blocks) -> NDArray[np.bool_]:
         """Return which of the fetched `blocks` [k, m, d] are holes, bool [k].
@@ -408,3 +421,29 @@ class _View:
             self.reads.read(batch, lambda part: Destination(part, out, self.codec, self.checksums.check))
         for original, duplicate in zip(firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first], strict=True):
             out[duplicate] = out[original]
+
+
+class _ReadAhead:
+    """An iterator of futures, one per batch. A background thread fetches the batches ahead of the caller."""
+
+    def __init__(self, store: TokenStore, batches: Iterable[RowIds], ahead: int) -> None:
+        if ahead < 1:
+            raise UsageError(f"ahead must be at least 1, got {ahead}")
+        self._store = store
+        self._batches = batches
+        self._ahead = ahead
+        self._thread = ThreadPoolExecutor(1, "edje-fetch")
+
+    def __iter__(self) -> Iterator[Future[Blocks]]:
+        pending: deque[Future[Blocks]] = deque()
+        for row_ids in self._batches:
+            pending.append(self._thread.submit(self._store.fetch, row_ids))
+            if len(pending) > self._ahead:
+                yield pending.popleft()
+        yield from pending
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from storage_formats.atomic import write_bytes_atomic
+from storage_formats.change import DATA_FILE, kept_snapshots, named_files
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.index_files import (
     RemoteFiles,
@@ -42,7 +43,6 @@ from storage_formats.format.object_store import CHUNK_BYTES, WEB_SCHEMES, IndexL
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.shard_check import Problem
 from storage_formats.writing.remote_writes import overwrite_file
-from storage_formats.writing.snapshots import DATA_FILE, kept_snapshots, named_files
 
 _REQUESTS = 8  # of all threads together; each takes the memory of a chunk
 _MAX_UNLISTED_BYTES = 1 << 20
@@ -102,10 +102,6 @@ class VerifiedFiles:
     def is_changing(self) -> bool:
         """Return True if the index has an unfinished change, whose files may be there already."""
         return Layout(self.root).build.exists()
-
-    def is_locked(self) -> bool:
-        """Return True if a process changes the index, or was killed while it changed the index."""
-        return Layout(self.root).lock.exists()
 
     def describe(self, problem: Problem) -> Problem:
         """Return `problem` with a message that names the index as the caller does."""

@@ -163,11 +163,11 @@ def _verify(
     checks_all: bool,
 ) -> Verification:
     """Check `shards`, and all files that belong to no shard, apart from those that `earlier` found sound."""
-    root, layout, totals = files.root, Layout(files.root), earlier.totals
+    root, totals = files.root, earlier.totals
     damaged_shards: list[int] = []
     try:
         check_shard_tables(root, manifest.shard_tables)
-        problems = [*_check_erasure(layout), *_check_metadata(files, manifest.spec)]
+        problems = list(_check_metadata(files, manifest.spec))
         with _checked(files, manifest, shards) as checked_shards:
             for done, checked in enumerate(checked_shards, 1):
                 problems += checked.problems
@@ -234,12 +234,6 @@ def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
     return [ranges[at][position - firsts[at]] for at, position in zip(segments, positions, strict=True)]
 
 
-def _check_erasure(layout: Layout) -> Iterator[Problem]:
-    if layout.erasure.exists():
-        message = "belongs to an unfinished erasure; erase the same rows again to finish the erasure"
-        yield Problem(layout.relative(layout.erasure), "erasure", message)
-
-
 def _check_metadata(files: VerifiedFiles, spec: IndexSpec) -> Iterator[Problem]:
     """Compare each `zarr.json` with SPEC.md, and check that zarr-python can open the arrays."""
     layout, is_changing = Layout(files.root), files.is_changing()
@@ -302,8 +296,7 @@ def _check_row_maps(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
 
 def _check_strays(files: VerifiedFiles, manifest: Manifest) -> Iterator[Problem]:
     """Yield a problem for each data file that belongs to no snapshot and no unfinished change."""
-    is_changing = files.is_changing()
-    if files.is_locked():  # a process removes them, or was killed while it did; the next change removes them
+    if files.is_changing():  # they may be files of the change; the next change finishes it or removes them
         return
     try:
         named = files.named(manifest)
@@ -313,23 +306,8 @@ def _check_strays(files: VerifiedFiles, manifest: Manifest) -> Iterator[Problem]
     for where in files.names():
         is_table = _SHARD_TABLE.fullmatch(where) is not None  # a conversion keeps the earlier shard tables
         belongs = where.endswith("/zarr.json") or is_table or where in named
-        if not belongs and not (is_changing and _is_unfinished(where, manifest)):
+        if not belongs:
             yield Problem(where, "stray-file", files.stray_message)
-
-
-def _is_unfinished(path: str, manifest: Manifest) -> bool:
-    """Return True if the file at `path` may belong to an unfinished change or conversion."""
-    name = path.rpartition("/")[2]
-    is_metadata = path.startswith(("manifest/", "ann/")) or name.startswith(".zarr.json.")
-    if is_metadata or _precision_of(path) not in (None, *manifest.spec.precisions):
-        return True
-    numbers = re.findall(r"\d+", name)
-    return bool(numbers) and int(numbers[0]) >= manifest.spec.shards
-
-
-def _precision_of(path: str) -> str | None:
-    first, _, rest = path.partition("/")
-    return rest.partition("/")[0] if first in ("tokens", "checksums") and "/" in rest else None
 
 
 def _check_ann(files: VerifiedFiles, manifest: Manifest, *, to_read: Container[FileEntry]) -> Iterator[Problem]:

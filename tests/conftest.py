@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.rows import DUPLICATE, RowEntry, rows_table
-from storage_formats.writing.begin import begin_index
 from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 

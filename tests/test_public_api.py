@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
 import inspect
@@ -54,14 +55,17 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def fresh_files(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@contextlib.contextmanager
+def fresh_files(files: Path) -> Iterator[None]:
     """`files` as the working directory, restored afterwards; their path stays, because the index holds it."""
-    shutil.copytree(files, tmp_path / "saved")
-    monkeypatch.chdir(files)
-    yield
-    shutil.rmtree(files)
-    shutil.copytree(tmp_path / "saved", files)
+    saved = files.with_name("saved")
+    shutil.copytree(files, saved)
+    try:
+        with contextlib.chdir(files):
+            yield
+    finally:
+        shutil.rmtree(files)
+        saved.rename(files)
 
 
 def undescribed_members(value: type) -> Iterator[str]:
@@ -83,11 +87,14 @@ def test_every_name_is_described_by_an_example(package, name):
 
 
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.usefixtures("fresh_files")
-def test_examples_of_a_module_run(module):
-    results = doctest.testmod(importlib.import_module(module), optionflags=OPTIONS)
-    assert results.attempted > 0
-    assert results.failed == 0
+def test_examples_of_a_module_run(module, files):
+    runner = doctest.DocTestRunner(optionflags=OPTIONS)
+    for examples in doctest.DocTestFinder().find(importlib.import_module(module)):
+        if examples.examples:
+            with fresh_files(files):
+                runner.run(examples)
+    assert runner.tries > 0
+    assert runner.failures == 0
 
 
 @pytest.mark.parametrize("package", PACKAGES)

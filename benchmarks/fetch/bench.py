@@ -482,6 +482,23 @@ def _verdict(precision: str, sections: dict[str, Any], primary: str, needed: dic
     return f"{text}, {share} the {scored:,.0f} pairs/s that {encoder} scores"
 
 
+_METHOD = """Every run is a process of its own, which imports, opens and warms up before the timing starts. The warm-up
+reads other rows. Subjects take turns, so that a change of the disk's speed affects all of them.
+
+- Cold: the pages of the files were evicted, and at most 1 % of them were in the page cache right before the run. All
+  other cold runs are discarded and listed above.
+- Blocks: blocks per run. A slow peer fetches fewer blocks. Its ratio then uses runs in which the reader fetches equally
+  few blocks.
+- GB/s: stored bytes of the requested blocks, median and range. The reader decodes them to bfloat16; peers return the
+  stored bytes. The device reads blocks of whole sectors.
+- Ratio: the rate of the reader divided by the rate of the row, as the median over repeats.
+- CPU: user and system time of the process.
+- Read: bytes that the kernel counted as read from storage, divided by the bytes of the requested blocks. Whole pages
+  or sectors make the quotient larger than 1.
+- Latency: the files are evicted once, before the first query of a run. No block is requested twice, but readahead may
+  load blocks of later queries into the page cache."""
+
+
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the report in Markdown."""
     where, settings, disk = report["environment"], report["settings"], report["environment"]["disk"]
@@ -529,7 +546,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
             ]
     yield "\n## Notes and discarded runs\n"
     yield from (f"- {line}" for line in [*report["notes"], *discarded] or ["None: all runs are valid."])
-    yield "\nThe page docs/performance.md explains the method and the columns."
+    yield f"\n## Method\n\n{_METHOD}"
 
 
 def _cells(summary: dict[str, Any]) -> list[str]:

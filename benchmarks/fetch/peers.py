@@ -93,10 +93,12 @@ class ZarrPython(Subject):
 
     package = "zarr"
     setting = "oindex of sorted ids"
+    _pipeline = "zarr.core.codec_pipeline.BatchedCodecPipeline"
 
     def open(self) -> None:
         zarr: Any = import_module("zarr")
-        self._array = zarr.open_array(str(self.source.array_path), mode="r")
+        with zarr.config.set({"codec_pipeline.path": self._pipeline}):  # an array keeps the pipeline it was opened with
+            self._array = zarr.open_array(str(self.source.array_path), mode="r")
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         order = np.argsort(ids)
@@ -106,6 +108,23 @@ class ZarrPython(Subject):
 
     def close(self) -> None:
         del self._array
+
+
+class Zarrs(ZarrPython):
+    """Reads with zarr-python and the codec pipeline of zarrs, one row at a time: zarrs accepts no index arrays."""
+
+    package = "zarrs"
+    setting = "zarrs.ZarrsCodecPipeline, one basic index per row"
+    _pipeline = "zarrs.ZarrsCodecPipeline"
+
+    def open(self) -> None:
+        import_module("zarrs")
+        super().open()
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        for position, row in enumerate(ids.tolist()):
+            out[position] = np.ascontiguousarray(self._array[row]).view(np.uint8).reshape(-1)
+        return out
 
 
 class Lance(Subject):
@@ -219,6 +238,7 @@ PEERS: Mapping[str, type[Subject]] = {
     "np.memmap MADV_RANDOM": RandomMemmap,
     "tensorstore": TensorStore,
     "zarr-python": ZarrPython,
+    "zarrs-python": Zarrs,
     "lance": Lance,
     "lmdb": Lmdb,
     "hdf5": Hdf5,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -140,8 +140,17 @@ def bench_remote(
 def _peers(index: CommittedIndex, precision: str) -> Iterator[tuple[str, Fetch]]:
     """Yield the name and the fetch function of each installed library."""
     yield "obstore", _obstore(index, precision)
-    if importlib.util.find_spec("tensorstore") is not None:
-        yield "tensorstore", _tensorstore(index, precision)
+    for name, package, make in (("tensorstore", "tensorstore", _tensorstore), ("zarrs", "zarrs", _zarrs)):
+        try:
+            import_module(package)
+        except ModuleNotFoundError:
+            continue
+        yield name, make(index, precision)
+
+
+def _array_key(index: CommittedIndex, precision: str) -> str:
+    layout = Layout(index.root)
+    return layout.relative(layout.token_array(precision))
 
 
 def _obstore(index: CommittedIndex, precision: str) -> Fetch:
@@ -178,12 +187,9 @@ def _obstore(index: CommittedIndex, precision: str) -> Fetch:
 
 
 def _tensorstore(index: CommittedIndex, precision: str) -> Fetch:
-    import tensorstore as ts
-
-    layout = Layout(index.root)
-    key = layout.relative(layout.token_array(precision))
+    ts: Any = import_module("tensorstore")
     _, bucket, path, *_ = urlsplit(str(index.location))
-    kvstore = {"driver": "s3", "bucket": bucket, "path": f"{path.strip('/')}/{key}/"}
+    kvstore = {"driver": "s3", "bucket": bucket, "path": f"{path.strip('/')}/{_array_key(index, precision)}/"}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
         kvstore |= {"endpoint": endpoint, "aws_region": os.environ.get("AWS_REGION", "us-east-1")}
     context = {"s3_request_concurrency": {"limit": _CONCURRENCY}, "cache_pool": {"total_bytes_limit": 0}}
@@ -195,6 +201,25 @@ def _tensorstore(index: CommittedIndex, precision: str) -> Fetch:
         recheck_cached_data=False,
     ).result()
     return lambda ids: np.ascontiguousarray(array[ids].read().result()).view(np.uint8).reshape(len(ids), -1)
+
+
+def _zarrs(index: CommittedIndex, precision: str) -> Fetch:
+    """Return a function that fetches blocks with zarr-python. It reads through obstore and decodes with zarrs."""
+    zarr: Any = import_module("zarr")
+    storage: Any = import_module("zarr.storage")
+    stores: Any = import_module("obstore.store")
+    # zarrs contains an older obstore, which does not know every option of the store that edje uses.
+    store = stores.from_url(str(index.location), client_options={"allow_http": True})
+    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline", "async.concurrency": _CONCURRENCY}):
+        array = zarr.open_array(storage.ObjectStore(store, read_only=True), path=_array_key(index, precision), mode="r")
+
+    def fetch(ids: Ids) -> Records:
+        order = np.argsort(ids)
+        out = np.empty((len(ids), codec(precision, index.manifest.spec.block_shape).record_bytes), np.uint8)
+        out[order] = np.ascontiguousarray(array.oindex[ids[order]]).view(np.uint8).reshape(len(ids), -1)
+        return out
+
+    return fetch
 
 
 def report_lines(result: Mapping[str, Any]) -> Iterator[str]:

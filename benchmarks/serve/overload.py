@@ -95,7 +95,7 @@ def overload(
         "no answers": not answered,
         "answers after the deadline": bool(answered) and max(answered) > DEADLINE + _LATE,
         "memory grew": peak - warm_peak > _MAX_GROWTH,
-        "unexpected statuses": bool({each.status for each in exchanges} - {200, 429, 503, 504}),
+        "unexpected statuses": bool({each.status for each in exchanges} - {200, 429, 504}),
     }
     problems = [name for name, is_problem in found.items() if is_problem]
     return {

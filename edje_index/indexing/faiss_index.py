@@ -22,6 +22,7 @@ from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from edje_index.progress import OnProgress
 from storage_formats.atomic import fsync_path, fsync_paths, naming
+from storage_formats.change import Change, begin_change
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file, crc32c_stream
@@ -30,7 +31,6 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
-from storage_formats.writing.snapshots import kept_snapshots, named_files
 
 TARGET_RECALL = 0.95
 _RECALL_QUERIES = 200
@@ -95,8 +95,6 @@ def default_position(manifest: Manifest) -> int | None:
 def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: OnProgress | None = None) -> Manifest:
     """Build the nearest-neighbour index of a finished index, and commit the result.
 
-    No other process may change the index at the same time.
-
     Example:
         >>> from edje_index import add_ann
         >>> add_ann("pages.edje").ann["kind"]
@@ -107,7 +105,14 @@ def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: O
         UsageError: `request` is invalid.
         MissingExtraError: FAISS is not installed.
     """
-    manifest, layout = Manifest.load(root), Layout(Path(root))
+    with name_missing_extra("search"), begin_change(root, "ann build") as change:
+        return replace_ann(change, request, on_progress)
+
+
+def replace_ann(change: Change, request: AnnRequest, on_progress: OnProgress | None = None) -> Manifest:
+    """Build the nearest-neighbour index of the index that `change` changes, and commit the result. See `add_ann`."""
+    assert change.index is not None
+    manifest, layout = change.index.manifest, change.layout
     # Readers may need the file `ann/index.faiss`: the current snapshot until the commit, and earlier ones afterwards.
     # On an object store, committed objects are never replaced.
     in_use = bool(manifest.snapshot.number) or remote_files(layout.root) is not None
@@ -115,14 +120,9 @@ def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: O
         committed = {file.path: file for file in manifest.ann_files}.get(layout.relative(layout.ann_index))
         with contextlib.suppress(OSError), open_index_file(layout.root, layout.ann_index) as file:
             in_use = committed is not None and crc32c_stream(file) == committed.crc32c
-    with name_missing_extra("search"):
-        ann = build_ann(root, manifest.spec, replace_file=not in_use, request=request, on_progress=on_progress)
-    changed = replace(manifest, ann=ann)
-    changed.write(layout)
-    named = named_files(layout, kept_snapshots(CommittedIndex(layout.root, changed)))
-    for path in layout.ann.glob("index*.faiss"):
-        if layout.relative(path) not in named:
-            path.unlink()
+    ann = build_ann(layout.root, manifest.spec, replace_file=not in_use, request=request, on_progress=on_progress)
+    changed = change.commit(replace(manifest, ann=ann)).manifest
+    change.clean_up(change.remove_files)
     return changed
 
 

@@ -54,7 +54,7 @@ def build(index: IndexLocation, ann: str, recall: float, memory: int | None, qui
     """
     from pipelines.jobs.ann import run_ann_build
 
-    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
+    with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
         built = run_ann_build(index, ann, recall, on_event, should_stop, memory=memory)
     measured = built.get("recall")
     file_bytes = sum(file["bytes"] for file in built["files"])

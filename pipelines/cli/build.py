@@ -1,15 +1,14 @@
-"""The command `edje-index build`."""
+"""The commands `edje-index build`, `append` and `update`, which encode images."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pipelines.cli.dry_run import show_dry_run
 from pipelines.cli.options import (
     DTYPE,
     LOCAL_INDEX,
@@ -22,23 +21,27 @@ from pipelines.cli.options import (
     engine_option,
     frames_option,
     json_option,
+    location,
     log_option,
     max_failed_option,
     memory_option,
+    model_option,
     quiet_option,
     shard_size_option,
     stored_precisions_option,
     truncated_option,
 )
 from pipelines.cli.output import naming_max_failed, note, print_json, print_line, running_job
-from pipelines.planning.config import BuildConfig
-from pipelines.planning.output import has_stored_work
-from pipelines.progress.wording import counted
-from storage_formats.errors import UsageError
+from pipelines.progress.wording import counted, human_bytes
+from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
-    from pipelines.jobs.build_result import BuildResult
+    from pipelines.jobs.add_rows import AppendResult, UpdateResult
+    from pipelines.jobs.build import BuildResult
+    from pipelines.jobs.dry_run import DryRun
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _NO_MODEL = (
     "no model: name a model bundle with --model. 'edje-index model get' writes a small trained bundle; "
     "'edje-index model import' converts a trained checkpoint"
@@ -110,26 +113,25 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     """
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
-    from pipelines.jobs.build import run_build
+    from pipelines.jobs.build import build_index
+    from pipelines.jobs.dry_run import try_build
 
-    options["sources"], options["precisions"] = tuple(options["sources"]), tuple(options["precisions"])
-    config = BuildConfig(**options)
+    out = options["out"]
     if dry_run:
-        from pipelines.jobs.dry_run import try_build
-
-        show_dry_run(functools.partial(try_build, config), config.out, quiet=quiet, as_json=as_json)
+        del options["max_failed"]
+        with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
+            estimate = try_build(**options, on_event=on_event, should_stop=should_stop)
+        _print_dry_run(estimate, out, as_json=as_json)
         return
-    can_resume = functools.partial(has_stored_work, config.out)
-    job = running_job(quiet=quiet, can_resume=can_resume)
-    with job as (on_event, should_stop), naming_max_failed():
-        result = run_build(config, on_event, should_stop)
+    with running_job(out, quiet=quiet) as (on_event, should_stop), naming_max_failed():
+        result = build_index(**options, on_event=on_event, should_stop=should_stop)
     if as_json:
         print_json(asdict(result))
     else:
-        _print(result, config.out)
+        _print(result, out)
     if result.failed:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
-        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures {config.out}' lists them")
+        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures {out}' lists them")
     if result.truncated:
         note(f"{counted(result.truncated, 'truncated image')} indexed, but decoded only in part")
 
@@ -146,3 +148,170 @@ def _print(result: BuildResult, out: Path) -> None:
         if result.images_per_second:
             parts += [f"{result.images_per_second:.1f} images/s", f"bottleneck {result.bottleneck or 'none'}"]
         print_line(", ".join(parts))
+
+
+def _new_rows_options(command: _Command) -> _Command:
+    """Add the options that `append` and `update` share."""
+    options = (
+        column_option,
+        max_failed_option,
+        model_option,
+        engine_option("ray"),
+        click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']"),
+        address_option,
+        memory_option,
+        log_option,
+        quiet_option,
+        json_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _note_failures(result: AppendResult | UpdateResult) -> None:
+    if result.failed:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
+        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures' lists them")
+
+
+@click.command()
+@click.argument("root", type=location, metavar="INDEX")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@dry_run_option
+@_new_rows_options
+def append(
+    root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: bool, dry_run: bool, **options: Any
+) -> None:
+    """Add the images of every SOURCE to INDEX.
+
+    'edje-index build --help' describes SOURCE. New rows are encoded with the settings of INDEX. Images that INDEX
+    already contains are skipped and reported as duplicates. Existing rows keep their ids. INDEX can be searched during
+    the append.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    Run the same command again to resume a stopped append.
+
+    \b
+    Examples:
+      edje-index append photos.edje photos/2026
+      edje-index append cc3m.edje 'cc3m/{00332..00340}.tar' --engine inline
+    """
+    from pipelines.jobs.add_rows import append_index
+    from pipelines.jobs.dry_run import try_append
+
+    if dry_run:
+        with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
+            estimate = try_append(root, sources, **options, on_event=on_event, should_stop=should_stop)
+        _print_dry_run(estimate, root, as_json=as_json)
+        return
+    with running_job(root, quiet=quiet) as (on_event, should_stop), naming_max_failed():
+        result = append_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
+        print_line(
+            f"{root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} + "
+            f"{result.duplicates:,} duplicates + {result.failed:,} failed, in {counted(result.shards, 'new shard')}; "
+            f"{result.seconds:.1f} s"
+        )
+    _note_failures(result)
+
+
+@click.command()
+@click.argument("root", type=location, metavar="INDEX")
+@click.argument("sources", nargs=-1, metavar="[SOURCE...]")
+@click.option("--dry-run", is_flag=True, help="Show the changes without applying them.")
+@click.option("--retry-failed", is_flag=True, help="Only try to index the failed inputs again, by their names.")
+@click.option(
+    "--max-vanished",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    default=0.5,
+    show_default=True,
+    help="Stop if the files of more than this share of the rows are missing.",
+)
+@_new_rows_options
+def update(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
+    """Add, replace and delete rows so that INDEX matches its sources.
+
+    Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE, name all sources of INDEX,
+    because the rows of other sources are deleted. 'edje-index build --help' describes SOURCE.
+
+    New and changed files get new rows. The old rows of changed files and the rows of missing files are deleted.
+    Unchanged files are read but not encoded again. A program that has INDEX open must reopen it to see the changes.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    With --retry-failed, the failed inputs that 'edje-index failures' lists are looked up again, and no source is
+    listed. If every input fails for the same reason as before, INDEX does not change.
+
+    If a source cannot be read, or too many files are missing, the command stops without changing INDEX.
+
+    \b
+    Examples:
+      edje-index update photos.edje --dry-run
+      edje-index update photos.edje
+      edje-index update photos.edje --retry-failed
+    """
+    from pipelines.jobs.add_rows import update_index
+    from pipelines.jobs.compare import VanishedInputsError
+
+    if options["retry_failed"] and sources:
+        raise UsageError("--retry-failed looks up the failed inputs by their names; leave out SOURCE")
+    resumes = not options["dry_run"]
+    try:
+        with running_job(root, quiet=quiet, resumes=resumes) as (on_event, should_stop), naming_max_failed():
+            result = update_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
+    except VanishedInputsError as error:
+        advice = "check the sources, or raise --max-vanished to delete these rows. The index is unchanged"
+        raise EdjeError(f"{error.problem}; {advice}") from error
+    if as_json:
+        print_json(asdict(result))
+    else:
+        print_line(f"{root}: {_summary(result)}")
+    if not result.dry_run:
+        _note_failures(result)
+
+
+def _summary(result: UpdateResult) -> str:
+    inputs = (
+        f"{counted(result.inputs, 'input')} = {result.unchanged:,} unchanged + {result.new:,} new + "
+        f"{result.changed:,} changed + {result.duplicates:,} duplicates + {result.failed:,} failed; "
+        f"{result.vanished:,} vanished"
+    )
+    if not result.dry_run:
+        return f"{inputs}; {counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
+    return f"{inputs}; would add {counted(result.rows, 'row')} and delete {counted(result.deleted, 'row')}"
+
+
+def _print_dry_run(estimate: DryRun, root: IndexLocation, *, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(estimate))
+        return
+    for line in _lines(estimate):
+        print_line(f"{root}: {line}")
+
+
+def _lines(estimate: DryRun) -> list[str]:
+    failed = sum(estimate.failed_by_reason.values())
+    to_encode = estimate.inputs - estimate.duplicates - failed
+    lines = [
+        f"{counted(estimate.inputs, 'input')} = {to_encode:,} to encode + {estimate.duplicates:,} duplicates + "
+        f"{failed:,} that cannot be read",
+        f"{counted(estimate.rows, 'row')} in {counted(estimate.shards, 'shard')}",
+    ]
+    if estimate.finished_shards:
+        lines[-1] += f", {estimate.finished_shards:,} finished"
+    lines.append(f"disk {_parts(estimate.disk_bytes)}; {human_bytes(estimate.free_disk_bytes)} free")
+    lines.append(
+        f"memory at least {_parts(estimate.memory_bytes)}; {human_bytes(estimate.free_memory_bytes)} available"
+    )
+    return lines
+
+
+def _parts(sizes: dict[str, int]) -> str:
+    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
+    return f"{human_bytes(sum(sizes.values()))} ({parts})" if parts else "0 B"

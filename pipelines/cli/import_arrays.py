@@ -52,7 +52,7 @@ def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
 
     options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
     config = ArraysConfig(**options)
-    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
+    with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
         result = run_import(config, on_event, should_stop)
     if as_json:
         print_json(asdict(result))

@@ -65,6 +65,7 @@ def describe_index(root: Path | str) -> dict[str, Any]:
     return {
         "index": str(root),
         "state": "finished",
+        "unfinished": _unfinished(root) if isinstance(root, Path) else None,
         "snapshot": manifest.snapshot.number,
         "deleted": manifest.snapshot.deleted_rows,
         "rows": spec.rows,
@@ -90,25 +91,36 @@ def describe_index(root: Path | str) -> dict[str, Any]:
 
 def _describe_begun(root: Path) -> dict[str, Any] | None:
     """Return a JSON object that describes the unfinished index at `root`; None if there is no unfinished index."""
-    from pipelines.planning.plan import read_plan
-    from storage_formats.format.receipts import read_receipts
+    from pipelines.jobs.plan import Plan
+    from storage_formats.change import is_unfinished
 
-    layout = Layout(root)
-    if layout.manifest.exists() or (plan := read_plan(root)) is None:
+    if Layout(root).manifest.exists() or (journal := is_unfinished(root)) is None:
         return None
-    return {
-        "index": str(root),
-        "state": "begun",
-        "rows": plan.spec.rows,
-        "shards": plan.spec.shards,
-        "finished_shards": len(read_receipts(layout, plan.shards, plan.fingerprint)),
-        "shard_size": plan.spec.shard_size,
-        "block_shape": list(plan.spec.block_shape),
-        "embed_dim": plan.spec.embed_dim,
-        "precisions": list(plan.spec.precisions),
-        "model": plan.model,
-        "plan": plan.fingerprint,
-    }
+    value: dict[str, Any] = {"index": str(root), "state": "begun", "unfinished": _unfinished(root)}
+    if journal.kind == "build" and journal.plan:
+        plan = Plan.from_json(journal.plan)
+        value |= {
+            "finished_shards": value["unfinished"]["finished_shards"],
+            "rows": plan.spec.rows,
+            "shards": plan.spec.shards,
+            "shard_size": plan.spec.shard_size,
+            "block_shape": list(plan.spec.block_shape),
+            "embed_dim": plan.spec.embed_dim,
+            "precisions": list(plan.spec.precisions),
+            "model": plan.model,
+            "plan": plan.fingerprint,
+        }
+    return value
+
+
+def _unfinished(root: Path) -> dict[str, Any] | None:
+    """Return the kind and the number of finished shards of an unfinished change; None if there is none."""
+    from storage_formats.change import is_unfinished
+
+    journal = is_unfinished(root)
+    if journal is None:
+        return None
+    return {"kind": journal.kind, "finished_shards": sum(1 for _ in Layout(root).receipt(0).parent.glob("*.json"))}
 
 
 def _columns(manifest: Manifest) -> list[dict[str, Any]]:
@@ -124,11 +136,17 @@ def _columns(manifest: Manifest) -> list[dict[str, Any]]:
 
 def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the most important entries of `value` as (name, text) pairs."""
-    m, d = value["block_shape"]
     lines = [("index", value["index"]), ("state", value["state"])]
+    if change := value["unfinished"]:
+        again = f"run '{change['kind']}' again to finish it, or 'gc' to discard it"
+        lines.append(
+            ("unfinished", f"{change['kind']}, {counted(change['finished_shards'], 'finished shard')}; {again}")
+        )
+    if "block_shape" not in value:
+        return lines
+    m, d = value["block_shape"]
     if value["state"] == "begun":
-        finished = f"{value['finished_shards']:,} of {value['shards']:,} finished"
-        lines.append(("shards", f"{finished}; run 'build' again to resume"))
+        lines.append(("shards", f"{value['finished_shards']:,} of {value['shards']:,} finished"))
     else:
         counts = value["counts"]
         failed = "".join(f", {reason} {count:,}" for reason, count in counts["failed"].items())

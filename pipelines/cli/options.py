@@ -11,7 +11,7 @@ import click
 from edje_index.models import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
 from pipelines.cli.output import LOG_KEY
-from pipelines.planning.config import SHARD_SIZE
+from pipelines.jobs.plan import SHARD_SIZE
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import IndexLocation, index_location, local_path

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import click
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop
 from pipelines.progress.wording import printable
 from storage_formats.errors import EdjeError
+from storage_formats.format.layout import Layout
+from storage_formats.format.object_store import IndexLocation
 
 LOG_KEY = "pipelines.cli.log"
 """Key of the value of `--log` in `click.Context.meta`."""
@@ -43,7 +45,7 @@ def this_command() -> str:
 @contextlib.contextmanager
 def naming_max_failed() -> Iterator[None]:
     """Context manager that names the option `--max-failed` if too many inputs failed."""
-    from pipelines.jobs.failed_inputs import FailedInputsError
+    from pipelines.jobs.shard_run import FailedInputsError
 
     try:
         yield
@@ -56,15 +58,18 @@ def naming_max_failed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running_job(*, quiet: bool, can_resume: Callable[[], bool] = lambda: True) -> Iterator[tuple[OnEvent, ShouldStop]]:
+def running_job(
+    index: IndexLocation | None = None, *, quiet: bool, resumes: bool = True
+) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield two callbacks for a job: `on_event` shows progress, and `should_stop` returns True after a signal to stop.
 
     If the command has the option `--log`, the events are also written to the file that it names. If the job stops early
-    and `can_resume()` returns True, the error message says how to resume the job.
+    and can be resumed, the error message says how.
 
     Args:
+        index: directory or URL of the index that the job changes; None if it changes no index.
         quiet: True to show no progress.
-        can_resume: function that returns True if a stopped job can be resumed.
+        resumes: False if the job cannot be resumed.
     """
     from pipelines.progress.display import log_file, progress_display
     from pipelines.progress.events import stop_on_signals
@@ -80,6 +85,6 @@ def running_job(*, quiet: bool, can_resume: Callable[[], bool] = lambda: True) -
         ):
             yield on_event, should_stop
     except (JobStopped, KeyboardInterrupt) as error:
-        if not can_resume():
+        if not resumes or (isinstance(index, Path) and not Layout(index).journal.exists()):
             raise
         raise JobStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}") from error

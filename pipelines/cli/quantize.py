@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
     from edje_index.evaluation.quantization import QuantizationReport
-    from pipelines.engines.base import Engine
     from pipelines.jobs.quantize import QuantizeResult
 
 
@@ -104,12 +102,14 @@ def quantize(
         measured = _report(index, report, to, source, queries, model, quiet=quiet, as_json=as_json)
         output = {"report": asdict(measured)} if to or drop else asdict(measured)
     if to or drop:
-        from pipelines.jobs.quantize import QuantizeConfig, quantize_at
+        from pipelines.jobs.quantize import quantize_index
 
-        chosen_engine = _engine(engine, workers, address)
-        with running_job(quiet=quiet) as (on_event, should_stop):
-            make_config = functools.partial(QuantizeConfig, to=to, drop=drop, source=source)
-            result = quantize_at(index, make_config, chosen_engine, on_event, should_stop)
+        if engine == "inline" and (workers is not None or address is not None):
+            raise UsageError("--workers and --address need --engine ray; add --engine ray")
+        count = None if engine == "inline" else workers or 2
+        options: dict[str, Any] = {"drop": drop, "source": source, "workers": count, "address": address}
+        with running_job(index, quiet=quiet) as (on_event, should_stop):
+            result = quantize_index(index, to, **options, on_event=on_event, should_stop=should_stop)
         if not as_json:
             _print(index, result)
         output |= asdict(result)
@@ -154,11 +154,3 @@ def _print(index: IndexLocation, result: QuantizeResult) -> None:
     for name, size in result.bytes_per_image.items():
         print_line(f"{name:6} {size:7,} bytes per image{'  (new)' if name in result.added else ''}")
     print_line(f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s")
-
-
-def _engine(name: str, workers: int | None, address: str | None) -> Engine:
-    from pipelines.engines.base import open_engine
-
-    if name == "inline" and (workers is not None or address is not None):
-        raise UsageError("--workers and --address need --engine ray; add --engine ray")
-    return open_engine(name, workers or 2, address=address)

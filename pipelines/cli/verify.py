@@ -46,7 +46,7 @@ def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: boo
     from storage_formats.verify import verify_index
 
     checked = 0
-    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
+    with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
         show = stop_at_events(on_event, should_stop, "stopped; not all files were checked")
 
         def count(done: int, total: int) -> None:

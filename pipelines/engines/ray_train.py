@@ -53,7 +53,7 @@ def train_on_ray(
         EdjeError: Ray or the training run failed; the message gives the reason.
     """
     from edje_index.training.checkpoints import read_log
-    from pipelines.planning.machine import cuda_devices
+    from pipelines.environment import cuda_devices
 
     run = task.config.run
     run_dir, workers, cpus = run.folder, run.workers, run.threads or 1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipelines.jobs.lock import locked_index
-from pipelines.planning.machine import free_disk
-from pipelines.planning.resources import usable_memory
+from pipelines.environment import free_disk
+from pipelines.jobs.resources import usable_memory
 from pipelines.progress.events import OnEvent, Progress, ShouldStop, progress_callback, stop_at_events
 from storage_formats.errors import UsageError
 
@@ -47,18 +46,17 @@ def run_ann_build(
         EdjeError: another process is changing the index.
         OSError: a file cannot be written.
     """
-    from edje_index.indexing.faiss_index import AnnRequest, add_ann
-    from storage_formats.format.manifest import CommittedIndex
+    from edje_index.indexing.faiss_index import AnnRequest, replace_ann
+    from storage_formats.change import begin_change
     from storage_formats.writing.working_copy import working_copy
 
     on_event = stop_at_events(on_event, should_stop, _STOPPED)
     with working_copy(location) as copy:
-        CommittedIndex.open(copy.root)  # fails before the lock makes a directory
-        with locked_index(copy.root):
+        with begin_change(copy.root, "ann build") as change:
             download_embeddings(copy, on_event)
             request = AnnRequest(ann, recall, usable_memory(memory))
-            manifest = add_ann(copy.root, request, progress_callback(on_event))
-            copy.remove_unnamed_objects()
+            manifest = replace_ann(change, request, progress_callback(on_event))
+        copy.remove_unnamed_objects()
     return manifest.ann
 
 

@@ -1,48 +1,335 @@
-"""The build job: plans a build, encodes each shard, and commits the index."""
+"""Builds an index of images."""
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+import os
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from pipelines.engines.base import describe_error
-from pipelines.jobs.build_result import BuildResult, build_result
-from pipelines.jobs.encode_shards import encode_shards
-from pipelines.jobs.leftovers import remove_leftovers
-from pipelines.jobs.lock import locked_index
-from pipelines.jobs.publish_build import publish_build
-from pipelines.planning.config import BuildConfig
-from pipelines.planning.output import check_output
-from pipelines.planning.prepare import prepare_build
-from pipelines.progress.events import JobStopped, OnEvent, ShouldStop
-from storage_formats.format.layout import Layout
+from pipelines.jobs.encode import encode_rows
+from pipelines.jobs.plan import (
+    SHARD_SIZE,
+    BuildSettings,
+    Plan,
+    check_inputs,
+    model_record,
+    refuse_differences,
+    settings_of,
+    stopping_on_full_disk,
+    store_inputs,
+)
+from pipelines.jobs.resources import check_ann_memory, check_index_size, check_workers
+from pipelines.progress.events import Bottleneck, Event, OnEvent, ShouldStop, StatusMessage, bottleneck
+from pipelines.progress.wording import counted
+from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.object_store import local_path
+
+if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
+    from pipelines.jobs.shard_run import ShardRun
+    from storage_formats.format.manifest import CommittedIndex, Manifest
 
 
-def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> BuildResult:
-    """Build the index that `config` describes. Resume an unfinished build, or check a finished index.
+@dataclass(frozen=True)
+class BuildResult:
+    """The result of a build.
+
+    Attributes:
+        inputs: number of all inputs; the sum of indexed, duplicates and failed.
+        indexed: number of inputs that were encoded.
+        duplicates: number of inputs that are byte-identical to an earlier input.
+        failed: number of inputs that could not be encoded.
+        failed_by_reason: number of failed inputs by reason.
+        rows: number of rows of the index.
+        shards: number of shards of the index.
+        seconds: wall time of this run.
+        images_per_second: rows that this run encoded per second after the listing; 0 if it encoded no row.
+        bottleneck: stage in which the workers spent the most time; None if no times are known.
+        stage_seconds: seconds per stage, summed over all shards. In `wait` (for decoded images), `encode` (the model)
+            and `write`, they are seconds of the workers. `read` and `decode` are sums over the decoding threads. Empty
+            if an earlier run had finished the index.
+        already_finished: True if an earlier run had finished the index.
+        truncated: number of indexed images that could be decoded only in part; None if an earlier run had finished the
+            index.
+        ignored: number of entries in the sources that are not inputs, by suffix or reason; None if an earlier run had
+            finished the index, because only the plan of an unfinished build counts them.
+
+    Example:
+        >>> from pipelines import build_index
+        >>> result = build_index("photos", "new.edje", "model", engine="inline")
+        >>> result.inputs == result.indexed + result.duplicates + result.failed == 6
+        True
+    """
+
+    inputs: int
+    indexed: int
+    duplicates: int
+    failed: int
+    failed_by_reason: dict[str, int]
+    rows: int
+    shards: int
+    seconds: float
+    images_per_second: float
+    bottleneck: Bottleneck | None
+    stage_seconds: dict[str, float]
+    already_finished: bool = False
+    truncated: int | None = None
+    ignored: dict[str, int] | None = None
+
+
+def ignore(event: Event) -> None:
+    """Do nothing. This is the default value of `on_event`."""
+
+
+def never() -> bool:
+    """Return False. This is the default value of `should_stop`."""
+    return False
+
+
+@name_missing_extra("build")
+def build_index(
+    sources: str | Path | Sequence[str | Path],
+    out: str | Path,
+    model: str | Path,
+    *,
+    engine: Literal["ray", "inline"] = "ray",
+    workers: int | None = None,
+    threads: int | None = None,
+    shard_size: int = SHARD_SIZE,
+    batch_size: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    precisions: Sequence[str] = ("bf16",),
+    dedupe: bool = False,
+    column: str | None = None,
+    max_pixels: int | None = None,
+    truncated: Literal["fail", "load"] = "fail",
+    frames: int | None = None,
+    max_failed: float | None = None,
+    address: str | None = None,
+    memory: int | None = None,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
+) -> BuildResult:
+    """Build an index of images, as `edje-index build` does.
+
+    Call the function again with the same arguments to resume a stopped build. If the index is finished, the function
+    only checks that the arguments, the inputs and the lengths of the files are the same.
+
+    Args:
+        sources: one or several directories, archives, lists of paths or image files. The rows of the index have the
+            order of the sources.
+        out: directory of the index.
+        model: directory of the model bundle.
+        engine: "ray" or "inline".
+        workers: number of worker processes; None derives the number from the hardware.
+        threads: number of CPU threads per worker; None derives the number from the hardware. A resumed build keeps the
+            number of the first run.
+        shard_size: number of rows per shard.
+        batch_size: number of images per forward pass; None is 8 on a CPU and 32 on cuda. A resumed build keeps the
+            number of the first run.
+        device: device of the encoder: "auto", "cpu" or "cuda".
+        dtype: data type of the encoder's matrix products: "float32", "bfloat16" or "auto". "auto" is bfloat16 on cuda,
+            and on a CPU if the CPU of the process that plans the build has bfloat16 instructions. None is bfloat16 on
+            cuda and float32 on every CPU. A resumed build keeps the type of the first run.
+        precisions: precisions of the stored tokens.
+        dedupe: True to encode byte-identical inputs only once.
+        column: name of the path column in lists of paths; None selects the first column with a usual name.
+        max_pixels: maximum number of pixels of an image; larger images become failed rows. None selects
+            `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
+        truncated: "fail" makes a truncated image a failed row. "load" indexes the readable part of the image.
+        frames: number of frames per clip. Video files are then inputs, too. None indexes images only.
+        max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the build ends with an error. None
+            allows 1 % of the inputs, but at least 20 inputs.
+        address: address of the Ray cluster to join; None starts Ray on this machine.
+        memory: memory in bytes that the workers on this machine and the nearest-neighbour index may need; None is the
+            free memory. The build is planned for this limit, which the operating system does not enforce. The kind of
+            nearest-neighbour index depends on the limit. The tokens do not.
+        on_event: called with each progress event.
+        should_stop: called often; the build stops once `should_stop()` returns True.
 
     Raises:
-        UsageError: a setting of `config` is invalid, or differs from the settings of the index in `config.out`.
-        ModelError: the model bundle cannot be used.
+        UsageError, ModelError: the request is invalid, or differs from that of the index at `out`.
         JobStopped: the build stopped early. Finished shards are kept.
-        EdjeError: another process is changing the index, no input could be indexed, or more inputs failed than
-            `config.max_failed` allows.
+        FailedInputsError: no input could be indexed, or a larger share failed than `max_failed` allows.
+        EdjeError: another process is changing the index.
+        MissingExtraError: a package of the extra `build` is not installed.
+
+    Example:
+        >>> from pipelines import build_index
+        >>> result = build_index("photos", "new.edje", "model", engine="inline", precisions=["fp8"])
+        >>> result.inputs, result.indexed, result.failed
+        (6, 6, 0)
     """
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.indexing.faiss_index import AnnRequest, build_ann
+    from storage_formats.change import begin_change, begin_index
+    from storage_formats.writing.publish import Provenance, new_manifest
+
     started = time.monotonic()
-    check_output(config)
-    is_finished = Layout(config.out).manifest.exists()
-    if is_finished:
-        remove_leftovers(config.out)
-    with contextlib.nullcontext() if is_finished else locked_index(config.out):
-        prepared = prepare_build(config, on_event, should_stop)
-        run = None
-        if prepared.finished is not None:
-            manifest = prepared.finished.manifest
-        else:
-            try:
-                run = encode_shards(config, prepared, on_event, should_stop)
-                manifest = publish_build(prepared.plan, run.receipts, on_event, memory=config.memory)
-            except OSError as error:
-                reason = f"cannot write {config.out}: {describe_error(error)}; finished shards are kept"
-                raise JobStopped(reason) from error
-    return build_result(manifest, prepared.plan, run, time.monotonic() - started)
+    specs, out = source_names(sources), local_path(out)
+    if any(os.path.realpath(spec) == os.path.realpath(out) for spec in specs):
+        raise UsageError(f"{out} is also one of the sources; choose another output directory", parameter="out")
+    info = read_bundle_info(local_path(model))
+
+    def settings_after(stored: BuildSettings | None) -> BuildSettings:
+        return BuildSettings.choose(
+            stored,
+            sources=specs,
+            column=column,
+            dedupe=dedupe,
+            shard_size=shard_size,
+            precisions=precisions,
+            max_pixels=max_pixels,
+            batch_size=batch_size,
+            threads=threads,
+            device=device,
+            dtype=dtype,
+            truncated=truncated,
+            frames=frames,
+        )
+
+    if Layout(out).manifest.exists():
+        manifest = check_finished(out, info, settings_after, should_stop).manifest
+        return _result(manifest, None, None, time.monotonic() - started)
+    with begin_change(out, "build", is_new=True) as change:
+        stored = None if change.plan is None else Plan.from_json(change.plan)
+        settings = settings_after(stored.settings if stored else None)
+        if stored is not None:
+            refuse_differences(out, stored.model, stored.settings, info, settings)
+        workers = check_workers(settings, info, engine=engine, workers=workers, address=address, memory=memory)
+        with stopping_on_full_disk(out):
+            if stored is None:
+                plan = _plan(change.layout, settings, model_record(info), info.block_shape, info.embed_dim, on_event,
+                             should_stop)  # fmt: skip
+                check_index_size(out, plan.spec, memory)
+                change.store_plan(plan.to_json())
+            else:
+                check_ann_memory(stored.spec, memory)  # another limit than that of the first run may hold
+                check_inputs(out, stored, change.receipts(stored.shards, stored.fingerprint))
+                plan = replace(stored, model=model_record(info))  # the bundle may have moved
+            begin_index(out, plan.spec)
+            run = encode_rows(
+                change,
+                plan,
+                engine=engine,
+                workers=workers,
+                address=address,
+                max_failed=max_failed,
+                on_event=on_event,
+                should_stop=should_stop,
+            )
+            on_event(StatusMessage("building the nearest-neighbour index"))
+            ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
+            stored_settings = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}
+            provenance = Provenance(plan.model, stored_settings, plan.fingerprint)
+            manifest = new_manifest(change.layout, plan.spec, run.receipts, provenance, ann, plan.columns)
+            change.commit(manifest)
+    return _result(manifest, run, plan, time.monotonic() - started)
+
+
+def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+    """Return the names of one or several sources."""
+    return (str(sources),) if isinstance(sources, str | Path) else tuple(map(str, sources))
+
+
+def _plan(
+    layout: Layout,
+    settings: BuildSettings,
+    model: dict[str, object],
+    block_shape: tuple[int, int],
+    embed_dim: int,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> Plan:
+    """List the inputs of all sources, write them to `build/inputs/`, and return the plan."""
+    from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
+
+    opened = open_sources(settings.sources, settings.column, clips=settings.frames is not None)
+    digest = hashlib.sha256()
+    refs = digested(iter_all(opened), digest, on_event, should_stop)
+    lists = store_inputs(layout, mark_duplicates(refs) if settings.dedupe else refs, settings.shard_size)
+    ignored = {**count_ignored(opened), **lists.ignored}
+    if not lists.rows:
+        raise nothing_to_index(settings.sources, ignored)
+    spec = IndexSpec(lists.rows, settings.shard_size, block_shape, embed_dim, settings.precisions)
+    return Plan(spec, model, settings, digest.hexdigest(), lists.duplicates, ignored, lists.checksums, lists.columns)
+
+
+def nothing_to_index(sources: Sequence[str], ignored: dict[str, int]) -> UsageError:
+    """Return the error for sources without inputs. `ignored` counts the other entries of the sources."""
+    kinds = ", ".join(f"{name} {count}" for name, count in ignored.items())
+    reason = f"none of the files is an image ({kinds})" if kinds else "there are no files"
+    return UsageError(f"there is nothing to index in {', '.join(sources)}: {reason}", parameter="sources")
+
+
+def check_finished(
+    out: Path, info: BundleInfo, settings_after: Callable[[BuildSettings], BuildSettings], should_stop: ShouldStop
+) -> CommittedIndex:
+    """Check that a request asks for the finished index at `out`, and that its files and its sources have not changed.
+
+    Args:
+        out: directory of the index.
+        info: the requested model.
+        settings_after: function that takes the settings of the index and returns the requested settings.
+        should_stop: called before each input.
+
+    Raises:
+        UsageError: the model, the settings or the inputs differ.
+        CorruptIndexError: a file is missing or has another length.
+    """
+    from pipelines.sources import digested, iter_all, open_sources
+    from storage_formats.change import finish_committed
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.presence import check_files
+
+    finish_committed(out)
+    index = CommittedIndex.open(out)
+    stored = settings_of(out, index.manifest)
+    settings = settings_after(stored)
+    refuse_differences(out, index.manifest.model, stored, info, settings)
+    check_files(index)
+    sources, digest = (
+        open_sources(settings.sources, settings.column, clips=settings.frames is not None),
+        hashlib.sha256(),
+    )
+    inputs = sum(1 for _ in digested(iter_all(sources), digest, ignore, should_stop))
+    if digest.hexdigest() != index.manifest.settings.get("inputs_digest"):
+        before = counted(index.manifest.counts.inputs, "input")
+        raise UsageError(
+            f"the sources have changed since {out} was built: they had {before} and now have {inputs}, with other "
+            "names, sizes or metadata. Add new inputs with 'edje-index append', or choose another output directory",
+            parameter="sources",
+        )
+    return index
+
+
+def _result(manifest: Manifest, run: ShardRun | None, plan: Plan | None, seconds: float) -> BuildResult:
+    """Return the result of the build of `manifest`. `run` and `plan` are None if an earlier run finished the index."""
+    counts = manifest.counts
+    stage_seconds: Counter[str] = Counter()
+    for receipt in run.receipts if run else ():
+        stage_seconds.update(receipt.seconds)
+    return BuildResult(
+        inputs=counts.inputs,
+        indexed=counts.indexed,
+        duplicates=counts.duplicates,
+        failed=counts.failed_total,
+        failed_by_reason=counts.failed,
+        rows=manifest.spec.rows,
+        shards=manifest.spec.shards,
+        seconds=seconds,
+        images_per_second=run.rows / run.seconds if run and run.rows else 0.0,
+        bottleneck=bottleneck(stage_seconds),
+        stage_seconds=dict(stage_seconds),
+        already_finished=run is None,
+        truncated=sum(receipt.truncated for receipt in run.receipts) if run else None,
+        ignored=plan.ignored if plan else None,
+    )

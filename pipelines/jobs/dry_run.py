@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.planning.append import new_inputs, refuse_other_append
-from pipelines.planning.config import AppendConfig, BuildConfig
-from pipelines.planning.finished import sources_changed
-from pipelines.planning.machine import free_disk
-from pipelines.planning.new_rows import request_rows
-from pipelines.planning.output import check_output
-from pipelines.planning.plan import BuildSettings, read_plan, settings_of_request
-from pipelines.planning.resources import (
+from pipelines.environment import free_disk
+from pipelines.jobs.add_rows import bundle_of, inputs_to_append, settings_of_rows, source_group
+from pipelines.jobs.build import check_finished, ignore, never, nothing_to_index, source_names
+from pipelines.jobs.plan import BuildSettings, Plan, refuse_differences, settings_of
+from pipelines.jobs.resources import (
     check_ann_memory,
-    check_index_size,
+    check_disk,
+    check_extension_memory,
     check_workers,
     disk_need,
     model_memory_need,
     usable_memory,
 )
-from pipelines.planning.stored import read_stored_build
 from pipelines.progress.events import OnEvent, ShouldStop
-from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.object_store import local_path
 
 if TYPE_CHECKING:
-    from edje_index.bundles.info import BundleInfo
     from edje_index.images.inputs import InputRef
 
 
@@ -67,8 +64,20 @@ class DryRun:
     free_memory_bytes: int
 
 
-def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> DryRun:
-    """Return what the build would do. The sources are listed again, also for a stopped build.
+def try_build(
+    sources: str | Path | Sequence[str | Path],
+    out: str | Path,
+    model: str | Path,
+    *,
+    engine: str = "ray",
+    workers: int | None = None,
+    address: str | None = None,
+    memory: int | None = None,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
+    **settings: Any,
+) -> DryRun:
+    """Return what `pipelines.build_index` would do with the same arguments. The sources are listed again.
 
     Raises:
         UsageError: the build would refuse the settings, the sources or this machine.
@@ -78,83 +87,105 @@ def try_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
     """
     from edje_index.bundles.info import read_bundle_info
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
-    from storage_formats.presence import check_files
+    from storage_formats.change import check_free, is_unfinished
+    from storage_formats.format.receipts import read_receipt
 
-    check_output(config)
-    stored = read_stored_build(config.out)
-    info = read_bundle_info(config.model)
-    settings = settings_of_request(config, info, stored.plan if stored else None)
-    if stored is not None and stored.index is not None:
-        check_files(stored.index)
-    workers = check_workers(config, settings, info)
-    sources = open_sources(config.sources, config.column, clips=config.frames is not None)
-    digest = hashlib.sha256()
-    refs = digested(iter_all(sources), digest, on_event, should_stop)
-    inputs, duplicates, failed = _count(mark_duplicates(refs) if config.dedupe else refs)
-    if stored is not None and stored.index is not None and digest.hexdigest() != stored.plan.inputs_digest:
-        raise sources_changed(config, stored.index, inputs)
-    if not inputs:
-        raise UsageError(
-            f"there is nothing to index in {', '.join(config.sources)}; check the sources", parameter="sources"
-        )
-    spec = IndexSpec(inputs, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
-    finished_shards = 0
-    if stored is None:
-        check_index_size(config.out, spec, config.memory)
-    elif stored.index is not None:
-        finished_shards = spec.shards
+    names, root = source_names(sources), local_path(out)
+    info = read_bundle_info(local_path(model))
+
+    def settings_after(stored: BuildSettings | None) -> BuildSettings:
+        return BuildSettings.choose(stored, sources=names, **settings)
+
+    finished_shards, failed, ignored = 0, dict[str, int](), dict[str, int]()
+    if Layout(root).manifest.exists():
+        manifest = check_finished(root, info, settings_after, should_stop).manifest
+        chosen, spec, finished_shards = settings_of(root, manifest), manifest.spec, manifest.spec.shards
+        inputs, duplicates = manifest.counts.inputs, manifest.counts.duplicates
     else:
-        check_ann_memory(stored.plan.spec, config.memory)
-        finished_shards = len(stored.receipts)
+        check_free(Layout(root))
+        journal = is_unfinished(root)
+        stored = Plan.from_json(journal.plan) if journal is not None and journal.plan else None
+        chosen = settings_after(stored.settings if stored else None)
+        if stored is not None:
+            refuse_differences(root, stored.model, stored.settings, info, chosen)
+            receipts = (read_receipt(Layout(root), shard, stored.fingerprint) for shard in stored.shards)
+            finished_shards = sum(receipt is not None for receipt in receipts)
+        opened = open_sources(names, chosen.column, clips=chosen.frames is not None)
+        refs = digested(iter_all(opened), hashlib.sha256(), on_event, should_stop)
+        inputs, duplicates, failed = _count(mark_duplicates(refs) if chosen.dedupe else refs)
+        ignored = count_ignored(opened)
+        if not inputs:
+            raise nothing_to_index(names, ignored)
+        spec = IndexSpec(inputs, chosen.shard_size, info.block_shape, info.embed_dim, chosen.precisions)
+        check_ann_memory(spec, memory)
+        if stored is None:
+            check_disk(root, spec, memory)
+    workers = check_workers(chosen, info, engine=engine, workers=workers, address=address, memory=memory)
     return DryRun(
         inputs=inputs,
         duplicates=duplicates,
         failed_by_reason=failed,
-        ignored=count_ignored(sources),
+        ignored=ignored,
         rows=spec.rows,
         shards=spec.shards,
         finished_shards=finished_shards,
         workers=workers,
-        disk_bytes=disk_need(spec, config.memory).parts,
-        **_machine(config, settings, info, workers),
+        disk_bytes=disk_need(spec, memory).parts,
+        free_disk_bytes=free_disk(root),
+        memory_bytes=model_memory_need(workers, chosen, info).parts,
+        free_memory_bytes=usable_memory(memory),
     )
 
 
-def try_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> DryRun:
-    """Return what the append would do. The index is not locked.
+def try_append(
+    index: str | Path,
+    sources: str | Path | Sequence[str | Path],
+    *,
+    model: str | Path | None = None,
+    engine: str = "ray",
+    workers: int | None = None,
+    address: str | None = None,
+    column: str | None = None,
+    max_failed: float | None = None,
+    memory: int | None = None,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
+) -> DryRun:
+    """Return what `pipelines.append_index` would do with the same arguments. The index is not locked.
 
     Raises:
         UsageError: the append would refuse the settings, the sources or this machine.
         ModelError: the model bundle cannot be used, or another bundle built the index.
-        EdjeError: another change of the index has not finished.
         JobStopped: `should_stop()` returned True.
     """
     from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.receipts import read_receipts
+    from storage_formats.writing.working_copy import working_copy
 
-    index = CommittedIndex.open(config.root)
-    request = request_rows(config, index, "append")
-    stored, finished_shards = read_plan(config.root, append=True), 0
-    if stored is not None:
-        refuse_other_append(stored, request)
-        finished_shards = len(read_receipts(Layout(config.root), stored.shards, stored.fingerprint))
-    new = new_inputs(config, index, on_event, should_stop)
-    rows, _, failed = _count(new.refs)
-    if rows:
-        request.check_size(rows)
-    spec = replace(index.manifest.spec, rows=max(1, rows), segments=())
-    return DryRun(
-        inputs=rows + new.duplicates,
-        duplicates=new.duplicates,
-        failed_by_reason=failed,
-        ignored=dict(new.ignored),
-        rows=rows,
-        shards=spec.shards if rows else 0,
-        finished_shards=finished_shards,
-        workers=request.workers,
-        disk_bytes=disk_need(spec, config.memory).parts if rows else {},
-        **_machine(request.build, request.settings, request.info, request.workers),
-    )
+    names = source_names(sources)
+    with working_copy(index, read_only=True) as copy:
+        opened = CommittedIndex.open(copy.root)
+        settings, info = settings_of_rows(opened, source_group(names, column)), bundle_of(opened, model)
+        workers = check_workers(settings, info, engine=engine, workers=workers, address=address, memory=memory)
+        new = inputs_to_append(opened, names, column, on_event, should_stop)
+        rows, _, failed = _count(new.refs)
+        spec = replace(opened.manifest.spec, rows=max(1, rows), segments=())
+        if rows:
+            check_extension_memory(opened.manifest, rows, memory)
+            check_disk(copy.root, spec, memory)
+        return DryRun(
+            inputs=rows + new.duplicates,
+            duplicates=new.duplicates,
+            failed_by_reason=failed,
+            ignored=dict(new.ignored),
+            rows=rows,
+            shards=spec.shards if rows else 0,
+            finished_shards=0,
+            workers=workers,
+            disk_bytes=disk_need(spec, memory).parts if rows else {},
+            free_disk_bytes=free_disk(copy.root),
+            memory_bytes=model_memory_need(workers, settings, info).parts,
+            free_memory_bytes=usable_memory(memory),
+        )
 
 
 def _count(refs: Iterable[InputRef]) -> tuple[int, int, dict[str, int]]:
@@ -168,12 +199,3 @@ def _count(refs: Iterable[InputRef]) -> tuple[int, int, dict[str, int]]:
         elif ref.duplicate_of is not None:
             duplicates += 1
     return inputs, duplicates, dict(sorted(failed.items()))
-
-
-def _machine(config: BuildConfig, settings: BuildSettings, info: BundleInfo, workers: int | None) -> dict[str, Any]:
-    """Return the fields of `DryRun` about memory and free space."""
-    return {
-        "free_disk_bytes": free_disk(config.out),
-        "memory_bytes": model_memory_need(workers, settings, info).parts,
-        "free_memory_bytes": usable_memory(config.memory),
-    }

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.collector import paused_collector
-from pipelines.jobs.encode_shards import encoding_task
-from pipelines.planning.plan import plan_of_manifest
+from pipelines.jobs.encode import encoding_task
+from pipelines.jobs.plan import Plan, settings_of
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
 from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
@@ -108,12 +108,12 @@ class SourceEncoder:
     def _inputs_of(self, shard: int) -> dict[int, InputRef]:
         """Return the inputs of the rows of `shard` that have a block, by position."""
         from edje_index.images.inputs import InputRef
-        from pipelines.planning.retry_failed import refs_of_rows
+        from pipelines.jobs.compare import refs_of_rows
         from storage_formats.format.rows import INDEXED, iter_stored_rows
 
         (table,) = iter_stored_rows(self._index, _COLUMNS, [shard])
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
-        clips = plan_of_manifest(self._index.root, self._index.manifest).settings.frames is not None
+        clips = settings_of(self._index.root, self._index.manifest).frames is not None
         located = {(ref.uri, ref.uri_raw): ref for ref in refs_of_rows(rows, [], clips=clips)}
         inputs = {}
         for row in rows:
@@ -124,7 +124,10 @@ class SourceEncoder:
     def _encode_batches(self, wanted: list[int]) -> None:
         from edje_index.indexing.shard_encoding import encode_inputs
 
-        task = encoding_task(plan_of_manifest(self._index.root, self._index.manifest), self._shard)
+        manifest = self._index.manifest
+        settings = settings_of(self._index.root, manifest)
+        plan = Plan(manifest.spec, manifest.model, settings, "", 0, {}, {})
+        task = encoding_task(self._index.root, plan, self._shard)
         size = task.inputs_per_batch
         for start in sorted({position // size * size for position in wanted}):
             if self._should_stop():
@@ -143,7 +146,7 @@ class SourceEncoder:
             from edje_index.bundles.info import matching_bundle
             from edje_index.indexing.image_encoder import ImageEncoder
 
-            settings = plan_of_manifest(self._index.root, self._index.manifest).settings
+            settings = settings_of(self._index.root, self._index.manifest)
             path = matching_bundle(self._index, self._model).path
             return ImageEncoder.open(path, device=settings.device, threads=settings.threads, dtype=settings.dtype)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.planning.resources import check_index_size
+from pipelines.jobs.resources import check_index_size
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec

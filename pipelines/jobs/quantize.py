@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.engines.base import Engine, TaskInterrupted, Worker, describe_error
-from pipelines.jobs.leftovers import discard_stopped_copy, refuse_unfinished_append
-from pipelines.jobs.lock import locked_index
+from pipelines.engines.base import TaskInterrupted, Worker, open_engine
+from pipelines.environment import free_disk
+from pipelines.jobs.build import ignore, never
+from pipelines.jobs.encode import on_shared_directory
+from pipelines.jobs.plan import stopping_on_full_disk
 from pipelines.jobs.shard_run import ShardJob, run_shards
-from pipelines.jobs.shared_directory import on_shared_directory
-from pipelines.planning.machine import free_disk
-from pipelines.progress.events import JobStopped, OnEvent, PlanReady, ShardState, ShouldStop
+from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop
 from pipelines.progress.wording import counted
+from storage_formats.change import write_array_shapes
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.extras import name_missing_extra
+from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import Manifest
-    from storage_formats.format.object_store import IndexLocation
     from storage_formats.format.receipts import ShardReceipt
     from storage_formats.writing.conversion import ConversionTask
-
-
-@dataclass(frozen=True)
-class QuantizeConfig:
-    """A request to add or remove precisions.
-
-    Attributes:
-        root: directory of the index.
-        to: precisions to add.
-        drop: precisions to remove, after all precisions in `to` have been added.
-        source: precision to convert from. None takes the highest-fidelity precision stored. In this case, no precision
-            in `to` may have a higher fidelity than the source.
-    """
-
-    root: Path
-    to: tuple[str, ...]
-    drop: tuple[str, ...] = ()
-    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,96 +59,97 @@ class QuantizeResult:
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Conversion:
-    """A conversion to run.
-
-    Attributes:
-        root: directory of the index.
-        spec: sizes and precisions of the index.
-        source: precision to read.
-        targets: precisions to add.
-        source_digest: SHA-256 of the lengths and checksums of the files of `source`.
-    """
-
-    root: Path
-    spec: IndexSpec
-    source: str
-    targets: tuple[str, ...]
-    source_digest: str
-
-    @property
-    def plan(self) -> str:
-        """Return the fingerprint of the conversion. The receipts of the conversion contain this fingerprint."""
-        text = f"convert {self.spec} {self.source} {self.targets} {self.source_digest}"
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def quantize_at(
-    location: IndexLocation,
-    make_config: Callable[[Path], QuantizeConfig],
-    engine: Engine,
-    on_event: OnEvent,
-    should_stop: ShouldStop = lambda: False,
+@name_missing_extra("build")
+def quantize_index(
+    index: str | Path,
+    to: Sequence[str] = (),
+    *,
+    drop: Sequence[str] = (),
+    source: str | None = None,
+    workers: int | None = None,
+    address: str | None = None,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
 ) -> QuantizeResult:
-    """Add or remove precisions of the index at `location`, a directory or a URL. See `run_quantize` for the errors.
+    """Add and remove precisions of the stored tokens, as `edje-index quantize` does.
 
-    `make_config` takes the directory of the index and returns the request. If `location` is a URL, the directory is a
-    working copy; see `storage_formats.writing.working_copy` for its errors.
-    """
-    from storage_formats.writing.working_copy import working_copy
+    Call the function again with the same arguments to resume a stopped conversion.
 
-    with working_copy(location) as copy:
-        config = make_config(copy.root)
-        result = run_quantize(config, engine, on_event, should_stop)
-        if config.drop:
-            copy.remove_unnamed_objects()
-    return result
-
-
-def run_quantize(
-    config: QuantizeConfig, engine: Engine, on_event: OnEvent, should_stop: ShouldStop = lambda: False
-) -> QuantizeResult:
-    """Add the precisions in `config.to` that the index lacks, then remove the precisions in `config.drop`.
+    Args:
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
+            The index can be read during the conversion.
+        to: precisions to add. Precisions that the index already stores are skipped.
+        drop: precisions to remove, after all precisions in `to` have been added.
+        source: precision to convert from; None takes the highest-fidelity precision stored. In this case, no precision
+            in `to` may have a higher fidelity than the source.
+        workers: number of Ray workers; None converts in this process.
+        address: address of the Ray cluster to join; None starts Ray on this machine.
+        on_event, should_stop: as in `build_index`.
 
     Raises:
-        UsageError: there is no index, the precisions are invalid, or the disk is too small.
+        UsageError: there is no index at `index`, a precision is unknown, or the disk is too small.
         CorruptIndexError: the index is damaged.
         JobStopped: the conversion stopped early. Finished shards are kept.
-        EdjeError: another process is changing the index, or an append to the index has not finished.
+        UnfinishedChangeError: another change was stopped.
+        EdjeError: another process is changing the index.
+        MissingExtraError: `workers` is given and Ray is not installed.
+
+    Example:
+        >>> from pipelines import quantize_index
+        >>> result = quantize_index("photos.edje", ["fp8", "nvfp4"])
+        >>> result.precisions, result.bytes_per_image["nvfp4"]
+        (('bf16', 'fp8', 'nvfp4'), 36)
     """
-    from storage_formats.format.manifest import CommittedIndex, Manifest
-    from storage_formats.writing.conversion import drop_precision, remove_leftovers
-    from storage_formats.writing.publish import has_build_leftovers, remove_build
+    from storage_formats.change import begin_change
+    from storage_formats.writing.conversion import ConversionTask, with_precisions, without_precisions
+    from storage_formats.writing.working_copy import working_copy
 
     started = time.monotonic()
-    before = Manifest.load(config.root)
-    with locked_index(config.root):
-        manifest = Manifest.load(config.root)
-        layout = Layout(config.root)
-        if has_build_leftovers(layout):
-            remove_build(layout)
-        index = CommittedIndex.open(config.root)
-        refuse_unfinished_append(index)
-        missing = tuple(name for name in dict.fromkeys(config.to) if name not in manifest.spec.precisions)
-        _check_names(config, (*manifest.spec.precisions, *missing))
-        if not missing or layout.compaction.exists():
-            discard_stopped_copy(index, on_event)
-        source = precision_to_read(config.root, manifest, config.source) if missing else None
-        if source is not None:
-            if config.source is None:
-                _refuse_higher_fidelity(config.root, manifest, source, missing)
-            digest = _source_digest(config.root, manifest, source)
-            conversion = _Conversion(config.root, manifest.spec, source, missing, digest)
-            manifest = _convert(conversion, engine, on_event, should_stop)
-        for name in config.drop:
-            if name in manifest.spec.precisions:
-                manifest = drop_precision(config.root, name)
-        remove_leftovers(config.root)
+    request = {"to": sorted(to), "drop": sorted(drop), "source": source}
+    with working_copy(index) as copy, begin_change(copy.root, "quantize", request) as change:
+        assert change.index is not None
+        before, layout = change.index.manifest, change.layout
+        manifest, spec = before, before.spec
+        missing = tuple(name for name in dict.fromkeys(to) if name not in spec.precisions)
+        _check_names(copy.root, to, drop, source, (*spec.precisions, *missing))
+        read = precision_to_read(copy.root, manifest, source) if missing else None
+        with stopping_on_full_disk(copy.root):
+            if read is not None:
+                if source is None:
+                    _refuse_higher_fidelity(copy.root, manifest, read, missing)
+                text = f"convert {spec} {read} {missing} {_source_digest(copy.root, manifest, read)}"
+                plan, shards = hashlib.sha256(text.encode()).hexdigest(), list(spec.shard_numbers())
+                receipts = change.receipts(shards, plan)
+                _check_disk(copy.root, spec, missing, len(shards) - len(receipts))
+                write_array_shapes(layout, replace(spec, precisions=(*spec.precisions, *missing)))
+                on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
+                location = str(layout.root) if copy.remote is None else copy.remote.url
+                job = ShardJob(
+                    activity="converting",
+                    shards=shards,
+                    rows=spec.used_rows,
+                    make_worker=on_shared_directory(layout.root, open_converter),
+                    make_task=lambda shard: ConversionTask(
+                        location, str(layout.root), shard, spec, read, missing, plan
+                    ),
+                    state_of_report=lambda report: (report[0], ShardState(report[1])),
+                    state_of_receipt=lambda receipt: ShardState(receipt.rows),
+                )
+                engine = open_engine("inline" if workers is None else "ray", workers, address=address)
+                run = run_shards(job, receipts, engine, on_event, should_stop)
+                manifest = with_precisions(change.index, missing, run.receipts, source=read)
+            dropped = tuple(name for name in before.spec.precisions if name in drop)
+            if dropped:
+                manifest = without_precisions(layout, manifest, dropped)
+            if manifest is not before:
+                manifest = change.commit(manifest).manifest
+                change.clean_up(change.remove_files)
+        if dropped:
+            copy.remove_unnamed_objects()
     return QuantizeResult(
-        source=source,
+        source=read,
         added=missing,
-        dropped=tuple(name for name in before.spec.precisions if name not in manifest.spec.precisions),
+        dropped=dropped,
         precisions=manifest.spec.precisions,
         rows=manifest.spec.used_rows,
         shards=manifest.spec.used_shards,
@@ -238,63 +221,34 @@ def open_converter() -> Worker:
     return _convert_shard
 
 
-def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
+def _check_names(
+    root: Path, to: Sequence[str], drop: Sequence[str], source: str | None, available: tuple[str, ...]
+) -> None:
     """Raise UsageError if the precisions to add and to drop are invalid."""
     from storage_formats.codecs import codec
 
-    for name in (*config.to, *config.drop, *filter(None, [config.source])):
+    for name in (*to, *drop, *filter(None, [source])):
         codec(name)
-    if both := sorted({*config.to} & {*config.drop}):
+    if both := sorted({*to} & {*drop}):
         raise UsageError(
             f"{', '.join(both)} cannot be both added and dropped; name each precision once", parameter="drop"
         )
-    if config.drop and not set(available) - set(config.drop):
+    if drop and not set(available) - set(drop):
         raise UsageError(
-            f"dropping {', '.join(config.drop)} would leave {config.root} without tokens; keep at least one precision",
+            f"dropping {', '.join(drop)} would leave {root} without tokens; keep at least one precision",
             parameter="drop",
         )
 
 
-def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_stop: ShouldStop) -> Manifest:
-    """Convert the shards that earlier runs did not finish, and commit the new precisions. Return the new manifest."""
-    from storage_formats.format.receipts import read_receipts
-    from storage_formats.writing.begin import clear_staging
-    from storage_formats.writing.conversion import add_precisions
-
-    spec = conversion.spec
-    shards = list(spec.shard_numbers())
-    receipts = read_receipts(Layout(conversion.root), shards, conversion.plan)
-    _check_disk(conversion, len(shards) - len(receipts))
-    clear_staging(conversion.root)
-    on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
-    job = ShardJob(
-        activity="converting",
-        shards=shards,
-        rows=spec.used_rows,
-        make_worker=on_shared_directory(conversion.root, open_converter),
-        make_task=functools.partial(_conversion_task, conversion),
-        state_of_report=_state_of_report,
-        state_of_receipt=_state_of_receipt,
-    )
-    run = run_shards(job, receipts, engine, on_event, should_stop)
-    try:
-        return add_precisions(conversion.root, conversion.targets, run.receipts, source=conversion.source)
-    except OSError as error:
-        root, reason = conversion.root, describe_error(error)
-        raise JobStopped(f"cannot write {root}: {reason}; finished shards are kept") from error
-
-
-def _check_disk(conversion: _Conversion, shards: int) -> None:
+def _check_disk(root: Path, spec: IndexSpec, targets: tuple[str, ...], shards: int) -> None:
     """Raise UsageError if the disk has no room for `shards` shards of every target."""
-    spec = conversion.spec
-    record_sizes = [_record_bytes(spec, name) for name in conversion.targets]
+    record_sizes = [_record_bytes(spec, name) for name in targets]
     need = sum(shards * padded_shard_bytes(spec.shard_size, spec.shard_size, size)[1] for size in record_sizes)
-    free = free_disk(conversion.root)
+    free = free_disk(root)
     if need > free:
         raise UsageError(
-            f"converting {counted(shards, 'shard')} to {', '.join(conversion.targets)} needs up to {need} "
-            f"bytes of disk, but only {free} are free at {conversion.root}; free some space, or convert "
-            "to fewer precisions at a time",
+            f"converting {counted(shards, 'shard')} to {', '.join(targets)} needs up to {need} bytes of disk, but only "
+            f"{free} are free at {root}; free some space, or convert to fewer precisions at a time",
             parameter="to",
         )
 
@@ -303,26 +257,6 @@ def _record_bytes(spec: IndexSpec, name: str) -> int:
     from storage_formats.codecs import codec
 
     return codec(name, spec.block_shape).record_bytes
-
-
-def _conversion_task(conversion: _Conversion, shard: int) -> ConversionTask:
-    from storage_formats.format.index_files import remote_files
-    from storage_formats.writing.conversion import ConversionTask
-
-    root, remote = conversion.root.absolute(), remote_files(conversion.root)
-    url = None if remote is None else remote.folder.url
-    return ConversionTask(
-        str(root), shard, conversion.spec, conversion.source, conversion.targets, conversion.plan, url
-    )
-
-
-def _state_of_report(report: tuple[int, int]) -> tuple[int, ShardState]:
-    shard, done = report
-    return shard, ShardState(done)
-
-
-def _state_of_receipt(receipt: ShardReceipt) -> ShardState:
-    return ShardState(receipt.rows)
 
 
 def _convert_shard(

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelines.jobs.build import ignore, never
 from pipelines.jobs.encode_again import SourceEncoder
-from pipelines.jobs.leftovers import refuse_unfinished_append
-from pipelines.jobs.lock import locked_index
 from pipelines.progress.events import OnEvent, Progress, ShouldStop, StatusMessage, progress_callback, stop_at_events
 from storage_formats.format.layout import Layout
+from storage_formats.format.object_store import local_path
 
 if TYPE_CHECKING:
+    from storage_formats.change import Change
     from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.object_store import IndexLocation
     from storage_formats.format.shard_table import FileEntry
     from storage_formats.shard_check import Problem
     from storage_formats.verified_files import VerifiedFiles
@@ -48,33 +48,40 @@ class RepairResult:
     dry_run: bool
 
 
-def run_repair(
-    location: IndexLocation,
-    on_event: OnEvent,
-    should_stop: ShouldStop = lambda: False,
+def repair_index(
+    index: str | Path,
     *,
     dry_run: bool = False,
-    model: Path | None = None,
+    model: str | Path | None = None,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
 ) -> RepairResult:
-    """Verify the index at `location`, and rebuild damaged files from the other files of the index.
+    """Verify an index, and rebuild damaged files from its other files, as `edje-index repair` does.
 
     Tokens that no other file determines are encoded again from the sources.
 
     Args:
-        location: directory or URL of the index. The objects of an index at a URL are downloaded shard by
-            shard, for up to four shards at the same time.
-        on_event: function that receives progress events.
-        should_stop: function that is called after each progress event, and between batches of images.
+        index: directory or URL of the index. The objects of an index at a URL are downloaded shard by shard, for up to
+            four shards at the same time.
         dry_run: True to find out what can be repaired, without a change to the index.
         model: directory of the model bundle; None selects the bundle that built the index.
+        on_event, should_stop: as in `build_index`. `should_stop` is called after each progress event, and between
+            batches of images.
 
     Raises:
-        UsageError: there is no index at `location`.
+        UsageError: there is no index at `index`.
         CorruptIndexError: `index.json` is damaged.
-        EdjeError: another process is changing the index, or an append, update or retry has not finished.
+        UnfinishedChangeError: another change was stopped.
+        EdjeError: another process is changing the index.
         JobStopped: `should_stop()` returned True. Files that were repaired stay repaired.
         OSError: the index cannot be written.
+
+    Example:
+        >>> from pipelines import repair_index
+        >>> repair_index("photos.edje").repaired
+        ()
     """
+    from storage_formats.change import begin_change
     from storage_formats.format.manifest import CommittedIndex, Manifest
     from storage_formats.verified_files import verified_files
     from storage_formats.verify import verify
@@ -86,21 +93,20 @@ def run_repair(
     def on_progress(done: int, total: int) -> None:
         on_event(Progress("verifying", done, total))
 
-    with working_copy(location, read_only=dry_run) as copy:
-        CommittedIndex.open(copy.root)  # fails before the lock makes a directory
-        with contextlib.nullcontext() if dry_run else locked_index(copy.root), verified_files(location) as files:
-            if not dry_run:
-                refuse_unfinished_append(CommittedIndex.open(copy.root))
-            verification = verify(location, on_progress)
-            problems = verification.problems
-            index = CommittedIndex(files.root.absolute(), Manifest.load(files.root))
-            sources = SourceEncoder(index, model, on_event, should_stop)
-            repaired, settled, refusals = _repair(files, index, problems, sources, on_event, dry_run=dry_run)
-            repaired += _repair_ann(index, copy, {each.path for each in problems}, on_event, dry_run=dry_run)
+    with contextlib.ExitStack() as stack:
+        copy = stack.enter_context(working_copy(index, read_only=dry_run))
+        change = None if dry_run else stack.enter_context(begin_change(copy.root, "repair"))
+        files = stack.enter_context(verified_files(index))
+        verification = verify(index, on_progress)
+        problems = verification.problems
+        opened = CommittedIndex(files.root.absolute(), Manifest.load(files.root))
+        sources = SourceEncoder(opened, None if model is None else local_path(model), on_event, should_stop)
+        repaired, settled, refusals = _repair(files, opened, problems, sources, on_event, dry_run=dry_run)
+        repaired += _repair_ann(opened, copy, change, {each.path for each in problems}, on_event)
     settled |= {file.path for file in repaired}
     if not dry_run and repaired:
         on_event(StatusMessage("verifying the repairs"))
-        problems, settled = verify(location, on_progress, earlier=verification).problems, set()
+        problems, settled = verify(index, on_progress, earlier=verification).problems, set()
     left = [each for each in problems if each.path not in settled]
     return RepairResult(tuple(repaired), (*left, *map(files.describe, refusals)), dry_run)
 
@@ -120,7 +126,7 @@ def _repair(
         The repaired files, the paths of all files that have no problem after the repair, and the reasons why token
         files could not be rebuilt from the sources.
     """
-    from storage_formats.writing.begin import clear_staging
+    from storage_formats.change import clear_staging
     from storage_formats.writing.repair import ShardRepair
 
     if not dry_run:
@@ -151,9 +157,9 @@ def _repair(
 def _repair_metadata(
     files: VerifiedFiles, index: CommittedIndex, damaged: set[str], *, dry_run: bool
 ) -> Iterator[RepairedFile]:
+    from storage_formats.change import write_array_shapes
     from storage_formats.writing.remote_writes import zarr_entries
     from storage_formats.writing.repair import RepairedFile
-    from storage_formats.writing.snapshots import write_array_shapes
 
     layout, spec = Layout(index.root), index.manifest.spec
     paths = [layout.relative(path) for path in layout.zarr_files(spec.precisions)]
@@ -174,16 +180,19 @@ def _damaged_shards(index: CommittedIndex, damaged: set[str]) -> dict[int, dict[
 
 
 def _repair_ann(
-    index: CommittedIndex, copy: WorkingCopy, damaged: set[str], on_event: OnEvent, *, dry_run: bool
+    index: CommittedIndex, copy: WorkingCopy, change: Change | None, damaged: set[str], on_event: OnEvent
 ) -> Iterator[RepairedFile]:
-    """Build a damaged nearest-neighbour index again, and yield its files. If embeddings are damaged too, do nothing."""
+    """Build a damaged nearest-neighbour index again, and yield its files. If embeddings are damaged too, do nothing.
+
+    `change` is None if nothing is to be written.
+    """
     from storage_formats.writing.repair import RepairedFile
 
     paths = [file.path for file in index.manifest.ann_files if file.path in damaged]
     if not paths or any(path.startswith("embeddings/") for path in damaged):
         return
-    if not dry_run:
-        from edje_index.indexing.faiss_index import AnnRequest, add_ann
+    if change is not None:
+        from edje_index.indexing.faiss_index import AnnRequest, replace_ann
         from pipelines.jobs.ann import download_embeddings
         from storage_formats.format.manifest import CommittedIndex
         from storage_formats.writing.remote_writes import overwrite_file
@@ -191,7 +200,7 @@ def _repair_ann(
         download_embeddings(copy, on_event)
         on_event(StatusMessage("building the nearest-neighbour index"))
         request = AnnRequest.like(index.manifest.ann)
-        built = CommittedIndex(copy.root, add_ann(copy.root, request, progress_callback(on_event)))
+        built = CommittedIndex(copy.root, replace_ann(change, request, progress_callback(on_event)))
         for file in built.manifest.ann_files:
             if copy.remote is not None and file.path in damaged:  # a change uploads no file that the index has already
                 overwrite_file(copy.remote, built, file)

@@ -20,7 +20,6 @@ from pipelines.engines.base import (
     WorkerFactory,
     describe_error,
 )
-from pipelines.jobs.failed_inputs import FailedInputsError
 from pipelines.progress.events import JobStopped, OnEvent, ShardMeter, ShardState, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError, UsageError
@@ -29,6 +28,20 @@ if TYPE_CHECKING:
     from storage_formats.format.receipts import ShardReceipt
 
     Receipts = dict[int, ShardReceipt]
+
+
+class FailedInputsError(EdjeError):
+    """No input could be indexed, or more inputs failed than allowed.
+
+    Attributes:
+        problem: the error message without advice.
+        over_limit: True if a larger `max_failed` lets the change continue.
+    """
+
+    def __init__(self, problem: str, remedy: str, *, over_limit: bool) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem = problem
+        self.over_limit = over_limit
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Jobs on snapshots: delete rows, list snapshots, roll back, and remove old snapshots."""
+"""Changes of the snapshots of an index: delete rows, list snapshots, roll back, and remove old snapshots."""
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import re
 from collections.abc import Sequence
@@ -13,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.jobs.lock import locked_index
+from pipelines.jobs.build import ignore
+from pipelines.progress.events import OnEvent, StatusMessage
 from storage_formats.errors import UsageError
 from storage_formats.row_ids import check_row_ids
 
 if TYPE_CHECKING:
+    from storage_formats.change import Removal
     from storage_formats.format.manifest import CommittedIndex, Manifest
     from storage_formats.format.object_store import IndexLocation
-    from storage_formats.writing.snapshots import Removal
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DeleteResult:
         left: number of rows that remain (or would remain, if `dry_run` is True).
         snapshot: number of the current snapshot.
         dry_run: True if the deletion was only tried and nothing was changed.
-        erased: number of rows whose data was overwritten.
+        erased: number of deleted rows whose data was removed.
 
     Example:
         >>> from pipelines import delete_rows
@@ -50,46 +50,114 @@ class DeleteResult:
     erased: int = 0
 
 
-def run_delete(
-    location: IndexLocation, rows: Sequence[int], uri: str | None, *, where: str | None = None, dry_run: bool = False
+def delete_rows(
+    index: str | Path,
+    rows: Sequence[int] = (),
+    *,
+    uri: str | None = None,
+    where: str | None = None,
+    erase: bool = False,
+    dry_run: bool = False,
+    on_event: OnEvent = ignore,
 ) -> DeleteResult:
-    """Delete rows of the index at `location`, and commit a snapshot.
+    """Delete rows of an index, as `edje-index delete` does. The other rows keep their ids.
 
-    Delete the rows with the ids `rows`, the rows whose uri matches the shell pattern `uri`, and the rows that pass the
-    filter `where`.
+    Args:
+        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
+        rows: ids of the rows to delete.
+        uri: shell pattern such as "*.jpg". Rows with a matching uri are deleted too.
+        where: filter such as "licence is null", see `edje_index.search.where`. Rows that pass the filter are deleted
+            too.
+        erase: also remove the data of all deleted rows: delete the duplicates of the selected rows, copy the other rows
+            of their shards to new shards, and remove all earlier snapshots. The copied rows get new row ids. Call the
+            function again to finish an interrupted erasure; it then needs no rows.
+        dry_run: return the result without changing the index.
+        on_event: as in `build_index`.
 
     Raises:
-        UsageError: there is no index at `location`, `where` is invalid, or no rows are selected because `rows`, `uri`
-            and `where` are all missing.
+        UsageError: there is no index at `index`, `where` is invalid, or no rows are selected because `rows`, `uri` and
+            `where` are all missing.
         RowIdError: a row id does not exist.
+        UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
-        OSError: the index cannot be written.
+
+    Example:
+        >>> from pipelines import delete_rows
+        >>> result = delete_rows("photos.edje", rows=[1, 3])
+        >>> result.deleted, result.left, result.snapshot
+        ((1, 3), 4, 1)
     """
+    from pipelines.jobs.copy import compact_index
+    from storage_formats.change import begin_change, is_unfinished
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.publish import write_tombstones
     from storage_formats.writing.working_copy import working_copy
 
-    if not len(rows) and uri is None and where is None:
+    if not len(rows) and uri is None and where is None and not erase:
         raise UsageError("no rows are selected; give row ids, a uri pattern or a filter", parameter="rows")
-    with working_copy(location, read_only=dry_run) as copy:
-        return _delete(copy.root, rows, uri, where, dry_run=dry_run)
+    if dry_run:
+        with working_copy(index, read_only=True) as copy:
+            opened = CommittedIndex.open(copy.root)
+            requested, new = _select(opened, rows, uri, where, erase=erase)
+            manifest = opened.manifest
+    else:
+        if erase:
+            with working_copy(index, read_only=True) as copy:
+                journal = None if copy.remote else is_unfinished(copy.root)
+            if journal is not None and journal.kind == "compact":  # of an interrupted erasure
+                compact_index(index, only_shards_with_deleted=True, on_event=on_event)
+        with working_copy(index) as copy, begin_change(copy.root, "delete") as change:
+            assert change.index is not None
+            opened, manifest = change.index, change.index.manifest
+            requested, new = _select(opened, rows, uri, where, erase=erase)
+            if len(new):
+                tombstones = opened.deleted.with_rows(new)
+                snapshot = replace(
+                    manifest.snapshot,
+                    deleted=write_tombstones(change.layout, tombstones),
+                    deleted_rows=len(tombstones),
+                )
+                manifest = change.commit(replace(manifest, snapshot=snapshot), {"rows": len(new)}).manifest
+    left = opened.manifest.counts.inputs - opened.manifest.snapshot.deleted_rows - len(new)
+    number, erased = manifest.snapshot.number, manifest.snapshot.deleted_rows if erase else 0
+    if erase and not dry_run:
+        on_event(StatusMessage("copying the other rows of the shards with deleted rows"))
+        number = compact_index(index, only_shards_with_deleted=True, on_event=on_event).snapshot
+        remove_snapshots(index, keep=1)
+    return DeleteResult(
+        deleted=tuple(new.tolist()),
+        already_deleted=len(requested) - len(new),
+        left=left,
+        snapshot=number,
+        dry_run=dry_run,
+        erased=erased + len(new) if dry_run and erase else erased,
+    )
 
 
-def _delete(root: Path, rows: Sequence[int], uri: str | None, where: str | None, *, dry_run: bool) -> DeleteResult:
+def _select(
+    index: CommittedIndex, rows: Sequence[int], uri: str | None, where: str | None, *, erase: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the ids of the selected rows, and of those that are not deleted yet, ascending.
+
+    Raises:
+        RowIdError: a row id is out of range or belongs to no input.
+    """
     from edje_index.search.row_filters import RowFilters
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.writing.snapshots import commit_deletion, plan_deletion
+    from storage_formats.format.rows import iter_rows
+    from storage_formats.format.tombstones import check_rows_in_use, rows_in_use
 
-    CommittedIndex.open(root)  # fails before the lock makes a directory
-    with contextlib.nullcontext() if dry_run else locked_index(root):
-        index = CommittedIndex.open(root)
-        matching = [] if uri is None else rows_of_uris(index, uri).tolist()
-        passing = [] if where is None else RowFilters(index).row_ids(where).tolist()
-        row_ids = check_row_ids(rows, index.manifest.spec.rows)
-        deletion = plan_deletion(index, np.array([*row_ids, *matching, *passing], dtype=np.int64))
-        manifest = index.manifest
-        if deletion.new and not dry_run:
-            manifest = commit_deletion(index, deletion)
-        left = index.manifest.counts.inputs - index.manifest.snapshot.deleted_rows - len(deletion.new)
-        return DeleteResult(deletion.new, deletion.already_deleted, left, manifest.snapshot.number, dry_run)
+    matching = [] if uri is None else rows_of_uris(index, uri).tolist()
+    passing = [] if where is None else RowFilters(index).row_ids(where).tolist()
+    requested = np.unique(np.array([*check_row_ids(rows, index.manifest.spec.rows), *matching, *passing], np.int64))
+    if erase:  # the first run of an interrupted erasure may have removed rows
+        requested = requested[rows_in_use(requested, index.manifest.spec)]
+    check_rows_in_use(requested, index.manifest.spec)
+    if erase and len(requested) and index.manifest.counts.duplicates:
+        for table in iter_rows(index, ["row_id", "duplicate_of"]):
+            originals = np.array([-1 if row is None else row for row in table["duplicate_of"].to_pylist()], np.int64)
+            duplicates = table["row_id"].to_numpy()[np.isin(originals, requested)]
+            requested = np.union1d(requested, duplicates)
+    return requested, requested[~index.deleted.contain(requested)]
 
 
 def rows_of_uris(index: CommittedIndex, pattern: str) -> NDArray[np.int64]:
@@ -124,21 +192,21 @@ class SnapshotEntry:
     change: dict[str, Any]
 
 
-def history(location: IndexLocation) -> list[SnapshotEntry]:
-    """Return the snapshots of the index at `location`, oldest first.
+def history(index: IndexLocation) -> list[SnapshotEntry]:
+    """Return the snapshots of the index at `index`, a directory or a URL, oldest first.
 
     Raises:
-        UsageError: there is no index at `location`.
+        UsageError: there is no index at `index`.
         IncompleteIndexError: the index is not finished.
         CorruptIndexError: the index is damaged.
     """
+    from storage_formats.change import kept_snapshots
     from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.mirror import download_snapshots
-    from storage_formats.writing.snapshots import kept_snapshots
     from storage_formats.writing.working_copy import working_copy
 
-    with working_copy(location, read_only=True) as copy:
+    with working_copy(index, read_only=True) as copy:
         if copy.remote is not None:
             download_snapshots(copy.remote, Layout(copy.root))
         return [_entry(manifest) for manifest in kept_snapshots(CommittedIndex.open(copy.root))]
@@ -157,44 +225,54 @@ def _entry(manifest: Manifest) -> SnapshotEntry:
     )
 
 
-def run_rollback(location: IndexLocation, snapshot: int) -> SnapshotEntry:
+def roll_back(index: IndexLocation, snapshot: int) -> SnapshotEntry:
     """Commit a new snapshot with the contents of the earlier snapshot `snapshot`.
 
     Raises:
-        UsageError: there is no index at `location`, or `snapshot` does not exist or is the current snapshot.
+        UsageError: there is no index at `index`, or `snapshot` does not exist or is the current snapshot.
         CorruptIndexError: a file of the snapshot is missing.
+        UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
+    from storage_formats.change import begin_change
     from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.writing.snapshots import roll_back
+    from storage_formats.presence import check_files
     from storage_formats.writing.working_copy import working_copy
 
-    with working_copy(location) as copy:
-        CommittedIndex.open(copy.root)  # fails before the lock makes a directory
-        with locked_index(copy.root):
-            return _entry(roll_back(CommittedIndex.open(copy.root), snapshot))
+    with working_copy(index) as copy, begin_change(copy.root, "rollback") as change:
+        assert change.index is not None
+        if snapshot == change.index.manifest.snapshot.number:
+            raise UsageError(
+                f"snapshot {snapshot} is the current snapshot; choose an earlier snapshot", parameter="snapshot"
+            )
+        earlier = CommittedIndex.open(copy.root, snapshot)
+        check_files(earlier)
+        return _entry(change.commit(earlier.manifest, {"to": snapshot}).manifest)
 
 
-def run_gc(location: IndexLocation, keep: int | None) -> Removal:
-    """Remove old snapshots, unfinished changes, and files that no snapshot needs.
+def remove_snapshots(index: IndexLocation, keep: int | None, on_event: OnEvent = ignore) -> Removal:
+    """Remove old snapshots, an unfinished change, and the files that no snapshot needs.
 
-    The newest `keep` snapshots are kept. If `keep` is None, all snapshots are kept.
+    Args:
+        index: directory or URL of the index.
+        keep: number of snapshots to keep, the newest; None keeps all.
+        on_event: receives a message if an unfinished change is discarded.
 
     Raises:
-        UsageError: there is no index at `location`, or `keep` is less than 1.
+        UsageError: there is no index at `index`, or `keep` is less than 1.
         EdjeError: another process is changing the index.
         OSError: a file cannot be removed.
     """
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.writing.snapshots import remove_snapshots
+    from storage_formats.change import begin_change
     from storage_formats.writing.working_copy import working_copy
 
-    with working_copy(location) as copy:
-        CommittedIndex.open(copy.root)  # fails before the lock makes a directory
-        with locked_index(copy.root):
-            removal = remove_snapshots(CommittedIndex.open(copy.root), keep)
-            if copy.remote is None:
-                return removal
-            sizes = copy.remove_unnamed_objects(tables=True)
-            return replace(removal, files=len(sizes), bytes=sum(sizes))
+    if keep is not None and keep < 1:
+        raise UsageError(f"keep must be at least 1, got {keep}; the current snapshot is always kept", parameter="keep")
+    with working_copy(index) as copy:
+        with begin_change(copy.root, "gc", discards=True, notify=lambda text: on_event(StatusMessage(text))) as change:
+            removal = change.remove_files(keep, tables=True)
+        if copy.remote is None:
+            return removal
+        sizes = copy.remove_unnamed_objects(tables=True)
+        return replace(removal, files=len(sizes), bytes=sum(sizes))

@@ -14,6 +14,7 @@ FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
 SNAPSHOT_VERSION = "1.1"  # format version of every snapshot except the snapshot that a build writes
 EXTENDED_VERSION = "1.2"  # format version of an index with source columns or row maps
+PARTIAL_VERSION = "1.3"  # format version of an index with a row map of some of its shards
 PAGE_BYTES = 4096
 INDEX_ENTRY_BYTES = 16  # offset and length of the Zarr sharding codec, two uint64
 CRC_BYTES = 4
@@ -172,36 +173,16 @@ class Layout:
         return self.root / "build"
 
     @property
-    def plan(self) -> Path:
-        return self.build / "plan.json"
-
-    @property
-    def append_plan(self) -> Path:
-        return self.build / "append.json"
-
-    @property
-    def compaction(self) -> Path:
-        return self.build / "compact.json"
+    def journal(self) -> Path:
+        return self.build / "journal.json"
 
     @property
     def claim(self) -> Path:
         return self.build / "claim.json"
 
     @property
-    def copying(self) -> Path:
-        return self.build / "copy.json"
-
-    @property
-    def erasure(self) -> Path:
-        return self.build / "erase.json"
-
-    @property
     def lock(self) -> Path:
         return self.build / "lock"
-
-    @property
-    def writer(self) -> Path:
-        return self.build / "writer"
 
     @property
     def input_lists(self) -> Path:

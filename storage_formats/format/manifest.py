@@ -110,14 +110,17 @@ class RowMap:
     Attributes:
         file: file entry of the row map.
         first_row: lowest new row id. The row map translates row ids below `first_row`.
+        is_partial: True if only some shards were compacted. Row ids that are not listed did not change.
     """
 
     file: FileEntry
     first_row: int
+    is_partial: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return this entry as a JSON object."""
-        return {**self.file.to_json(), "first_row": self.first_row}
+        value = {**self.file.to_json(), "first_row": self.first_row}
+        return {**value, "partial": True} if self.is_partial else value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> RowMap:
@@ -126,7 +129,7 @@ class RowMap:
         Raises:
             KeyError, TypeError, ValueError: a member is missing or not valid.
         """
-        return cls(FileEntry.from_json(value), int(value["first_row"]))
+        return cls(FileEntry.from_json(value), int(value["first_row"]), bool(value.get("partial", False)))
 
 
 @dataclass(frozen=True)
@@ -317,14 +320,10 @@ def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
 
 
 def _absent(layout: Layout) -> Exception:
-    if layout.plan.exists():
+    if layout.build.is_dir():
         return IncompleteIndexError(
-            f"the build of {layout.root} has not finished; run the same build command again to resume it"
-        )
-    if layout.writer.exists():
-        return IncompleteIndexError(
-            f"the index at {layout.root} is unfinished; if no IndexWriter is writing this index, write the index again "
-            "or delete the directory"
+            f"the index at {layout.root} is unfinished; if no process is writing it, run the same command again to "
+            "finish it, or delete the directory"
         )
     if layout.root.exists():
         return UsageError(f"{layout.root} is not an EDJE index (it has no index.json)")

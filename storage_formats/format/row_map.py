@@ -67,7 +67,7 @@ def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:
 def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
     """Translate `ids` with one row map. An id of -1 remains -1."""
     renumbered = (ids >= 0) & (ids < row_map.first_row)
-    result = np.where(renumbered, -1, ids)
+    result = ids.copy() if row_map.is_partial else np.where(renumbered, -1, ids)
     with _opened(index, row_map) as data:
         file = io.BytesIO(data)
         for group in ParquetRowGroups(file, len(data), "old_row_id").read(file, ids[renumbered].tolist()):

@@ -29,8 +29,6 @@ from storage_formats.row_ids import RowIds, check_row_ids
 INDEXED = "indexed"
 DUPLICATE = "duplicate"
 FAILED = "failed"
-ERASED = "erased"
-"""The reason of a failed row whose data was erased (SPEC.md section 12)."""
 
 ROW_SCHEMA = pa.schema(
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Selection:
-    """All rows of an index except `left_out`, in row order. The rank of a row is its position in the selection.
+    """All rows of some shards except `left_out`, in row order. The rank of a row is its position in the selection.
 
     Attributes:
         spec: shape of the index.
         left_out: the rows outside the selection.
-        shards: int64 [n], numbers of the shards that have files, ascending.
+        shards: int64 [n], numbers of the shards, ascending.
         ranks: int64 [n + 1], number of selected rows before each shard, followed by the number of all selected rows.
 
     Example:
@@ -41,12 +41,15 @@ class Selection:
     ranks: Ints
 
     @classmethod
-    def of(cls, index: CommittedIndex, left_out: Tombstones | None = None) -> Selection:
-        """Select all rows of `index` except `left_out`. By default, select all rows that are not deleted."""
+    def of(
+        cls, index: CommittedIndex, left_out: Tombstones | None = None, shards: Iterable[int] | None = None
+    ) -> Selection:
+        """Select the rows of `shards` except `left_out`. By default, select all rows that are not deleted."""
         spec, left_out = index.manifest.spec, index.deleted if left_out is None else left_out
-        shards = np.fromiter(spec.shard_numbers(), dtype=np.int64)
+        shards = np.fromiter(spec.shard_numbers() if shards is None else shards, dtype=np.int64)
         counts = np.fromiter((len(spec.shard_rows(shard)) for shard in shards.tolist()), dtype=np.int64)
-        counts[np.searchsorted(shards, left_out.shards)] -= np.bitwise_count(left_out.bits).sum(axis=1, dtype=np.int64)
+        _, lines, left_out_lines = np.intersect1d(shards, left_out.shards, return_indices=True)
+        counts[lines] -= np.bitwise_count(left_out.bits[left_out_lines]).sum(axis=1, dtype=np.int64)
         return cls(spec, left_out, shards, np.concatenate([[0], np.cumsum(counts)]))
 
     def __len__(self) -> int:

@@ -126,12 +126,12 @@ def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
 
 
 def refuse_before_first(row_ids: Ints, spec: IndexSpec) -> None:
-    """Raise RowIdError if a row id lies before the first segment: a compaction or a split moved the first row."""
+    """Raise RowIdError if a row id lies before the first segment: a compaction renumbered it."""
     first = spec.used_segments[0].first_row
     if first and len(row_ids) and (lowest := int(row_ids.min())) < first:
         raise RowIdError(
-            f"row id {lowest} is below {first}, the first row id of the index: a compaction renumbered the row, or the "
-            "row is in another part of a split index; after a compaction, translate row ids with TokenStore.translate"
+            f"row id {lowest} is below {first}, the first row id of the index: a compaction renumbered the "
+            "row; translate row ids with TokenStore.translate"
         )
 
 

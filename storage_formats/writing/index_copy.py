@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from storage_formats.atomic import fsync_parent, fsync_path
+from storage_formats.change import DATA_FILE
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.index_files import read_index_file
@@ -19,7 +20,7 @@ from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.mirror import CLAIM, named_by_manifest, open_remote, read_root
 from storage_formats.format.object_store import ObjectChangedError, ObjectFolder, ObjectVersion, UncertainWriteError
 from storage_formats.format.shard_table import FileEntry, read_shard_tables
-from storage_formats.writing.file_copy import copy_file
+from storage_formats.writing.copying import copy_file
 from storage_formats.writing.remote_writes import (
     ROOT,
     contents,
@@ -33,7 +34,6 @@ from storage_formats.writing.remote_writes import (
     take_claim,
     zarr_entries,
 )
-from storage_formats.writing.snapshots import DATA_FILE
 
 
 class CopyTarget(Protocol):

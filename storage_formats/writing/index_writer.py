@@ -1,15 +1,13 @@
 """Writing of a whole index from arrays, for callers that compute embeddings and tokens themselves.
 
-The writer commits each full shard, and writes `index.json` last, so that a reader sees the whole index or no index. The
-file `build/writer` marks the index as unfinished, and the writer locks this file. If the writer dies, the next writer
-removes the unfinished index and starts again.
+The writer commits each full shard, and writes `index.json` last, so that a reader sees the whole index or no index. If
+the writer dies, the next writer removes the unfinished index and starts again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,15 +17,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.atomic import fsync_paths
+from storage_formats.change import Change, begin_change, begin_index
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, ROW_SCHEMA
-from storage_formats.writing.begin import begin_index
-from storage_formats.writing.publish import Provenance, finish_index
+from storage_formats.writing.publish import Provenance, new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
 
 BuildAnn: TypeAlias = Callable[[Path, IndexSpec], dict[str, Any]]
@@ -67,8 +64,8 @@ class IndexWriter:
         self._layout = Layout(root)
         self._spec = spec  # its number of rows is that of one shard
         self._encoder = encoder
-        self._existed = root.exists() and not self._layout.build.exists()
-        self._lock: int | None = None  # file descriptor of the marker
+        self._held_change = contextlib.ExitStack()
+        self._change: Change
         self._open = True
         self._receipts: list[ShardReceipt] = []
         self._tables: list[pa.Table] = []
@@ -112,9 +109,9 @@ class IndexWriter:
         for name in spec.precisions:
             codec(name, spec.block_shape)
         root = Path(path)
-        _check_free(Layout(root))
         writer = cls(root, spec, encoder)
-        writer._begin()
+        change = begin_change(root, "import-arrays", is_new=True, resumes=False)
+        writer._change = writer._held_change.enter_context(change)
         return writer
 
     def __len__(self) -> int:
@@ -176,11 +173,7 @@ class IndexWriter:
         """Remove all written files and close the writer. Does nothing if the writer is closed."""
         if not self._open:
             return
-        self._clear()
-        shutil.rmtree(self._layout.root)
         self._close()
-        if self._existed:
-            self._layout.root.mkdir()
 
     def __enter__(self) -> Self:
         return self
@@ -193,28 +186,6 @@ class IndexWriter:
                 self.finish()
         finally:
             self.abort()
-
-    def _begin(self) -> None:
-        """Create the directory, lock the file `build/writer`, and remove the files of a writer that died."""
-        self._layout.build.mkdir(parents=True, exist_ok=True)
-        was_begun = self._layout.writer.exists()
-        self._lock = os.open(self._layout.writer, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0))
-        if not _locks(self._lock) and was_begun:
-            self._close()
-            raise UsageError(
-                f"{self._layout.root} contains an unfinished index; if no other process is writing this index, "
-                f"delete {self._layout.root}"
-            )
-        self._clear()
-
-    def _clear(self) -> None:
-        """Remove all files of the index except `build/writer`, which marks the index as unfinished."""
-        layout = self._layout
-        for path in (*layout.root.iterdir(), *layout.build.iterdir()):
-            if path.is_dir() and path != layout.build:
-                shutil.rmtree(path)
-            elif path not in (layout.build, layout.writer):
-                path.unlink()
 
     def _spec_of(self, rows: int) -> IndexSpec:
         spec = self._spec
@@ -250,11 +221,10 @@ class IndexWriter:
             self._commit_shard()
         spec = self._spec_of(sum(receipt.rows for receipt in self._receipts))
         begin_index(root, spec)
-        fsync_paths([root.absolute().parent])
         fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
         provenance = Provenance({"encoder": self._encoder, "fingerprint": fingerprint}, {}, self._plan)
         ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
-        return finish_index(root, spec, self._receipts, provenance, ann)
+        return self._change.commit(new_manifest(self._layout, spec, self._receipts, provenance, ann)).manifest
 
     def _check_open(self) -> None:
         if not self._open:
@@ -282,35 +252,8 @@ class IndexWriter:
         self._open = False
         self._blocks, self._embeddings = self._blocks[:0], self._embeddings[:0]
         self._tables.clear()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def _locks(fd: int) -> bool:
-    """Try to lock an open file. Return False if another process has locked the file."""
-    try:
-        import fcntl
-
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):
-        return False
-    return True
-
-
-def _check_free(layout: Layout) -> None:
-    """Raise UsageError unless the directory is missing, is empty, or contains what an `IndexWriter` left unfinished."""
-    root = layout.root
-    if not root.exists():
-        return
-    if not root.is_dir():
-        raise UsageError(f"{root} exists and is not a directory; give another path")
-    if layout.manifest.exists():
-        raise UsageError(f"{root} contains a finished index; give another path, or delete this index")
-    entries = list(root.iterdir())
-    only_begun = entries == [layout.build] and layout.build.is_dir() and not any(layout.build.iterdir())
-    if entries and not layout.writer.exists() and not only_begun:
-        raise UsageError(f"{root} is not empty; give another path")
+        self._change.abandon()
+        self._held_change.close()
 
 
 def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:

@@ -1,20 +1,22 @@
-"""The commit of an index after the last shard is written (SPEC.md section 11)."""
+"""The manifest of a new index, made from the receipts of its shards."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.change import remove_build, write_array_shapes
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.layout import EXTENDED_VERSION, FORMAT_VERSION, IndexSpec, Layout
-from storage_formats.format.manifest import Counts, Manifest, created_by
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.layout import EXTENDED_VERSION, FORMAT_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
+from storage_formats.format.manifest import Counts, Manifest, Snapshot, created_by
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.shard_table import write_shard_table
+from storage_formats.format.shard_table import FileEntry, write_shard_table
 from storage_formats.format.source_columns import SourceColumn
+from storage_formats.format.tombstones import Tombstones
 
 
 @dataclass(frozen=True)
@@ -26,29 +28,112 @@ class Provenance:
             stored bytes.
         settings: settings of the build.
         plan: fingerprint of the build plan.
+        encoded_from: see `Manifest.encoded_from`.
     """
 
     model: dict[str, Any]
     settings: dict[str, Any]
     plan: str
+    encoded_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
+def new_manifest(
+    layout: Layout,
+    spec: IndexSpec,
+    receipts: Sequence[ShardReceipt],
+    provenance: Provenance,
+    ann: dict[str, Any],
+    columns: Sequence[SourceColumn] = (),
+    *,
+    change: dict[str, Any] | None = None,
+    deleted: Tombstones | None = None,
+) -> Manifest:
+    """Write the shard tables and the tombstones of a new index. Return its manifest, which is not written.
+
+    Args:
+        layout: layout of the index.
+        spec: shape of the index.
+        receipts: one receipt per shard, in any order.
+        provenance: origin of the index.
+        ann: value of `ann` in `index.json`, which describes the nearest-neighbour index (SPEC.md section 10).
+        columns: source columns of the rows table.
+        change: value of `change` in `index.json`, for an index that is copied from another; None for a build.
+        deleted: deleted rows of the index; None if there are none.
+
+    Raises:
+        CorruptIndexError: a shard has no receipt, or the counts of the receipts do not add up.
+    """
+    check_receipts(receipts, list(spec.shard_numbers()))
+    files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
+    tables = write_shard_tables(layout, spec, files)
+    snapshot, version = Snapshot(), FORMAT_VERSION
+    if change is not None:
+        entry = write_tombstones(layout, deleted) if deleted is not None and len(deleted) else None
+        rows = 0 if deleted is None else len(deleted)
+        snapshot = Snapshot(change=change, next_shard=spec.shards, deleted=entry, deleted_rows=rows)
+        version = SNAPSHOT_VERSION
+    if columns or spec.used_segments[0].first_row:
+        version = EXTENDED_VERSION
+    return Manifest(
+        spec=spec,
+        counts=total_counts(receipts),
+        model=provenance.model,
+        settings=provenance.settings,
+        plan=provenance.plan,
+        shard_table=tables[0],
+        ann=ann,
+        created_by=created_by(),
+        format_version=version,
+        encoded_from=dict(provenance.encoded_from),
+        snapshot=snapshot,
+        further_tables=tuple(tables[1:]),
+        columns=tuple(columns),
+    )
+
+
+def finish_index(
+    root: str | Path,
+    spec: IndexSpec,
+    receipts: Sequence[ShardReceipt],
+    provenance: Provenance,
+    ann: dict[str, Any],
+    columns: Sequence[SourceColumn] = (),
+) -> Manifest:
+    """Commit a new index that no other process can be writing. Return the manifest. See `new_manifest`."""
+    layout = Layout(Path(root))
+    manifest = new_manifest(layout, spec, receipts, provenance, ann, columns)
+    write_array_shapes(layout, spec)
+    manifest.write(layout)
+    remove_build(layout)
+    layout.build.rmdir()
+    return manifest
+
+
+def write_shard_tables(layout: Layout, spec: IndexSpec, files: Sequence[tuple[int, FileEntry]]) -> list[FileEntry]:
+    """Write one shard table per segment of `spec` from pairs (shard number, file entry). Return the file entries."""
+    return [
+        write_shard_table(layout, [(shard, file) for shard, file in files if shard in spec.segment_shards(segment)])
+        for segment in spec.used_segments
+    ]
+
+
+def write_tombstones(layout: Layout, tombstones: Tombstones) -> FileEntry:
+    """Write a tombstones file, and return the file entry."""
+    data = tombstones.to_bytes()
+    path = layout.tombstones(crc32c(data))
+    write_bytes_atomic(path, data)
+    return FileEntry(layout.relative(path), len(data), crc32c(data))
+
+
+def total_counts(receipts: Iterable[ShardReceipt]) -> Counts:
     """Return the total counts of all receipts.
 
     Raises:
         CorruptIndexError: inputs differ from indexed + duplicates + failed.
     """
-    failed: dict[str, int] = {}
+    counts = Counts(0, 0, 0)
     for receipt in receipts:
-        for reason, count in receipt.failed.items():
-            failed[reason] = failed.get(reason, 0) + count
-    counts = Counts(
-        inputs=sum(receipt.rows for receipt in receipts),
-        indexed=sum(receipt.indexed for receipt in receipts),
-        duplicates=sum(receipt.duplicates for receipt in receipts),
-        failed=dict(sorted(failed.items())),
-    )
+        counts = add_counts(counts, Counts(receipt.rows, receipt.indexed, receipt.duplicates, receipt.failed))
     if problem := counts.problem():
         raise CorruptIndexError(
             f"the receipts in build/receipts are damaged: {problem}; remove this directory, and run the command again"
@@ -71,70 +156,3 @@ def check_receipts(receipts: Sequence[ShardReceipt], shards: Sequence[int]) -> N
             f"{len(shards)} shards need one receipt each, but there are receipts for {len(set(receipt_shards))} shards"
             "; run the same command again to write the missing shards"
         )
-
-
-def finish_index(
-    root: str | Path,
-    spec: IndexSpec,
-    receipts: Sequence[ShardReceipt],
-    provenance: Provenance,
-    ann: dict[str, Any],
-    columns: Sequence[SourceColumn] = (),
-) -> Manifest:
-    """Commit the index: write the shard table and `index.json`, and remove `build/`. Return the manifest.
-
-    Args:
-        root: directory of the index.
-        spec: shape of the index.
-        receipts: one receipt per shard, in any order.
-        provenance: origin of the index.
-        ann: value of `ann` in `index.json`, which describes the nearest-neighbour index (SPEC.md section 10).
-        columns: source columns of the rows table.
-
-    Raises:
-        CorruptIndexError: a shard has no receipt, or the counts of the receipts do not add up.
-    """
-    layout = Layout(Path(root))
-    check_receipts(receipts, range(spec.shards))
-    counts = total_counts(receipts)
-    table = write_shard_table(layout, ((receipt.shard, file) for receipt in receipts for file in receipt.files))
-    manifest = Manifest(
-        spec=spec,
-        counts=counts,
-        model=provenance.model,
-        settings=provenance.settings,
-        plan=provenance.plan,
-        shard_table=table,
-        ann=ann,
-        created_by=created_by(),
-        format_version=EXTENDED_VERSION if columns else FORMAT_VERSION,
-        columns=tuple(columns),
-    )
-    manifest.write(layout)
-    remove_build(layout)
-    return manifest
-
-
-def remove_build(layout: Layout) -> None:
-    """Remove `build/`, except the lock file and an unfinished erasure."""
-    # `plan.json` is removed last. If files stay behind, it shows that they come from a build (`has_build_leftovers`).
-    if not layout.build.is_dir():
-        return
-    kept = {layout.lock, layout.plan, layout.erasure}
-    for path in set(layout.build.iterdir()) - kept:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()
-    with contextlib.suppress(OSError):
-        if set(layout.build.iterdir()) <= kept:
-            layout.plan.unlink(missing_ok=True)
-        layout.build.rmdir()  # fails if it holds a lock
-
-
-def has_build_leftovers(layout: Layout) -> bool:
-    """Return True if `build/` of a finished index contains leftovers of the build, not of a conversion."""
-    if not layout.build.is_dir():
-        return False
-    return layout.plan.exists() or {path.name for path in layout.build.iterdir()} <= {layout.lock.name}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from storage_formats.atomic import json_bytes
+from storage_formats.change import DATA_FILE
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.index_files import open_index_file
@@ -31,7 +32,6 @@ from storage_formats.format.object_store import (
 )
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.writing.snapshots import DATA_FILE
 
 ROOT = "index.json"
 _CHECKSUM = "crc32c"  # name of the object metadata

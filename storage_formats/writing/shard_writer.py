@@ -34,7 +34,7 @@ class ShardWriter:
         >>> import tempfile, ml_dtypes, numpy as np
         >>> from storage_formats import IndexSpec, ShardWriter
         >>> from storage_formats.format.rows import RowEntry, rows_table
-        >>> from storage_formats.writing.begin import begin_index
+        >>> from storage_formats.change import begin_index
         >>> spec = IndexSpec(rows=2, shard_size=2, block_shape=(4, 8), embed_dim=6)
         >>> with tempfile.TemporaryDirectory() as root:
         ...     begin_index(root, spec)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import Codec, Records, fill_record
 from storage_formats.format.checksum import crc32c, crc32c_rows
-from storage_formats.format.layout import PAGE_BYTES, padded_shard_bytes
+from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.writing.sequential_file import SequentialFile
 
 ABSENT = np.uint64(2**64 - 1)
@@ -29,27 +29,6 @@ def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
     entries[present, 1] = record_bytes
     data = entries.tobytes()
     return data + crc32c(data).to_bytes(4, "little")
-
-
-def freed_bytes(position: int, record_bytes: int) -> range:
-    """Return the byte range of a shard file that the erasure of the row at `position` frees.
-
-    The range consists of whole pages that contain no other record. The page in which the record begins is not freed.
-    """
-    start = position * record_bytes
-    first = (start // PAGE_BYTES + 1) * PAGE_BYTES
-    return range(first, max(first, (start + record_bytes) // PAGE_BYTES * PAGE_BYTES))
-
-
-def erased_record(codec: Codec, position: int) -> Records:
-    """Return the record of an erased row, uint8 [record_bytes].
-
-    This is the record of a hole with zeros in the bytes that `freed_bytes` returns.
-    """
-    record: Records = fill_record(codec)[0].copy()
-    freed, start = freed_bytes(position, codec.record_bytes), position * codec.record_bytes
-    record[freed.start - start : freed.stop - start] = 0
-    return record
 
 
 class TokenShardFile:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage_formats.atomic import make_directories, write_bytes_atomic
+from storage_formats.change import kept_snapshots, named_files, write_array_shapes
 from storage_formats.errors import EdjeError
 from storage_formats.format.index_files import RemoteFiles, add_remote_files, forget_remote_files
 from storage_formats.format.layout import Layout
@@ -54,7 +55,6 @@ from storage_formats.writing.remote_writes import (
     take_claim,
     zarr_entries,
 )
-from storage_formats.writing.snapshots import kept_snapshots, named_files, write_array_shapes
 
 _PARALLEL_UPLOADS = 8
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}")

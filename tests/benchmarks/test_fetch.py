@@ -18,9 +18,8 @@ from benchmarks.fetch.bench import Runner, judge, paired_ratio, plan_sections, s
 from benchmarks.fetch.fio import find_fio, measure_with_fio
 from benchmarks.fetch.subjects import Entry, StoredRecords
 from benchmarks.fetch.worker import draw_calls
+from pipelines import delete_rows
 from storage_formats.errors import EdjeError
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 
 COLD = Entry("edje", "edje", "random", 100, 100)
 PEER = replace(COLD, label="np.memmap", subject="np.memmap")
@@ -72,8 +71,7 @@ def test_a_warm_run_reads_nothing(runner):
 
 def test_only_rows_that_are_not_deleted_are_fetched(runner, index, tmp_path):
     root = shutil.copytree(index, tmp_path / "deleted.edje")
-    opened = CommittedIndex.open(root)
-    commit_deletion(opened, plan_deletion(opened, range(100, 200)))
+    delete_rows(root, range(100, 200))
     runner.source = StoredRecords(root, "bf16")
     assert len(runner.source.row_ids) == 200
     run = only(runner, replace(COLD, blocks=200, pool=50, cache="warm"))

@@ -109,10 +109,13 @@ def test_missing_data_are_named_with_their_remedy(run, tmp_path):
     assert "| - (84.52) |" in out
 
 
-def test_the_experiments_are_listed_and_others_are_refused(run, tmp_path):
+def test_what_is_no_experiment_is_refused(run, tmp_path):
     code, out, err = run("bench", "paper", "tabel", "--data", tmp_path, "--out", tmp_path / "o")
     assert (code, out) == (2, "")
     assert "there is no experiment 'tabel': choose from prior-art, zero-shot" in err
+
+
+def test_without_an_experiment_the_list_is_printed(run, tmp_path):
     code, out, _ = run("bench", "paper", "--data", tmp_path, "--out", tmp_path / "o")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(EXPERIMENTS)
@@ -156,7 +159,18 @@ def test_a_table_shows_own_figures_beside_those_of_the_paper():
 
 @pytest.mark.slow
 def test_every_experiment_runs_on_small_data(run, small_data, towers, tmp_path):
-    command = ["bench", "paper", "all", "--data", small_data, "--small", "--model", towers, "--out", tmp_path / "o"]
+    command = [
+        "bench",
+        "paper",
+        "all",
+        "--data",
+        small_data,
+        "--small",
+        "--model",
+        towers,
+        "--out",
+        tmp_path / "o",
+    ]
     code, out, err = run(*command, "--json")
     assert code == 0, err
     tables = json.loads(out)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.planning.config import SHARD_SIZE
+from pipelines.jobs.plan import SHARD_SIZE
 from storage_formats import codec
 from tests.conftest import REPO
 from tests.docs.links import broken_links, pages_of, read_links

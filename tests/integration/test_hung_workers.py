@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from pipelines import build_index
 from pipelines.engines.ray_engine import RayEngine
-from pipelines.jobs import build, encode_shards
-from pipelines.planning.config import BuildConfig
+from pipelines.jobs import encode
 from storage_formats import verify_index
 from storage_formats.format.rows import read_rows
 from tests.integration.builds import make_photos
@@ -46,7 +46,7 @@ class HangsAtOneSize:
 
 
 def open_worker(how, *settings):
-    return encode_shards.EncodeWorker(HangsAtOneSize(encode_shards.open_worker(*settings).encoder, how))
+    return encode.EncodeWorker(HangsAtOneSize(encode.open_worker(*settings).encoder, how))
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "fifo", "SIGKILL"])
@@ -56,10 +56,9 @@ def test_only_the_image_at_which_workers_hang_or_die_is_missing(tmp_path, monkey
     create_untrained_bundle(tmp_path / "model", sizes=TINY)
     os.mkfifo(tmp_path / "fifo")
     monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
-    monkeypatch.setattr(encode_shards, "open_worker", functools.partial(open_worker, how))
-    monkeypatch.setattr(encode_shards, "open_engine", lambda *_, **__: RayEngine(1, stall_seconds=STALL_SECONDS))
-    config = BuildConfig((str(tmp_path / "photos"),), tmp_path / "index", tmp_path / "model", batch_size=2, threads=1)
-    result = build.run_build(config, lambda _: None)
+    monkeypatch.setattr(encode, "open_worker", functools.partial(open_worker, how))
+    monkeypatch.setattr(encode, "open_engine", lambda *_, **__: RayEngine(1, stall_seconds=STALL_SECONDS))
+    result = build_index(tmp_path / "photos", tmp_path / "index", tmp_path / "model", batch_size=2, threads=1)
     assert (result.indexed, result.failed_by_reason) == (5, {"worker-died": 1})
     assert verify_index(tmp_path / "index") == []
     row = read_rows(tmp_path / "index").to_pylist()[3]

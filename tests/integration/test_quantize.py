@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from pipelines.api import append_index
-from pipelines.engines.base import InlineEngine
-from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, run_quantize
-from pipelines.progress.events import JobStopped, Progress
+from pipelines import quantize_index
+from pipelines.jobs.quantize import precision_to_read
+from pipelines.jobs.snapshots import remove_snapshots
 from storage_formats import EdjeError, UsageError, codec, verify_index
-from storage_formats.format.layout import IndexSpec, padded_shard_bytes
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from tests.command_line import run_here, run_process
 from tests.conftest import write_random_index
 from tests.integration.builds import contents, make_photos
+from tests.pipelines.conftest import stop_after_one_shard
 
 SPEC = IndexSpec(rows=9, shard_size=4, block_shape=(4, 32), embed_dim=4)
 
@@ -65,22 +65,15 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
 
 def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch):
     build(case, tmp_path / "a")
-    config, engine, finished = QuantizeConfig(tmp_path / "a", ("fp8",)), InlineEngine(), []
-
-    def note_shards(event):
-        if isinstance(event, Progress) and event.finished_shards > len(finished):
-            finished.append(event)
-
-    with pytest.raises(JobStopped):
-        run_quantize(config, engine, note_shards, lambda: bool(finished))
-    left = 4 - len(finished)
+    stop_after_one_shard(quantize_index, tmp_path / "a", ["fp8"])
+    left = 4 - len(list(Layout(tmp_path / "a").receipt(0).parent.iterdir()))
     assert 0 < left < 4
     size = padded_shard_bytes(8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes)[1]
     monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size - 1)
     with pytest.raises(UsageError, match=f"shards? to fp8 needs up to {left * size} bytes"):
-        run_quantize(config, engine, lambda _: None)
+        quantize_index(tmp_path / "a", ["fp8"])
     monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size)
-    assert run_quantize(config, engine, lambda _: None).added == ("fp8",)
+    assert quantize_index(tmp_path / "a", ["fp8"]).added == ("fp8",)
 
 
 def test_the_most_faithful_precision_is_converted_from(tmp_path):
@@ -91,7 +84,7 @@ def test_the_most_faithful_precision_is_converted_from(tmp_path):
 
 
 def convert(root, *names, **options):
-    return run_quantize(QuantizeConfig(root, names, **options), InlineEngine(), lambda _: None)
+    return quantize_index(root, names, **options)
 
 
 def test_a_lossy_precision_does_not_pass_for_the_original(tmp_path):
@@ -112,48 +105,18 @@ def test_a_lossy_precision_does_not_pass_for_the_original(tmp_path):
         convert(tmp_path, "fp16")
 
 
-def stop_after_one_shard(root, name):
-    shards = []
-
-    def note_shards(event):
-        if isinstance(event, Progress) and event.finished_shards:
-            shards.append(event.finished_shards)
-
-    with pytest.raises(JobStopped):
-        run_quantize(QuantizeConfig(root, (name,)), InlineEngine(), note_shards, lambda: bool(shards))
-
-
-def test_a_conversion_is_not_resumed_over_another_index_of_the_same_shape(tmp_path):
-    write_random_index(tmp_path / "a", SPEC)
-    stop_after_one_shard(tmp_path / "a", "fp8")
-    write_random_index(tmp_path / "b", SPEC, seed=8)
-    shutil.copytree(tmp_path / "b", tmp_path / "a", dirs_exist_ok=True)
-    for table in (tmp_path / "a/manifest").iterdir():
-        if not (tmp_path / "b/manifest" / table.name).exists():
-            table.unlink()
-    convert(tmp_path / "a", "fp8")
-    convert(tmp_path / "b", "fp8")
-    assert verify_index(tmp_path / "a") == []
-    for file in (tmp_path / "b/tokens/fp8").iterdir():
-        assert (tmp_path / "a/tokens/fp8" / file.name).read_bytes() == file.read_bytes()
-
-
-def test_a_conversion_of_the_same_index_is_resumed(tmp_path):
+def test_a_conversion_of_the_same_index_is_resumed_and_no_other_begins(tmp_path):
     write_random_index(tmp_path, SPEC)
-    stop_after_one_shard(tmp_path, "fp8")
+    stop_after_one_shard(quantize_index, tmp_path, ["fp8"])
+    with pytest.raises(EdjeError, match=r"'quantize' of .* has not finished \(1 finished shard\)"):
+        convert(tmp_path, "int8")
     plans = []
-    run_quantize(QuantizeConfig(tmp_path, ("fp8",)), InlineEngine(), plans.append)
+    quantize_index(tmp_path, ["fp8"], on_event=plans.append)
     assert plans[0].finished_shards == 1
-
-
-def test_a_refused_append_keeps_a_stopped_conversion(tmp_path):
-    write_random_index(tmp_path, SPEC)
-    stop_after_one_shard(tmp_path, "fp8")
-    with pytest.raises(EdjeError):
-        append_index(tmp_path, ["/nowhere"])
-    plans = []
-    run_quantize(QuantizeConfig(tmp_path, ("fp8",)), InlineEngine(), plans.append)
-    assert plans[0].finished_shards == 1
+    stop_after_one_shard(quantize_index, tmp_path, ["int8"])
+    remove_snapshots(tmp_path, None)
+    assert convert(tmp_path, "sign1").precisions == ("bf16", "fp8", "sign1")
+    assert verify_index(tmp_path) == []
 
 
 def test_engines_and_build_give_the_same_bytes(case, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import TEMPORAL, TemporalAdapter
 from edje_index.models.devices import as_tensor
-from pipelines import train
-from pipelines.jobs.build import run_build
-from pipelines.planning.config import BuildConfig
+from pipelines import build_index, train
 from storage_formats import TokenStore, UsageError
 from tests.edje_index.clip_cases import LOSSLESS, clip, panned
 
@@ -61,17 +58,15 @@ def test_a_trained_temporal_adapter_indexes_clips(kind: str, captions: Path, tin
         image = ModelBundle.load(tiny_bundle).adapter
         for name, weights in trained.adapter.frame_adapter.state_dict().items():
             assert torch.equal(weights, image.state_dict()[name])
-    request = BuildConfig(
-        (str(folder / "clips"),), folder / "clips.edje", folder / "model", engine="inline", threads=1, max_failed=1.0
-    )
+    arguments = (folder / "clips", folder / "clips.edje", folder / "model")
     with pytest.raises(UsageError, match="was trained on 3 frames per clip, not on 8"):
-        run_build(replace(request, frames=8), lambda event: None)
-    run_build(replace(request, frames=FRAMES), lambda event: None)
+        build_index(*arguments, engine="inline", threads=1, max_failed=1.0, frames=8)
+    build_index(*arguments, engine="inline", threads=1, max_failed=1.0, frames=FRAMES)
     rows = [0, 1, 2, 3, 4, 5, 7]
     features = as_tensor(TokenStore.open(folder / "model.run/features.edje").fetch(rows))
     with torch.no_grad():
         expected = trained.adapter(features.float()).numpy()
-    stored = TokenStore.open(request.out).fetch(rows).astype(np.float32)
+    stored = TokenStore.open(folder / "clips.edje").fetch(rows).astype(np.float32)
     np.testing.assert_allclose(stored, expected, atol=0.01)  # the features are rounded to bfloat16
     assert np.abs(stored[0] - stored[1]).max() > 0
-    assert len(TokenIndex.open(request.out, model=folder / "model").search("clip number 3", k=3)) == 3
+    assert len(TokenIndex.open(folder / "clips.edje", model=folder / "model").search("clip number 3", k=3)) == 3

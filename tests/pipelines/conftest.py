@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines.planning.config import BuildConfig
+from pipelines.jobs.build import BuildResult, build_index, ignore, never
+from pipelines.progress.events import Event, JobStopped, OnEvent, Progress, ShouldStop
+
+_PARAMETERS = inspect.signature(build_index).parameters.values()
+Request = dataclasses.make_dataclass(
+    "Request",
+    [
+        (each.name, Any, dataclasses.field(default=each.default))
+        if each.default is not inspect.Parameter.empty
+        else (each.name, Any)
+        for each in _PARAMETERS
+        if each.name not in ("on_event", "should_stop")
+    ],
+    frozen=True,
+)
+"""The arguments of `build_index`."""
+
+
+def run_build(request: Any, on_event: OnEvent = ignore, should_stop: ShouldStop = never) -> BuildResult:
+    """Build the index that `request` describes."""
+    return build_index(**vars(request), on_event=on_event, should_stop=should_stop)
+
+
+def stop_after_one_shard(job: Callable[..., object], *arguments: object, **options: object) -> None:
+    """Call `job`, and stop it once a shard is finished."""
+    finished: list[Event] = []
+
+    def note(event: Event) -> None:
+        finished.extend([event] if isinstance(event, Progress) and event.finished_shards else [])
+
+    with pytest.raises(JobStopped):
+        job(*arguments, **options, on_event=note, should_stop=lambda: bool(finished))
 
 
 def write_photo(path: Path, seed: int) -> None:
@@ -31,11 +65,12 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path, photos: Path, tiny_bundle: Path) -> Callable[..., BuildConfig]:
+def config(tmp_path: Path, photos: Path, tiny_bundle: Path) -> Callable[..., Any]:
     """Makes a request to build `photos` in shards of four rows, with changes."""
 
-    def make(**changes: object) -> BuildConfig:
+    def make(**changes: object) -> Any:
         settings = {"shard_size": 4, "batch_size": 2, "threads": 1, "device": "cpu", "engine": "inline"}
-        return BuildConfig((str(photos),), tmp_path / "index", tiny_bundle, **{**settings, **changes})
+        arguments = {"sources": (str(photos),), "out": tmp_path / "index", "model": tiny_bundle, **settings, **changes}
+        return Request(**arguments)
 
     return make

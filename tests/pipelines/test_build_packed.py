@@ -13,12 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from edje_index.images.thumbnails import read_thumbnails
-from pipelines.cli.failures import failed_rows
-from pipelines.jobs.build import run_build
-from pipelines.jobs.retry_failed import run_retry_failed
-from pipelines.planning.config import AppendConfig
+from pipelines import update_index
+from pipelines.cli.changes import failed_rows
 from storage_formats import TokenStore, read_rows, verify_index
-from tests.pipelines.conftest import write_photo
+from tests.pipelines.conftest import run_build, write_photo
 
 
 @pytest.fixture
@@ -63,8 +61,8 @@ def test_failed_members_are_retried(tmp_path: Path, photos: Path, packed: Path, 
     assert names == {f"{packed}/a.tar.gz!07.jpg", f"{packed}/b.zip!07.jpg", f"{packed}/c.parquet!image/7"}
     write_photo(photos / "07.jpg", 7)
     _pack(photos, packed)
-    result = run_retry_failed(AppendConfig(request.out, (), engine="inline"), lambda event: None)
-    assert (result.retried, result.indexed) == (3, 3)
+    result = update_index(request.out, retry_failed=True, engine="inline")
+    assert (result.deleted, result.new) == (3, 3)
     assert list(failed_rows(request.out)) == []
 
 

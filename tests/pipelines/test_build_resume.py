@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -13,29 +12,16 @@ import pytest
 from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from edje_index.indexing import ann_kind, shard_encoding
 from edje_index.indexing.faiss_index import build_ann, extend_ann
-from pipelines import retry_failed
-from pipelines.jobs.append import run_append
-from pipelines.jobs.build import run_build
+from pipelines import append_index, quantize_index, update_index
+from pipelines.jobs.plan import Plan
 from pipelines.jobs.snapshots import history
-from pipelines.planning.config import AppendConfig
-from pipelines.planning.prepare import prepare_build
-from pipelines.progress.events import JobStopped, PlanReady, Progress
+from pipelines.progress.events import JobStopped, PlanReady
 from storage_formats import verify_index
+from storage_formats.change import is_unfinished, read_journal
 from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.rows import read_rows
-from tests.pipelines.conftest import write_photo
-
-
-def stop_after_one_shard(job, config):
-    events = []
-
-    def finished():
-        return [event for event in events if isinstance(event, Progress) and event.finished_shards]
-
-    with pytest.raises(JobStopped):
-        job(config, events.append, lambda: bool(finished()))
+from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 
 def finished_before(config):
@@ -46,41 +32,29 @@ def finished_before(config):
     return next(event.finished_shards for event in events if isinstance(event, PlanReady))
 
 
-def test_swapped_rows_in_a_list_of_inputs_are_one_clear_error(config):
-    plan = prepare_build(config(), lambda _: None).plan
-    layout = Layout(plan.root)
+def test_lists_of_inputs_that_were_swapped_or_lost_are_one_clear_error(config):
+    stop_after_one_shard(run_build, config())
+    layout = Layout(config().out)
+    plan = Plan.from_json(read_journal(config().out).plan)
     refs = [ref for shard in plan.shards for ref in read_shard_inputs(layout, plan.spec, shard)]
     write_input_lists(layout, refs[::-1], plan.spec.shard_size)
-    with pytest.raises(CorruptIndexError, match=r"inputs/00000000\.parquet.* was damaged after the build began"):
-        run_build(config(), lambda _: None)
-
-
-def test_a_missing_list_of_inputs_is_one_clear_error(config):
-    layout = Layout(prepare_build(config(), lambda _: None).plan.root)
+    with pytest.raises(CorruptIndexError, match=r"inputs/00000000\.parquet was damaged after the change began"):
+        run_build(config())
     layout.input_list(0).unlink()
-    with pytest.raises(CorruptIndexError, match=r"\(No such file or directory\); restore the file, or remove "):
-        run_build(config(), lambda _: None)
+    with pytest.raises(CorruptIndexError, match=r"\(No such file or directory\); restore it, or remove "):
+        run_build(config())
 
 
 def test_lists_are_not_needed_once_all_shards_are_finished(config, monkeypatch):
     def fail(*_, **__):
         raise OSError("no space")
 
-    monkeypatch.setattr("pipelines.jobs.build.publish_build", fail)
+    monkeypatch.setattr("edje_index.indexing.faiss_index.build_ann", fail)
     with pytest.raises(JobStopped):
-        run_build(config(), lambda _: None)
+        run_build(config())
     monkeypatch.undo()
     Layout(config().out).input_list(0).unlink()
     assert finished_before(config()) == 3
-
-
-def test_an_unfinished_build_of_an_earlier_version_is_one_clear_error(config):
-    stop_after_one_shard(run_build, config())
-    path = Layout(config().out).plan
-    plan = {**json.loads(path.read_text()), "version": 1}
-    path.write_text(json.dumps({**plan, "crc32c": json_checksum(plan)}))
-    with pytest.raises(CorruptIndexError, match=r"written by another version of this program; remove .* and build"):
-        run_build(config(), lambda _: None)
 
 
 @pytest.mark.parametrize("damage", ["indexed", "crc32c"])
@@ -101,37 +75,31 @@ def test_an_intact_receipt_counts(config):
     assert finished_before(config()) == 1
 
 
-@pytest.mark.parametrize("plan_is_left", [True, False])
-def test_a_later_build_removes_what_a_killed_one_left_after_its_commit(config, monkeypatch, plan_is_left):
-    monkeypatch.setattr("storage_formats.writing.publish.remove_build", lambda layout: None)
-    run_build(config(), lambda _: None)
+def test_a_later_build_ends_one_that_was_killed_after_its_commit(config, monkeypatch):
+    monkeypatch.setattr("storage_formats.change.remove_build", lambda layout: None)
+    run_build(config())
     monkeypatch.undo()
     layout = Layout(config().out)
-    assert layout.plan.exists()
-    if not plan_is_left:
-        os.rename(layout.build, layout.root.parent / "removed")
-        layout.build.mkdir()
-    assert run_build(config(), lambda _: None).already_finished
+    assert layout.journal.exists()
+    assert run_build(config()).already_finished
     assert not layout.build.exists()
 
 
 def test_a_later_build_keeps_a_conversion_that_can_be_resumed(config):
-    run_build(config(), lambda _: None)
-    receipt = Layout(config().out).receipt(0)
-    receipt.parent.mkdir(parents=True)
-    receipt.write_text("{}")
-    run_build(config(), lambda _: None)
-    assert receipt.exists()
+    run_build(config())
+    stop_after_one_shard(quantize_index, config().out, ["fp8"])
+    assert run_build(config()).already_finished
+    assert is_unfinished(config().out).kind == "quantize"
 
 
 def test_the_advice_on_a_stopped_append_discards_it_and_keeps_the_index(config, run, tmp_path):
-    run_build(config(), lambda _: None)
+    run_build(config())
     root = config().out
     assert run("delete", root, "--rows", 0)[0] == 0
     for seed in range(10, 18):
         write_photo(tmp_path / "new" / f"{seed}.jpg", seed)
     write_photo(tmp_path / "newer" / "18.jpg", 18)
-    stop_after_one_shard(run_append, AppendConfig(root, (str(tmp_path / "new"),), engine="inline"))
+    stop_after_one_shard(append_index, root, tmp_path / "new", engine="inline")
     code, _, message = run("append", root, tmp_path / "newer", "--engine", "inline")
     advised = re.search("'edje-index (gc .*)'", message)
     assert (code, bool(advised)) == (1, True), message
@@ -152,9 +120,12 @@ def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_
     arguments = [photos, "--out", root, "--model", config().model, "--shard-size", 4, "--batch-size", 2, "--threads", 1]
     build = ["build", *arguments, "--device", "cpu", "--max-failed", 1]
     append = ["append", root, new]
-    jobs = ((build, run_build, config()), (append, run_append, AppendConfig(root, (str(new),), engine="inline")))
-    for command, job, request in jobs:
-        stop_after_one_shard(job, request)
+    jobs = (
+        (build, lambda **events: run_build(config(), **events)),
+        (append, lambda **events: append_index(root, new, engine="inline", **events)),
+    )
+    for command, job in jobs:
+        stop_after_one_shard(job)
         for options in ([], ["--dry-run"]):
             with monkeypatch.context() as patch:
                 patch.setattr(ann_kind, "_PEAK", 10.0**7)
@@ -166,7 +137,7 @@ def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_
     photos.joinpath("07.jpg").write_bytes(new.joinpath("10.jpg").read_bytes() + b" ")
     monkeypatch.setattr(ann_kind, "_PEAK", 10.0**7)
     with pytest.raises(UsageError, match="nearest-neighbour index"):
-        retry_failed(root, engine="inline", memory=10**9)
+        update_index(root, retry_failed=True, engine="inline", memory=10**9)
 
 
 def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
@@ -175,7 +146,7 @@ def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
     write = faiss_index.write_part
     monkeypatch.setattr(faiss_index, "write_part", lambda index, _: write(index, Path("/dev/full")))
     with pytest.raises(JobStopped, match=r"No space left on device.*; finished shards are kept"):
-        run_build(config(), lambda _: None)
+        run_build(config())
     monkeypatch.undo()
     assert finished_before(config()) == 3
     assert len(read_rows(config().out)) == 10
@@ -194,7 +165,7 @@ def test_the_memory_limit_reaches_the_nearest_neighbour_index(config, run, monke
 
     monkeypatch.setattr("edje_index.indexing.faiss_index.build_ann", build)
     monkeypatch.setattr("edje_index.indexing.faiss_index.extend_ann", extend)
-    run_build(config(memory=900_000_000), lambda _: None)
+    run_build(config(memory=900_000_000))
     write_photo(photos / "new.jpg", 40)
     assert run("append", config().out, photos, "--engine", "inline", "--memory", "800M", "--quiet")[0] == 0
     assert limits == [900_000_000, 800_000_000]

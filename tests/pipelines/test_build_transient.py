@@ -60,7 +60,7 @@ def test_duplicates_are_not_sought_in_spite_of_trouble(run, build, photos, tmp_p
     code, _, err = run(*build, "--dedupe")
     assert code == 1
     assert f"cannot read {photos / '05.jpg'}: " in err
-    assert not Layout(tmp_path / "photos.edje").plan.exists()
+    assert not Layout(tmp_path / "photos.edje").journal.exists()
 
 
 def test_photos_that_vanish_after_the_plan(run, build, photos, tmp_path, monkeypatch):

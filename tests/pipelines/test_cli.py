@@ -68,7 +68,6 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
             "repair",
             "info",
             "failures",
-            "retry-failed",
             "ann",
         ],
         "Search": ["search", "serve", "explain"],

@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from edje_index.bundles import random_bundle as untrained
-from pipelines.planning.prepare import prepare_build
+from pipelines import quantize_index
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import read_rows
 from tests.conftest import REPO
-from tests.pipelines.conftest import write_photo
+from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 
 @pytest.fixture
@@ -196,11 +196,15 @@ def test_twenty_inputs_may_fail_by_default_and_no_more(run, build, photos, index
 
 
 def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):
-    prepare_build(config(), lambda _: None)
+    stop_after_one_shard(run_build, config())
     begun = json.loads(run("info", config().out, "--json")[1])
-    assert (begun["state"], begun["finished_shards"], begun["shards"]) == ("begun", 0, 3)
-    assert "0 of 3 finished" in run("info", config().out)[1]
+    assert (begun["state"], begun["finished_shards"], begun["shards"]) == ("begun", 1, 3)
+    assert begun["unfinished"] == {"kind": "build", "finished_shards": 1}
+    assert "1 of 3 finished" in run("info", config().out)[1]
     run(*build)
+    assert json.loads(run("info", index, "--json")[1])["unfinished"] is None
+    stop_after_one_shard(quantize_index, index, ["fp8"])
+    assert "run 'quantize' again to finish it, or 'gc' to discard it" in run("info", index)[1]
     finished = json.loads(run("info", index, "--json")[1])
     assert (finished["state"], finished["counts"]["indexed"], finished["block_shape"]) == ("finished", 9, [4, 16])
     assert finished["model"]["trained"] is False

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pipelines import JobStopped, compact_index, delete_rows, quantize_index
-from pipelines.jobs.snapshots import run_gc, run_rollback
+from pipelines.jobs.snapshots import remove_snapshots, roll_back
 from storage_formats import (
     CorruptIndexError,
+    EdjeError,
     IndexSpec,
     Manifest,
     RowIdError,
@@ -78,7 +79,7 @@ def test_the_other_rows_are_copied(index):
     assert (again.removed, again.row_map, again.snapshot) == (0, None, 2)
     with TokenStore.open(root, snapshot=0) as store:
         assert same_bits(store.fetch([1, 8]), blocks[[1, 8]])
-    run_gc(root, 1)
+    remove_snapshots(root, 1)
     assert verify_index(root) == []
     assert sorted(path.name for path in (root / "rows").iterdir()) == [f"{shard:08d}.parquet" for shard in range(5, 10)]
 
@@ -103,7 +104,7 @@ def test_maps_of_several_compactions_follow_one_another(index):
         compact_index(root)
         left = [row for row in left if row not in chosen]
         check_rows(root, blocks, left)
-    run_rollback(root, 2)
+    roll_back(root, 2)
     assert (TokenStore.open(root).translate(range(SPEC.rows)) >= 0).sum() == SPEC.rows - 6
     assert verify_index(root) == []
 
@@ -179,11 +180,14 @@ def test_a_stopped_compaction_resumes(index):
     check_rows(root, blocks, [row for row in range(SPEC.rows) if row != 3])
 
 
-def test_a_stopped_compaction_of_an_index_that_has_changed_begins_again(index):
+def test_no_other_change_begins_before_a_stopped_compaction_is_finished_or_discarded(index):
     root, blocks = index
     delete_rows(root, rows=[3])
     with pytest.raises(JobStopped):
         compact_index(root, should_stop=stopping_after(9))
+    with pytest.raises(EdjeError, match=r"'compact' of .* has not finished"):
+        delete_rows(root, rows=[4])
+    remove_snapshots(root, None)
     delete_rows(root, rows=[4])
     assert verify_index(root) == []
     compact_index(root)

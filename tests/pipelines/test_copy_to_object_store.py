@@ -16,6 +16,7 @@ import pytest
 from pipelines import JobStopped, copy_index, delete_rows, quantize_index
 from pipelines.jobs.ann import run_ann_build
 from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, verify_index
+from storage_formats.change import write_array_shapes
 from storage_formats.format import object_store
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -23,7 +24,6 @@ from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.writing.index_copy import begin_remote_copy, files_to_copy
 from storage_formats.writing.remote_writes import holds_claim, is_data, take_claim
-from storage_formats.writing.snapshots import write_array_shapes
 from tests.command_line import command, environment
 from tests.conftest import write_random_index
 from tests.object_store import FaultyProxy, every, s3_server, use_endpoint

@@ -160,7 +160,7 @@ def test_a_killed_import_leaves_nothing_that_opens_and_is_begun_again(run, tmp_p
     for command_name in ("info", "verify"):
         code, _, message = run(command_name, out)
         assert code == 1
-        assert "write the index again or delete the directory" in message
+        assert "run the same command again to finish it, or delete the directory" in message
     assert run(*arguments)[0] == 0
     assert verify_index(out) == []
     assert not (out / "build").exists()

@@ -7,7 +7,7 @@ import shutil
 import psutil
 import pytest
 
-from pipelines.planning import machine
+from pipelines import environment as machine
 
 
 @pytest.fixture

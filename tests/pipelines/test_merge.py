@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from pipelines import JobStopped, compact_index, delete_rows, merge_indexes, quantize_index
-from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, read_rows, verify_index
+from storage_formats import IncompleteIndexError, IndexSpec, Manifest, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format.checksum import json_checksum
+from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import live_rows
 from storage_formats.reading.embeddings import read_embeddings
@@ -158,15 +159,16 @@ def stopping_after(calls: int):
 
 def test_a_stopped_merge_resumes_unless_an_index_has_changed(pair, tmp_path):
     left, right, *_ = pair
-    out, partial = tmp_path / "merged", tmp_path / ".merged.partial"
+    out = tmp_path / "merged"
     for stop in (3, 2):
         with pytest.raises(JobStopped, match=r"of 51 rows are kept"):
             merge_indexes([left, right], out, should_stop=stopping_after(stop))
-        assert not out.exists()
-    written = {path.name: path.stat().st_ino for path in (partial / "rows").iterdir()}
+        with pytest.raises(IncompleteIndexError):
+            verify_index(out)
+    written = {path.name: path.stat().st_ino for path in (out / "rows").iterdir()}
     assert 1 < len(written) < 7
     merge_indexes([left, right], out)
-    assert not partial.exists()
+    assert not Layout(out).build.exists()
     assert {name: (out / "rows" / name).stat().st_ino for name in written} == written
     with pytest.raises(JobStopped):
         merge_indexes([left, right], tmp_path / "again", should_stop=stopping_after(5))
@@ -195,7 +197,6 @@ def test_damage_is_never_copied(pair, tmp_path, file, harm):
         path.write_bytes(bytes([data[0] ^ 1]) + data[1:] if harm == "flipped" else data[:-1])
     with pytest.raises(JobStopped, match=path.name):
         merge_indexes([left, right], tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
     path.write_bytes(data)
     merge_indexes([left, right], tmp_path / "merged")
     assert verify_index(tmp_path / "merged") == []

@@ -1,77 +1,83 @@
-"""Preparing a build: the stored plan, resuming from it, and refused requests."""
+"""The plan of a build: what it holds, resuming from it, and refused requests."""
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
+import inspect
 import json
 import os
 import shutil
+from typing import Any
 
 import pytest
 
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.input_lists import read_shard_inputs
-from pipelines.planning import plan as planning
-from pipelines.planning import resources
-from pipelines.planning.output import check_output
-from pipelines.planning.plan import BuildSettings, read_plan
-from pipelines.planning.prepare import prepare_build
-from pipelines.planning.resources import check_index_size, check_workers, choose_workers, disk_need, model_memory_need
+from pipelines.jobs import plan as planning
+from pipelines.jobs import resources
+from pipelines.jobs.plan import BuildSettings, Plan
+from pipelines.jobs.resources import check_index_size, check_workers, disk_need, model_memory_need
 from pipelines.progress.events import JobStopped
-from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.format.checksum import json_checksum
+from storage_formats.change import read_journal
+from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import Manifest
+from tests.pipelines.conftest import run_build
 
 
-def plan(config, **options):
-    return prepare_build(config, lambda _: None, **options).plan
+def plan(request: Any) -> Plan:
+    """Plan a build, stop it before its first shard, and return the stored plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipelines.jobs.build.encode_rows", stop)
+        with pytest.raises(JobStopped, match="planned"):
+            run_build(request)
+    return stored_plan(request)
 
 
-def test_a_plan_holds_every_input_and_is_read_back(config):
+def stop(*_: object, **__: object) -> None:
+    raise JobStopped("planned")
+
+
+def stored_plan(request: Any) -> Plan:
+    return Plan.from_json(read_journal(request.out).plan)
+
+
+def settings_of_request(request: Any) -> BuildSettings:
+    names = set(inspect.signature(BuildSettings.choose).parameters) - {"stored"}
+    return BuildSettings.choose(None, **{name: getattr(request, name) for name in names})
+
+
+def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(config, photos):
     made = plan(config())
     assert made.spec == IndexSpec(10, 4, (4, 16), 24)
     assert made.ignored == {".txt": 1}
-    layout = Layout(made.root)
-    names = [
-        os.path.basename(ref.path).decode() for shard in range(3) for ref in read_shard_inputs(layout, made.spec, shard)
-    ]
-    assert names == [f"{name:02d}.jpg" for name in range(10)]
-    assert read_plan(made.root) == made
-    assert json.loads(layout.plan.read_text())["fingerprint"] == made.fingerprint
-
-
-def test_a_begun_index_goes_on_from_its_plan_without_looking_at_the_sources(config, photos):
-    begun = plan(config())
+    refs = [ref for shard in range(3) for ref in read_shard_inputs(Layout(config().out), made.spec, shard)]
+    assert [os.path.basename(ref.path).decode() for ref in refs] == [f"{name:02d}.jpg" for name in range(10)]
     shutil.rmtree(photos)
     photos.mkdir()
-    assert plan(config()) == begun
+    assert plan(config()) == made
+    assert plan(config(engine="ray", workers=2, memory=10**10)) == made, "they do not determine the bytes"
 
 
 def test_duplicates_are_decided_in_the_plan(config):
     made = plan(config(dedupe=True))
-    refs = read_shard_inputs(Layout(made.root), made.spec, 0)
+    refs = read_shard_inputs(Layout(config().out), made.spec, 0)
     assert [ref.duplicate_of for ref in refs] == [None, None, None, 1]
     assert made.duplicates == 1
 
 
 def test_plans_of_earlier_versions_keep_their_fingerprints(config):
-    layout, made = Layout(config().out), plan(config())
-    earlier = json.loads(layout.plan.read_text())
-    del earlier["crc32c"]
+    made = plan(config())
+    settings = json.loads(json.dumps(dataclasses.asdict(made.settings)))
     for name in ("truncated", "frames"):
-        del earlier["settings"][name]
-    layout.plan.write_text(json.dumps({**earlier, "crc32c": json_checksum(earlier)}))
-    assert read_plan(made.root) == made
-    parts = {"version": 1, "encoder": made.model["fingerprint"], "settings": earlier["settings"]}
-    text = json.dumps({**parts, "inputs": made.inputs_digest}, sort_keys=True)
-    assert made.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+        del settings[name]
+    assert BuildSettings.from_json(settings) == made.settings
+    parts = {"version": 1, "encoder": made.model["fingerprint"], "settings": settings, "inputs": made.inputs_digest}
+    assert made.fingerprint == hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     for later in ({"truncated": "load"}, {"frames": 8}):
-        settings = dataclasses.replace(made.settings, **later)
-        assert dataclasses.replace(made, settings=settings).fingerprint != made.fingerprint
+        changed = dataclasses.replace(made.settings, **later)
+        assert dataclasses.replace(made, settings=changed).fingerprint != made.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -86,26 +92,20 @@ def test_plans_of_earlier_versions_keep_their_fingerprints(config):
         ({"dtype": "bfloat16"}, "dtype float32 in the index, bfloat16 requested"),
     ],
 )
-def test_other_settings_over_a_begun_index_are_refused_with_both_fingerprints(config, change, words):
-    begun = plan(config())
+@pytest.mark.parametrize("finished", [False, True])
+def test_other_settings_are_refused(config, change, words, finished):
+    run_build(config()) if finished else plan(config())
     with pytest.raises(UsageError, match=words) as caught:
-        plan(config(**change))
-    assert begun.fingerprint in str(caught.value)
+        run_build(config(**change))
     assert caught.value.parameter in change
-    assert read_plan(begun.root) == begun
 
 
-def test_another_model_over_a_begun_index_is_refused_with_both_fingerprints(config, tmp_path):
+def test_another_model_is_refused_with_both_fingerprints(config, tmp_path):
     begun = plan(config())
     other = create_untrained_bundle(tmp_path / "other", seed=1, sizes=TINY)
     with pytest.raises(UsageError, match=begun.model["fingerprint"]) as caught:
-        plan(dataclasses.replace(config(), model=other.path))
+        run_build(dataclasses.replace(config(), model=other.path))
     assert other.encoder_fingerprint in str(caught.value)
-
-
-def test_engine_and_workers_may_change(config):
-    begun = plan(config())
-    assert plan(config(engine="ray", workers=2)) == begun
 
 
 def test_what_the_machine_chose_is_taken_from_the_begun_index(config):
@@ -127,7 +127,7 @@ def test_what_the_machine_chose_is_taken_from_the_begun_index(config):
 )
 def test_only_auto_depends_on_the_model_of_the_cpu(config, monkeypatch, dtype, device, has_bfloat16, chosen):
     monkeypatch.setattr(planning, "has_bfloat16", lambda: has_bfloat16)
-    assert BuildSettings.choose(config(dtype=dtype, device=device)).dtype == chosen
+    assert settings_of_request(config(dtype=dtype, device=device)).dtype == chosen
 
 
 @pytest.mark.parametrize("dtype", [None, "auto"])
@@ -142,50 +142,50 @@ def test_another_machine_goes_on_with_the_data_type_of_the_first(config, monkeyp
 def test_a_model_bundle_may_move(config, tmp_path, tiny_bundle):
     plan(config())
     shutil.copytree(tiny_bundle, tmp_path / "moved")
-    moved = plan(dataclasses.replace(config(), model=tmp_path / "moved"))
-    assert moved.model["bundle"] == str(tmp_path / "moved")
+    assert run_build(dataclasses.replace(config(), model=tmp_path / "moved")).indexed == 9
 
 
-def test_nothing_to_index_is_refused_and_leaves_nothing(config, tmp_path, photos):
+def test_nothing_to_index_is_refused_and_leaves_nothing(config, photos):
     for photo in photos.glob("*.jpg"):
         photo.unlink()
     with pytest.raises(UsageError, match=r"nothing to index .*\.txt 1"):
-        plan(config())
-    assert not Layout(tmp_path / "index").input_lists.exists()
+        run_build(config())
+    assert not config().out.exists()
 
 
-def test_a_full_disk_is_refused_with_numbers(config, monkeypatch):
+def test_a_full_disk_is_refused_with_numbers_and_leaves_nothing(config, monkeypatch):
     monkeypatch.setattr(resources, "free_disk", lambda _: 12_345)
     with pytest.raises(UsageError, match=r"10 inputs needs .* \(tokens .*embeddings .* but only 12\.3 kB are free"):
-        plan(config())
+        run_build(config())
+    assert not config().out.exists()
 
 
 def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
     monkeypatch.setattr(resources, "available_memory", lambda: 10**8)
     with pytest.raises(UsageError, match=r"at least .* of memory, but only 100\.0 MB are free; use fewer workers"):
-        plan(config())
+        run_build(config())
 
 
-def test_the_memory_limit_reduces_the_workers_but_not_a_given_number(config, tiny_bundle, monkeypatch):
-    monkeypatch.setattr(resources, "usable_cpus", lambda: 8)
-    info = read_bundle_info(tiny_bundle)
-    settings = dataclasses.replace(plan(config()).settings, threads=1)
+def test_workers_fill_the_machine_and_its_memory_unless_told(config, tiny_bundle, monkeypatch):
+    monkeypatch.setattr(resources, "usable_cpus", lambda: 9)
+    monkeypatch.setattr(resources, "cuda_devices", lambda: 3)
+    info, settings = read_bundle_info(tiny_bundle), settings_of_request(config())
     need = model_memory_need(1, settings, info).total
     monkeypatch.setattr(resources, "available_memory", lambda: 4 * need)
-    ray = config(engine="ray")
-    assert check_workers(ray, settings, info) == 4
-    assert check_workers(dataclasses.replace(ray, memory=100 * need), settings, info) == 4, "more than is free"
-    assert check_workers(dataclasses.replace(ray, memory=3 * need - 1), settings, info) == 2
+
+    def workers(settings: BuildSettings = settings, **changes: Any) -> int | None:
+        options = {"engine": "ray", "workers": None, "address": None, "memory": None, **changes}
+        return check_workers(settings, info, **options)
+
+    assert workers() == 4, "the memory has room for four"
+    assert workers(memory=100 * need) == 4, "more than is free"
+    assert workers(memory=3 * need - 1) == 2
+    assert workers(dataclasses.replace(settings, threads=4)) == 2
+    assert workers(dataclasses.replace(settings, device="cuda")) == 3
+    assert (workers(workers=3), workers(engine="inline", workers=3), workers(address="head:6379")) == (3, 1, None)
     for refused in ({"memory": need - 1}, {"memory": 3 * need - 1, "workers": 3}):
         with pytest.raises(UsageError, match=r"of memory, but only .* are allowed; allow more, or use fewer"):
-            check_workers(dataclasses.replace(ray, **refused), settings, info)
-
-
-def test_the_memory_limit_is_not_part_of_the_plan(config):
-    begun = plan(config())
-    resumed = plan(config(memory=10**10))
-    assert resumed == begun
-    assert resumed.fingerprint == begun.fingerprint
+            workers(**refused)
 
 
 def test_the_memory_limit_chooses_the_nearest_neighbour_index(config, monkeypatch):
@@ -205,20 +205,14 @@ def test_the_memory_limit_chooses_the_nearest_neighbour_index(config, monkeypatc
 def test_cuda_without_a_device_is_refused(config, monkeypatch):
     monkeypatch.setattr(resources, "cuda_devices", lambda: 0)
     with pytest.raises(UsageError, match="no CUDA device on this machine; use the device cpu"):
-        plan(config(device="cuda"))
+        run_build(config(device="cuda"))
 
 
-def test_an_unknown_precision_is_refused_with_the_request(config):
-    with pytest.raises(UsageError, match="unknown precision 'fp3'"):
-        config(precisions=("bf16", "fp3"))
-
-
-def test_a_precision_that_does_not_fit_the_tokens_is_refused_and_leaves_nothing(config):
-    with pytest.raises(UsageError, match="mxfp8"):
-        plan(config(precisions=("mxfp8",)))
-    layout = Layout(config().out)
-    assert not layout.plan.exists()
-    assert not layout.input_lists.exists()
+@pytest.mark.parametrize("precision", ["fp3", "mxfp8"])
+def test_a_precision_that_is_unknown_or_does_not_fit_is_refused_and_leaves_nothing(config, precision):
+    with pytest.raises(UsageError, match=precision):
+        run_build(config(precisions=(precision,)))
+    assert not config().out.exists()
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "build/other"])
@@ -227,82 +221,22 @@ def test_a_folder_with_other_things_in_it_is_refused(config, name):
     stranger.parent.mkdir(parents=True)
     stranger.touch()
     with pytest.raises(UsageError, match="not empty and not an index"):
-        check_output(config())
+        run_build(config())
     assert stranger.exists()
 
 
-def test_a_source_as_output_is_refused(config, photos):
+def test_a_source_or_a_file_as_output_is_refused(config, photos):
     with pytest.raises(UsageError, match="also one of the sources"):
-        check_output(dataclasses.replace(config(), out=photos / "." / ".." / "photos"))
-
-
-def test_a_file_as_output_is_refused(config):
+        run_build(dataclasses.replace(config(), out=photos / "." / ".." / "photos"))
     config().out.touch()
     with pytest.raises(UsageError, match="not a directory"):
-        check_output(config())
+        run_build(config())
 
 
-def test_what_an_interrupted_listing_left_is_no_obstacle(config):
-    inputs = Layout(config().out).input_list(77)
-    inputs.parent.mkdir(parents=True)
-    inputs.write_bytes(b"half a file")
-    (Layout(config().out).build / ".plan.json.0123").write_bytes(b"half a plan")
-    check_output(config())
-    plan(config())
-    assert not inputs.exists()
-
-
-def test_a_stop_while_listing_leaves_no_plan(config):
+def test_a_stop_while_listing_leaves_nothing(config):
     with pytest.raises(JobStopped, match="stopped while listing the sources"):
-        plan(config(), should_stop=lambda: True)
-    assert read_plan(config().out) is None
-
-
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"version": 1}'])
-def test_a_damaged_plan_is_one_clear_error(config, damage):
-    made = plan(config())
-    Layout(made.root).plan.write_bytes(damage)
-    with pytest.raises(CorruptIndexError, match="build again"):
-        plan(config())
-
-
-def test_a_plan_changed_by_hand_is_refused(config):
-    path = Layout(plan(config()).root).plan
-    path.write_text(path.read_text().replace('"batch_size": 2', '"batch_size": 3'))
-    with pytest.raises(CorruptIndexError, match="was changed"):
-        plan(config())
-
-
-@pytest.mark.parametrize("change", ['"rows": 10', '"duplicates": 0', '"offset": 1'])
-def test_every_member_of_a_plan_is_covered_by_its_checksum(config, change):
-    path = Layout(plan(config()).root).plan
-    name = change.partition(":")[0]
-    text = path.read_text()
-    path.write_text(text.replace(change, f"{name}: 9") if change in text else text.replace("{", "{" + change + ",", 1))
-    with pytest.raises(CorruptIndexError, match="was changed"):
-        read_plan(config().out)
-
-
-@pytest.mark.parametrize("path", ["build/plan.json", "index.json"])
-def test_deeply_nested_json_is_damage(config, path):
-    root = plan(config()).root
-    (root / path).write_text("[" * 100_000)
-    with pytest.raises(CorruptIndexError, match="cannot read"):
-        Manifest.load(root) if path == "index.json" else read_plan(root)
-
-
-def test_a_plan_that_cannot_be_flushed_leaves_nothing_that_stops_the_next_build(config, monkeypatch):
-    def fail_for_build(path):
-        if path == Layout(config().out).build:
-            raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("storage_formats.atomic.fsync_path", fail_for_build)
-    with pytest.raises(OSError, match="Input/output error"):
-        plan(config())
-    monkeypatch.undo()
-    assert read_plan(config().out) is None
-    plan(config())
-    assert Layout(config().out).input_list(0).exists()
+        run_build(config(), should_stop=lambda: True)
+    assert not config().out.exists()
 
 
 def test_disk_need_is_what_the_files_take():
@@ -310,14 +244,3 @@ def test_disk_need_is_what_the_files_take():
     assert need.parts["tokens"] == pytest.approx(2500 * 64 * 384 * 2 * 1.02, rel=0.002)
     assert need.parts["embeddings"] == int(3 * 1024 * 512 * 4 * 1.02)
     assert need.total == sum(need.parts.values())
-
-
-def test_workers_fill_the_machine_unless_told(config, monkeypatch):
-    monkeypatch.setattr(resources, "usable_cpus", lambda: 9)
-    monkeypatch.setattr(resources, "cuda_devices", lambda: 3)
-    settings = plan(config()).settings
-    assert choose_workers(config(engine="inline", workers=5), settings) == 1
-    assert choose_workers(config(engine="ray"), dataclasses.replace(settings, threads=4)) == 2
-    assert choose_workers(config(engine="ray", workers=5), settings) == 5
-    assert choose_workers(config(engine="ray"), dataclasses.replace(settings, device="cuda")) == 3
-    assert choose_workers(config(engine="ray", address="head:6379"), settings) is None

@@ -11,7 +11,6 @@ import pytest
 
 from edje_index import add_ann
 from pipelines import delete_rows, quantize_index, repair_index
-from pipelines.jobs.repair import run_repair
 from pipelines.progress.events import JobStopped, Progress
 from storage_formats import IndexSpec, Manifest, verify_index
 from storage_formats.format.layout import Layout
@@ -118,7 +117,7 @@ def test_a_repair_stops_while_it_adds_embeddings(index):
     harm(index / "ann/index.faiss", "missing")
     damaged, events = contents(index), []
     with pytest.raises(JobStopped, match="files that were repaired stay repaired"):
-        run_repair(index, events.append, lambda: "adding embeddings" in str(events))
+        repair_index(index, on_event=events.append, should_stop=lambda: "adding embeddings" in str(events))
     assert events[-1] == Progress("adding embeddings", 1, 3)
     assert contents(index) == damaged
 

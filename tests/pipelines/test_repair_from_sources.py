@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from pipelines import append_index, delete_rows, quantize_index, repair_index
-from pipelines.jobs.build import run_build
-from pipelines.jobs.repair import run_repair
 from pipelines.progress.events import JobStopped
 from storage_formats import verify_index
 from tests.conftest import REPO
-from tests.pipelines.conftest import write_photo
+from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_transient import break_reads
 from tests.pipelines.test_repair import contents, harm
 
@@ -150,7 +148,7 @@ def test_a_stopped_repair_changes_nothing(index, text):
     harm(index / FIRST, "missing")
     damaged, events = contents(index), []
     with pytest.raises(JobStopped, match="files that were repaired stay repaired"):
-        run_repair(index, events.append, lambda: text in str(events))
+        repair_index(index, on_event=events.append, should_stop=lambda: text in str(events))
     assert text in str(events[-1])
     assert contents(index) == damaged
 
@@ -158,7 +156,7 @@ def test_a_stopped_repair_changes_nothing(index, text):
 def test_a_stopped_dry_run_does_not_speak_of_repaired_files(index):
     harm(index / FIRST, "missing")
     with pytest.raises(JobStopped, match=r"^stopped; a dry run changes nothing$"):
-        run_repair(index, lambda event: None, lambda: True, dry_run=True)
+        repair_index(index, on_event=lambda event: None, should_stop=lambda: True, dry_run=True)
 
 
 @pytest.mark.slow  # starts processes

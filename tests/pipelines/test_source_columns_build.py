@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from edje_index.images.inputs import InputRef
-from pipelines.planning.columns import CollectedColumns
+from pipelines.jobs.plan import CollectedColumns
 from pipelines.sources import count_ignored, iter_all, open_source, open_sources
 from storage_formats import Manifest, read_rows, verify_index
 from storage_formats.format.source_columns import MAX_COLUMNS, PlainText

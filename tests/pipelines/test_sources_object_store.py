@@ -15,15 +15,13 @@ from edje_index.images.ranges import open_ranged
 from edje_index.images.remote import access
 from edje_index.images.remote.urls import ChangedFileError
 from edje_index.images.transient import TransientInputError
-from pipelines.jobs.build import run_build
-from pipelines.jobs.update import run_update
-from pipelines.planning.config import UpdateConfig
+from pipelines import update_index
 from pipelines.sources import iter_all, open_sources
 from storage_formats import TokenStore, UsageError
 from storage_formats.format import object_store
 from storage_formats.format.object_store import ObjectFolder
 from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
-from tests.pipelines.conftest import write_photo
+from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_packed import _pack
 
 pytestmark = pytest.mark.slow  # they start a server
@@ -126,5 +124,5 @@ def test_a_build_and_an_update(proxy: FaultyProxy, uploaded: Path, config: Calla
     write_photo(uploaded / "photos/new.jpg", 99)
     (uploaded / "photos/00.jpg").unlink()
     upload(uploaded)
-    changed = run_update(UpdateConfig(remote.out, engine="inline"), lambda event: None)
+    changed = update_index(remote.out, engine="inline", on_event=lambda event: None)
     assert (changed.new, changed.vanished, changed.unchanged) == (1, 1, 10)

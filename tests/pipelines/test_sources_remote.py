@@ -22,15 +22,13 @@ from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.remote import web
 from edje_index.images.transient import TransientInputError
-from pipelines.cli.failures import failed_rows
-from pipelines.jobs.build import run_build
-from pipelines.jobs.retry_failed import run_retry_failed
-from pipelines.jobs.update import run_update
-from pipelines.planning.config import AppendConfig, UpdateConfig
+from pipelines import update_index
+from pipelines.cli.changes import failed_rows
 from pipelines.progress.events import StatusMessage
 from pipelines.sources import folder, iter_all, open_source, open_sources
 from pipelines.sources.archives import ArchiveSource
 from storage_formats import MissingExtraError, TokenStore, UsageError, read_rows
+from tests.pipelines.conftest import run_build
 from tests.pipelines.test_build_packed import _pack
 from tests.web_server import WebServer, web_server
 
@@ -274,8 +272,8 @@ def test_a_build_from_addresses(
     failed = {row["uri"].rpartition("/")[2]: row["reason"] for row in failed_rows(request.out)}
     assert failed == {"02.jpg": "unreachable", "07.jpg": "not-an-image", "gone.jpg": "missing"}
     assert read_rows(request.out, columns=["caption"])["caption"].to_pylist()[4] == "photo 04"
-    retried = run_retry_failed(AppendConfig(request.out, (), engine="inline"), lambda event: None)
-    assert (retried.retried, retried.indexed) == (3, 1)
+    retried = update_index(request.out, retry_failed=True, engine="inline")
+    assert (retried.deleted, retried.new) == (3, 1)
 
 
 def test_spaces_in_listed_addresses(tmp_path: Path) -> None:
@@ -309,7 +307,7 @@ def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
     server.faults["/gone.jpg"] = ["503"] * 4
     del server.files["/04.jpg"]
     events: list[Any] = []
-    result = run_update(UpdateConfig(request.out, (), engine="inline", dry_run=True), events.append)
+    result = update_index(request.out, engine="inline", dry_run=True, on_event=events.append)
     assert (result.unchanged, result.deleted, result.failed_by_reason) == (3, 2, {"missing": 1, "unreachable": 1})
     assert StatusMessage("2 inputs on servers cannot be read now; the rows stay", is_warning=True) in events
 
@@ -329,12 +327,12 @@ def test_an_update_keeps_the_original_of_a_duplicate_that_cannot_be_read_now(
         (photos / "01.jpg").unlink()
     server.faults["/01.jpg"] = ["503"] * 4
     events: list[Any] = []
-    result = run_update(UpdateConfig(request.out, (), engine="inline"), events.append)
+    result = update_index(request.out, engine="inline", on_event=events.append)
     assert (result.unchanged, result.new, result.deleted) == (10, int(original == "changed"), 0)
     assert StatusMessage("1 input on servers cannot be read now; the rows stay", is_warning=True) in events
     with TokenStore.open(request.out) as store:
         assert np.isfinite(store.fetch([1])).all()
-    result = run_update(UpdateConfig(request.out, (), engine="inline"), events.append)  # the server responds again
+    result = update_index(request.out, engine="inline", on_event=events.append)  # the server responds again
     assert (result.unchanged, result.new + result.changed, result.deleted) == (8 + int(original == "changed"), 1, 3)
     assert "duplicate" not in read_rows(request.out, columns=["status"])["status"].to_pylist()[8:]
 

@@ -51,7 +51,7 @@ def test_images_that_cannot_be_read_are_named_with_what_to_do(job, tmp_path, tin
 
 
 def test_auto_builds_as_the_training_loop_computes(job, tiny_bundle, photos, monkeypatch):
-    monkeypatch.setattr("pipelines.planning.plan.has_bfloat16", lambda: True)
+    monkeypatch.setattr("pipelines.jobs.plan.has_bfloat16", lambda: True)
     index = job.build("features.edje", tiny_bundle, (str(photos),), "features")
     assert index.manifest.settings["dtype"] == "float32"
 

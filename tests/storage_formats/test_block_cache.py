@@ -297,10 +297,26 @@ def test_a_limit_that_is_no_number_of_bytes_is_refused(monkeypatch, value):
         cache_bytes()
 
 
+def test_other_files_in_the_directory_are_left_alone(tmp_path):
+    files = CacheFiles(tmp_path / "blocks", 1 << 20)
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks/README").write_text("made by hand")
+    for number in range(40):
+        files.write(f"index/{number}", 0, memoryview(bytes(50_000)))
+    assert 4 < len(list((tmp_path / "blocks/index").iterdir())) < 21
+    assert (tmp_path / "blocks/README").exists()
+
+
+def test_a_limit_beyond_the_size_of_the_disk_keeps_the_files(tmp_path):
+    root = tmp_path / "blocks"
+    CacheFiles(root, 1 << 30).write("index/0", 0, memoryview(b"content"))
+    CacheFiles(root, 20 * shutil.disk_usage(tmp_path).total).write("index/1", 0, memoryview(b"content"))
+    assert {path.name for path in (root / "index").iterdir()} == {"0", "1"}
+
+
 def test_entries_that_are_no_files_neither_count_nor_stop_the_cache(tmp_path):
     files, folder = CacheFiles(tmp_path / "blocks", 1 << 20), tmp_path / "blocks/index"
     (folder / "directory").mkdir(parents=True)
-    (tmp_path / "blocks/README").write_text("made by hand")
     os.mkfifo(folder / "fifo")
     (folder / "link").symlink_to("/dev/zero")
     for path in folder.iterdir():
@@ -308,7 +324,6 @@ def test_entries_that_are_no_files_neither_count_nor_stop_the_cache(tmp_path):
     for number in range(60):
         files.write(f"index/{number}", 0, memoryview(bytes(50_000)))
     assert {"directory", "fifo", "link", "59"} <= {path.name for path in folder.iterdir()}
-    assert (tmp_path / "blocks/README").exists()
 
 
 def test_files_that_cannot_be_removed_keep_their_share_of_the_limit(tmp_path, monkeypatch):

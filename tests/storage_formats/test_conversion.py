@@ -5,17 +5,16 @@ import pytest
 import tensorstore as ts
 import zarr
 
-from storage_formats import CorruptIndexError, TokenStore, UsageError, codec, precisions, verify_index
+from pipelines import quantize_index
+from storage_formats import CorruptIndexError, EdjeError, TokenStore, UsageError, codec, precisions, verify_index
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.rows import read_index_rows
 from storage_formats.writing.conversion import (
     ConversionInterrupted,
     ConversionTask,
-    add_precisions,
     convert_shard,
-    drop_precision,
-    remove_leftovers,
+    with_precisions,
 )
 from tests.conftest import same_bits, write_random_index
 
@@ -25,11 +24,7 @@ TARGETS = tuple(name for name in precisions() if name != "bf16")
 
 
 def convert(root, targets, source="bf16"):
-    spec = Manifest.load(root).spec
-    Layout(root).staging.mkdir(parents=True, exist_ok=True)
-    tasks = [ConversionTask(str(root), shard, spec, source, tuple(targets), "plan") for shard in range(spec.shards)]
-    add_precisions(root, targets, [convert_shard(task) for task in tasks], source=source)
-    remove_leftovers(root)
+    quantize_index(root, targets, source=source)
 
 
 @pytest.fixture
@@ -82,7 +77,7 @@ def test_damage_is_never_copied(built):
     data = bytearray(path.read_bytes())
     data[2 * 512 + 7] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptIndexError, match="the block of row 10 "):
+    with pytest.raises(EdjeError, match="row 10"):
         convert(root, ["fp8"])
     assert Manifest.load(root).spec.precisions == ("bf16",)
 
@@ -90,57 +85,35 @@ def test_damage_is_never_copied(built):
 def test_index_is_readable_and_sound_while_it_is_converted(built):
     root, expected = built
     Layout(root).staging.mkdir(parents=True)
-    convert_shard(ConversionTask(str(root), 1, SPEC, "bf16", ("fp8",), "plan"))
+    convert_shard(ConversionTask(str(root), str(root), 1, SPEC, "bf16", ("fp8",), "plan"))
     assert verify_index(root) == []
     assert same_bits(TokenStore.open(root).fetch(range(21)), expected)
     with pytest.raises(CorruptIndexError, match="3 shards need one receipt each, but there are receipts for 0"):
-        add_precisions(root, ["fp8"], [], source="bf16")
+        with_precisions(CommittedIndex.open(root), ["fp8"], [], source="bf16")
 
 
 def test_stopping_leaves_nothing_behind(built):
     root, _ = built
     Layout(root).staging.mkdir(parents=True)
-    task = ConversionTask(str(root), 0, SPEC, "bf16", ("fp8",), "plan")
+    task = ConversionTask(str(root), str(root), 0, SPEC, "bf16", ("fp8",), "plan")
     with pytest.raises(ConversionInterrupted):
         convert_shard(task, should_stop=lambda: True)
     assert list(Layout(root).staging.iterdir()) == []
 
 
 def test_dropping_a_precision(built):
-    root, _ = built
-    convert(root, ["fp8"])
-    assert drop_precision(root, "bf16").spec.precisions == ("fp8",)
-    assert {problem.code for problem in verify_index(root)} == {"stray-file"}
-    Layout(root).build.mkdir()
-    assert verify_index(root) == []  # a run is in progress and will remove them
-    with pytest.raises(UsageError, match="only precision"):
-        drop_precision(root, "fp8")
-    with pytest.raises(UsageError, match="does not have precision 'bf16'"):
-        drop_precision(root, "bf16")
-
-
-def test_only_files_that_no_manifest_names_are_removed(built):
     root, expected = built
-    others = {path for path in root.rglob("*") if path.is_file()} - {root / "index.json"}
     convert(root, ["fp8"])
-    drop_precision(root, "fp8")
-    convert_shard(ConversionTask(str(root), 1, SPEC, "bf16", ("nvfp4",), "given up"))
     (root / "tokens/mine").mkdir()
-    for killed_in_writing in (".index.json.1f", "manifest/.shards-00.parquet.1f", "tokens/bf16/.zarr.json.1f"):
-        (root / killed_in_writing).write_text("")
-    remove_leftovers(root)
-    tables = set((root / "manifest").glob("shards-*.parquet"))
-    assert {path for path in root.rglob("*") if path.is_file()} - {root / "index.json"} == others | tables
-    assert {path.name for path in (root / "tokens").iterdir()} == {"zarr.json", "bf16", "mine"}
-    assert [path.name for path in (root / "checksums").iterdir()] == ["bf16"]
-    assert not Layout(root).build.exists()
-    assert same_bits(TokenStore.open(root).fetch(range(21)), expected)
-    convert(root, ["fp8"])
-    drop_precision(root, "bf16")
-    remove_leftovers(root)
-    assert not (root / "tokens/bf16").exists()
-    assert len(list((root / "manifest").iterdir())) == 3  # earlier tables stay for open readers
+    assert quantize_index(root, drop=["bf16"]).precisions == ("fp8",)
     assert verify_index(root) == []
+    assert {path.name for path in (root / "tokens").iterdir()} == {"zarr.json", "fp8", "mine"}
+    assert [path.name for path in (root / "checksums").iterdir()] == ["fp8"]
+    with pytest.raises(UsageError, match=r"would leave .* without tokens"):
+        quantize_index(root, drop=["fp8"])
+    entry = codec("fp8", SPEC.block_shape)
+    kept = np.array([row for row in range(SPEC.rows) if row not in HOLES])
+    assert same_bits(TokenStore.open(root, "fp8").fetch(kept), entry.decode(entry.encode(expected[kept])))
 
 
 def test_what_was_opened_before_a_conversion_is_read_after_it(built):
@@ -148,7 +121,6 @@ def test_what_was_opened_before_a_conversion_is_read_after_it(built):
     opened = CommittedIndex.open(root)
     with TokenStore(opened) as store:
         convert(root, ["fp8"])
-        remove_leftovers(root)
         assert same_bits(store.fetch(range(SPEC.rows)), expected)
         assert read_index_rows(opened)["row_id"].to_pylist() == list(range(SPEC.rows))
     assert verify_index(root) == []

@@ -15,6 +15,8 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelines import delete_rows
+from pipelines.jobs.snapshots import remove_snapshots, roll_back
 from storage_formats import (
     CorruptIndexError,
     DeletedRowError,
@@ -30,7 +32,6 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import Tombstones, live_rows, rows_in_use
-from storage_formats.writing.snapshots import commit_deletion, plan_deletion, remove_snapshots, roll_back
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(rows=40, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
@@ -43,8 +44,8 @@ def index(tmp_path):
 
 
 def delete(root, rows):
-    opened = CommittedIndex.open(root)
-    return commit_deletion(opened, plan_deletion(opened, rows))
+    delete_rows(root, rows)
+    return Manifest.load(root)
 
 
 @given(
@@ -147,17 +148,18 @@ def test_of_two_refreshes_at_the_same_time_the_newer_snapshot_stays(index, monke
 def test_deletions_of_rows_that_cannot_be_deleted(index):
     root, _ = index
     delete(root, [5])
-    deletion = plan_deletion(CommittedIndex.open(root), [5, 6])
-    assert (deletion.new, deletion.already_deleted) == ((6,), 1)
+    result = delete_rows(root, [5, 6], dry_run=True)
+    assert (result.deleted, result.already_deleted) == ((6,), 1)
     with pytest.raises(RowIdError, match="40 is out of range"):
-        plan_deletion(CommittedIndex.open(root), [40])
+        delete_rows(root, [40])
+    assert not Layout(root).build.exists()
 
 
 def test_rollback_and_removal(index):
     root, blocks = index
     delete(root, [1])
     delete(root, [2])
-    roll_back(CommittedIndex.open(root), 1)
+    roll_back(root, 1)
     assert Manifest.load(root).snapshot.number == 3
     assert live_rows(CommittedIndex.open(root)).tolist() == [0, *range(2, 40)]
     with TokenStore.open(root, snapshot=2) as store:
@@ -165,12 +167,12 @@ def test_rollback_and_removal(index):
         with pytest.raises(DeletedRowError):
             store.fetch([2])
     with pytest.raises(UsageError, match=r"has no snapshot 4; choose one of: 0, 1, 2, 3"):
-        roll_back(CommittedIndex.open(root), 4)
+        roll_back(root, 4)
     with pytest.raises(UsageError, match="3 is the current snapshot"):
-        roll_back(CommittedIndex.open(root), 3)
-    assert remove_snapshots(CommittedIndex.open(root), 2).snapshots == (0, 1)
+        roll_back(root, 3)
+    assert remove_snapshots(root, 2).snapshots == (0, 1)
     assert len(list((root / "manifest").glob("deleted-*"))) == 2
-    removal = remove_snapshots(CommittedIndex.open(root), 1)
+    removal = remove_snapshots(root, 1)
     assert (removal.snapshots, removal.files) == ((2,), 1)
     assert verify_index(root) == []
     assert live_rows(CommittedIndex.open(root)).tolist() == [0, *range(2, 40)]
@@ -187,7 +189,7 @@ def test_a_change_that_dies_before_its_commit_leaves_the_snapshot(index, monkeyp
     with TokenStore.open(root) as store:
         assert same_bits(store.fetch(range(40)), blocks)
     assert delete(root, [2]).snapshot.number == 1
-    remove_snapshots(CommittedIndex.open(root), 1)
+    remove_snapshots(root, 1)
     assert verify_index(root) == []
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_formats import CorruptIndexError, Manifest, UsageError, read_rows, verify_index
+from storage_formats.change import begin_index
 from storage_formats.format.column_types import ARROW_TYPES
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import read_table
@@ -36,7 +37,6 @@ from storage_formats.format.source_columns import (
     merge_columns,
     stored_name,
 )
-from storage_formats.writing.begin import begin_index
 from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import TaskInterrupted, Worker, describe_error, open_engine
+from pipelines.jobs.plan import default_device, default_threads
 from pipelines.jobs.shard_run import ShardJob, run_shards
-from pipelines.planning.plan import default_device, default_threads
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShardState, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from storage_formats.atomic import make_directories
@@ -63,9 +63,9 @@ def prepare_captions(
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.devices import threads_kept
     from edje_index.training import captions as shards
+    from storage_formats.change import clear_staging
     from storage_formats.format.layout import Layout
     from storage_formats.format.receipts import read_receipts
-    from storage_formats.writing.begin import clear_staging
 
     root = folder.with_name(f".{folder.name}.part")
     if folder.exists():

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.planning.config import BuildConfig
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError, UsageError
@@ -64,36 +63,38 @@ class Preparation:
             JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
         """
         from edje_index.models.devices import threads_kept
-        from pipelines.jobs.build import run_build
-        from pipelines.jobs.failed_inputs import FailedInputsError
+        from pipelines.jobs.build import build_index
+        from pipelines.jobs.shard_run import FailedInputsError
         from storage_formats.format.manifest import CommittedIndex
 
         self.on_event(StatusMessage(f"computing {content}, once"))
         run, dtype = self.settings.run, self.settings.loop.dtype
-        config = BuildConfig(
-            sources=sources,
-            out=self.folder / name,
-            model=model,
-            engine="ray" if run.distributed else "inline",
-            threads=run.threads,
-            device=run.device,
-            dtype=None if dtype == "auto" else dtype,  # None is the type of the training loop
-            address=run.address,
-            column=_path_column(sources),
-            truncated="load",
-            frames=self.settings.architecture.frames,
-            precisions=(self.settings.inputs.feature_precision,),
-            max_failed=1.0,  # training has its own message about missing images
-        )
+        out = self.folder / name
         try:
             with threads_kept():
-                run_build(config, self.on_event, self.should_stop)
+                build_index(
+                    sources,
+                    out,
+                    model,
+                    engine="ray" if run.distributed else "inline",
+                    threads=run.threads,
+                    device=run.device,
+                    dtype=None if dtype == "auto" else dtype,  # None is the type of the training loop
+                    address=run.address,
+                    column=_path_column(sources),
+                    truncated="load",
+                    frames=self.settings.architecture.frames,
+                    precisions=(self.settings.inputs.feature_precision,),
+                    max_failed=1.0,  # training has its own message about missing images
+                    on_event=self.on_event,
+                    should_stop=self.should_stop,
+                )
         except FailedInputsError as error:
             raise EdjeError(
                 f"{error.problem}. Correct the captions or inputs.images; then remove the run folder {self.folder} and "
                 "train again"
             ) from error
-        return CommittedIndex.open(config.out)
+        return CommittedIndex.open(out)
 
     def tower_bundle(self, name: str, adapter: Adapter) -> Path:
         """Make a bundle of the towers and `adapter` in the run folder, if it is missing. Return its path."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from edje_index.training.config import ONLINE, TrainSettings
-from pipelines.jobs.lock import locked_index
 from pipelines.jobs.training.captions import prepare_captions, stoppable_progress
 from pipelines.jobs.training.features import (
     INPUT_TABLE,
@@ -27,6 +26,7 @@ from pipelines.jobs.training.features import (
 )
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
 from storage_formats.atomic import write_json_atomic
+from storage_formats.change import locked
 from storage_formats.errors import EdjeError, UsageError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
 
     started = time.monotonic()
     inputs, run = settings.inputs, settings.run
-    with locked_index(run.folder):
+    with locked(run.folder):
         if run.export_step and not (run.folder / "checkpoints").is_dir():
             raise UsageError(f"{run.folder} has no checkpoint to export; set run.dir to the folder of a training run")
         on_event(StatusMessage("reading captions"))

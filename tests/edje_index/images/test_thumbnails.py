@@ -14,9 +14,9 @@ from PIL import Image
 
 from edje_index.images.thumbnails import MAX_PHOTO_BYTES, read_photo, read_thumbnails
 from storage_formats import RowIdError
+from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.rows import RowEntry, rows_table
-from storage_formats.writing.begin import begin_index
 from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 

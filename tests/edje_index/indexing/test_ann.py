@@ -12,12 +12,11 @@ import pytest
 
 from edje_index.indexing.ann_kind import AnnKind, rebuild_reasons
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann, held_out, recall_queries
-from pipelines import repair_index
+from pipelines import delete_rows, repair_index
 from storage_formats import CorruptIndexError, Manifest, UsageError, verify_index
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import IndexedEmbeddings, read_embeddings
-from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=600, shard_size=128, block_shape=(1, 2), embed_dim=16)
@@ -195,7 +194,7 @@ def test_deleted_rows_are_not_found_in_codes(root):
     index = CommittedIndex.open(root)
     query = read_embeddings(CommittedIndex.open(root), [9])[0]
     assert AnnIndex(index).nearest(query, 1)[0].tolist() == [9]
-    commit_deletion(index, plan_deletion(index, np.arange(5, 400)))
+    delete_rows(index.root, np.arange(5, 400))
     assert np.flatnonzero(np.unpackbits(AnnIndex.open(root).live, bitorder="little")[:600] == 0).tolist() == list(
         range(5, 400)
     )

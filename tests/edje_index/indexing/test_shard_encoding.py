@@ -24,11 +24,11 @@ from edje_index.images.transient import TransientInputError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
 from edje_index.indexing.shard_task import ShardTask
+from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import read_receipt
 from storage_formats.format.rows import TIMING_COLUMNS, read_shard_rows
 from storage_formats.reading.embeddings import read_shard_embeddings
-from storage_formats.writing.begin import begin_index
 from tests.conftest import same_bits
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -14,7 +13,6 @@ import pytest
 
 from edje_index import Client, ServiceError, TokenIndex
 from edje_index.images.thumbnails import read_thumbnails
-from pipelines.service.server import listen
 from tests.pipelines.service.conftest import HOLE, ROWS
 from tests.pipelines.service.server import resident_bytes
 
@@ -316,11 +314,6 @@ def test_concurrent_requests_share_batches_and_get_their_own_answers(service, li
     )
     assert requests >= 48
     assert batches < requests, "no two requests shared a batch"
-
-
-def test_asyncio_sends_answers_without_waiting_for_acknowledgements():
-    with listen("127.0.0.1", 0) as listener:
-        assert listener.proto == socket.IPPROTO_TCP, "asyncio sets TCP_NODELAY only then"
 
 
 def test_metrics_cannot_be_flooded_with_labels(service):

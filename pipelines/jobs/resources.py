@@ -1,4 +1,4 @@
-"""Checks that this machine has the disk space and memory that a build needs."""
+"""The memory, disk space and devices of this machine, and those that a change of an index needs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.planning.config import BuildConfig
-from pipelines.planning.machine import available_memory, cuda_devices, free_disk
-from pipelines.planning.plan import BuildSettings
+from pipelines.environment import available_memory, cuda_devices, free_disk
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
@@ -16,6 +14,7 @@ from storage_formats.format.layout import CRC_BYTES, PAGE_BYTES, IndexSpec, padd
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
+    from pipelines.jobs.plan import BuildSettings
     from storage_formats.format.manifest import Manifest
 
 _ANN = "nearest-neighbour index"
@@ -50,21 +49,19 @@ def usable_memory(limit: int | None) -> int:
     return free if limit is None else min(free, limit)
 
 
-def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
-    """Return the number of worker processes; None lets the Ray cluster choose the number."""
-    if config.engine == "inline":
-        return 1
-    if config.workers is not None or config.address is not None:
-        return config.workers
-    if settings.device == "cuda":
-        return max(1, cuda_devices())
-    return max(1, usable_cpus() // settings.threads)
+def check_workers(
+    settings: BuildSettings,
+    info: BundleInfo,
+    *,
+    engine: str,
+    workers: int | None,
+    address: str | None,
+    memory: int | None,
+) -> int | None:
+    """Check the device and the memory. Return the number of worker processes; None lets the Ray cluster choose it.
 
-
-def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo) -> int | None:
-    """Check the device and the memory. Return the number of worker processes, or None as in `choose_workers`.
-
-    If `config.workers` is None, at most as many workers are used as the memory has room for.
+    If `workers` is None, this is the number of GPUs, or that of CPUs divided by the threads of a worker, but at most as
+    many as the memory has room for.
 
     Raises:
         UsageError: this machine lacks the device or the memory for the workers, or the model cannot encode clips.
@@ -72,14 +69,20 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
     """
     if settings.frames is not None:
         _check_clips(info, settings.frames)
-    workers = choose_workers(config, settings)
-    if config.address is None:
-        _check_device(settings.device)
-        if workers is not None and config.workers is None:
-            worker_bytes = model_memory_need(1, settings, info).total
-            workers = max(1, min(workers, usable_memory(config.memory) // worker_bytes))
-        need = model_memory_need(workers, settings, info)
-        _check_memory(need, config.memory, "use fewer workers or a smaller batch size", parameter="workers")
+    if engine != "inline" and address is not None:
+        return workers
+    if settings.device == "cuda" and not cuda_devices():
+        raise UsageError(
+            "the device is cuda, but torch finds no CUDA device on this machine; use the device cpu", parameter="device"
+        )
+    if engine == "inline":
+        workers = 1
+    elif workers is None:
+        wanted = cuda_devices() if settings.device == "cuda" else usable_cpus() // settings.threads
+        worker_bytes = model_memory_need(1, settings, info).total
+        workers = max(1, min(wanted, usable_memory(memory) // worker_bytes))
+    need = model_memory_need(workers, settings, info)
+    _check_memory(need, memory, "use fewer workers or a smaller batch size", parameter="workers")
     return workers
 
 
@@ -104,7 +107,7 @@ def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
 
     Args:
         spec: shape of the index.
-        memory: see `BuildConfig`.
+        memory: see `pipelines.build_index`.
     """
     from edje_index.indexing.ann_kind import AnnKind
 
@@ -116,7 +119,7 @@ def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
 def check_extension_memory(manifest: Manifest, rows: int, memory: int | None) -> None:
     """Raise UsageError if the memory is too small to add `rows` rows to the nearest-neighbour index.
 
-    `BuildConfig` describes `memory`.
+    `pipelines.build_index` describes `memory`.
     """
     from edje_index.indexing.ann_kind import extension_bytes
 
@@ -130,7 +133,7 @@ def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
     Args:
         root: directory of the index.
         spec: shape of the index.
-        memory: see `BuildConfig`.
+        memory: see `pipelines.build_index`.
     """
     need = disk_need(spec, memory)
     free = free_disk(root)
@@ -188,13 +191,6 @@ def _check_clips(info: BundleInfo, frames: int) -> None:
             f"the bundle {info.path} was trained on {info.frames} frames per clip, not on {frames}; use "
             f"{info.frames} frames",
             parameter="frames",
-        )
-
-
-def _check_device(device: str) -> None:
-    if device == "cuda" and not cuda_devices():
-        raise UsageError(
-            "the device is cuda, but torch finds no CUDA device on this machine; use the device cpu", parameter="device"
         )
 
 

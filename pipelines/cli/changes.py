@@ -1,0 +1,368 @@
+"""The commands that change a finished index without a model, and those that show its snapshots and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipelines.cli.options import (
+    LOCAL_INDEX,
+    POSITIVE,
+    json_option,
+    location,
+    log_option,
+    model_option,
+    quiet_option,
+    where_option,
+)
+from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.progress.wording import counted, human_bytes
+from storage_formats.format.object_store import IndexLocation
+
+_SHOWN = 10
+
+
+@click.command()
+@click.argument("index", type=location)
+@click.option("--rows", "rows", type=int, multiple=True, metavar="N", help="Row id to delete; repeatable.")
+@click.option("--uri", metavar="GLOB", help="Delete the rows whose URI matches this pattern. * also matches slashes.")
+@where_option
+@click.option("--erase", is_flag=True, help="Also remove the data of all deleted rows, and all earlier snapshots.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted and change nothing.")
+@quiet_option
+@json_option
+def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Delete rows of INDEX.
+
+    Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The data of deleted rows
+    remains on disk, so 'edje-index rollback' can restore the rows.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    --erase also removes the data of all deleted rows and of their duplicates: the other rows of their shards are copied
+    to new shards, where they get new row ids, and all earlier snapshots are removed. This cannot be undone. Run the
+    same command again to finish an interrupted erasure.
+
+    \b
+    Examples:
+      edje-index delete photos.edje --rows 17 --rows 201
+      edje-index delete photos.edje --uri '*/2019/*.jpg' --dry-run
+      edje-index delete photos.edje --where "licence is null or width < 100" --dry-run
+      edje-index delete photos.edje --uri '*/jane-doe/*' --erase
+    """
+    from pipelines.jobs.snapshots import delete_rows
+
+    with running_job(index, quiet=quiet) as (on_event, _):
+        result = delete_rows(index, on_event=on_event, **options)
+    if as_json:
+        print_json(asdict(result))
+        return
+    named = ", ".join(map(str, result.deleted[:_SHOWN]))
+    more = f" and {len(result.deleted) - _SHOWN:,} more" if len(result.deleted) > _SHOWN else ""
+    what = f" ({named}{more})" if named else ""
+    verb = "would be deleted" if result.dry_run else "deleted"
+    before = f", {result.already_deleted:,} were deleted before" if result.already_deleted else ""
+    erased = f", {result.erased:,} {'would be erased' if result.dry_run else 'erased'}" if options["erase"] else ""
+    print_line(f"{index}: {counted(len(result.deleted), 'row')} {verb}{what}{before}{erased}; {result.left:,} left")
+
+
+@click.command()
+@click.argument("index", type=location)
+@log_option
+@quiet_option
+@json_option
+def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
+    """Rewrite INDEX without its deleted rows.
+
+    The remaining rows get new ids. A Parquet file maps old row ids to new row ids; TokenStore.translate reads this
+    file. Tokens are copied, so the model is not needed. INDEX can be searched during the compaction. The disk needs
+    room for a second copy of the remaining rows. To remove the old files afterwards, run 'edje-index gc --keep 1'.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    Run the same command again to resume a stopped compaction.
+
+    \b
+    Example:
+      edje-index compact photos.edje
+      edje-index gc photos.edje --keep 1
+    """
+    from pipelines.jobs.copy import compact_index
+
+    with running_job(index, quiet=quiet) as (on_event, should_stop):
+        result = compact_index(index, on_event=on_event, should_stop=should_stop)
+    if as_json:
+        print_json(asdict(result))
+    elif not result.removed:
+        print_line(f"{index}: no row is deleted; nothing to do")
+    else:
+        print_line(
+            f"{index}: {counted(result.rows, 'row')} copied to row ids from {result.first_row:,}, {result.removed:,} "
+            f"removed, {result.seconds:.1f} s"
+        )
+        print_line(f"old and new row ids: {result.row_map}")
+
+
+@click.command()
+@click.argument("indexes", nargs=-1, required=True, type=LOCAL_INDEX, metavar="INDEX...")
+@click.option("--out", required=True, type=LOCAL_INDEX, help="New directory for the merged index.")
+@log_option
+@quiet_option
+@json_option
+def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> None:
+    """Copy several indexes of the same model into one new index.
+
+    All indexes must have the same shard size and precisions. Tokens and embeddings are copied, so the model is not
+    needed. Rows of the first INDEX keep their ids. A constant is added to the row ids of each other INDEX; the command
+    prints this constant. If several indexes contain the same image, the new index keeps the row from the first INDEX
+    and marks the other rows as deleted. The given indexes do not change.
+
+    Run the same command again to resume a stopped merge.
+
+    \b
+    Example:
+      edje-index merge 2024.edje 2025.edje --out photos.edje
+    """
+    from pipelines.jobs.copy import merge_indexes
+
+    with running_job(out, quiet=quiet) as (on_event, should_stop):
+        result = merge_indexes(indexes, out, on_event=on_event, should_stop=should_stop)
+    if as_json:
+        print_json(asdict(result))
+        return
+    for each in result.inputs:
+        print_line(
+            f"{each.index}: {counted(each.rows, 'row')}, {each.duplicates:,} duplicates; row ids plus {each.offset:,}"
+        )
+    print_line(f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')}, {result.seconds:.1f} s")
+
+
+@click.command()
+@click.argument("index", type=location)
+@click.argument("out", type=location)
+@click.option("--snapshot", type=click.IntRange(min=0), help="Snapshot to copy.  [default: the current snapshot]")
+@click.option("--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT.")
+@click.option("--rows", type=int, multiple=True, metavar="N", help="Copy only this row; repeatable.")
+@where_option
+@log_option
+@quiet_option
+@json_option
+def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Copy INDEX to OUT, and check every file with its checksum.
+
+    INDEX and OUT are directories or URLs. A URL begins with s3://, gs:// or az://. INDEX can also be an http:// or
+    https:// URL. Credentials come from the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
+    AWS_ENDPOINT_URL selects a server that is compatible with S3.
+
+    One snapshot is copied. Blocks are not decoded. If the file system can share disk blocks, a copy to a directory
+    takes no disk space until INDEX or OUT changes.
+
+    If OUT is a URL that holds an earlier snapshot of INDEX, only the missing files are copied. Readers see the new
+    snapshot once the copy is complete. If two commands copy to the same URL, one command succeeds and the other fails.
+
+    With --rows or --where, only the selected rows are copied, to a directory. They get the row ids from 0.
+
+    Run the same command again to resume a stopped copy.
+
+    \b
+    Examples:
+      edje-index copy photos.edje s3://my-bucket/photos.edje
+      edje-index copy s3://my-bucket/photos.edje restored.edje
+      edje-index copy photos.edje free.edje --where "licence = 'cc0'"
+    """
+    from pipelines.jobs.copy import copy_index
+
+    with running_job(out, quiet=quiet) as (on_event, should_stop):
+        result = copy_index(index, out, on_event=on_event, should_stop=should_stop, **options)
+    if as_json:
+        print_json(asdict(result))
+        return
+    print_line(
+        f"{out}: snapshot {result.snapshot} in {counted(result.files, 'file')}; copied "
+        f"{counted(result.copied_files, 'file')}, {human_bytes(result.copied_bytes)}, {result.seconds:.1f} s"
+    )
+
+
+@click.command()
+@click.argument("index", type=location)
+@click.option("--dry-run", is_flag=True, help="Show what would be repaired and change nothing.")
+@model_option
+@log_option
+@quiet_option
+@json_option
+def repair(
+    index: IndexLocation,
+    dry_run: bool,
+    model: Path | None,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """Rebuild damaged or missing files of INDEX from its other files, or from the images.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    Damaged tokens are converted again from another precision, and stored only if they have the original checksums.
+    Damaged checksums are computed again from the tokens. A damaged nearest-neighbour index is built again from the
+    embeddings.
+
+    Tokens that no other precision determines are encoded again from the images, with the model. An image whose content
+    has changed is refused and named. The exit code is 1 if problems remain.
+
+    \b
+    Examples:
+      edje-index repair photos.edje --dry-run
+      edje-index repair photos.edje
+    """
+    from pipelines.jobs.repair import repair_index
+
+    with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
+        result = repair_index(index, dry_run=dry_run, model=model, on_event=on_event, should_stop=should_stop)
+    if as_json:
+        print_json(asdict(result))
+    for problem in result.left:
+        note(f"{problem.path}: {problem.message}")
+    if not as_json:
+        verb = "would be repaired from" if dry_run else "repaired from"
+        for file in result.repaired:
+            print_line(f"{file.path}: {verb} {file.source}")
+        left = f"{counted(len(result.left), 'problem')} left" if result.left else "no problem left"
+        print_line(f"{index}: {counted(len(result.repaired), 'file')} {verb.removesuffix(' from')}, {left}")
+    return 1 if result.left else 0
+
+
+@click.command()
+@click.argument("index", type=location)
+@json_option
+def history(index: IndexLocation, as_json: bool) -> None:
+    """List the snapshots of INDEX, oldest first. The last snapshot is the current one.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    Every change of a finished index makes a new snapshot. Old snapshots remain until 'edje-index gc' removes them.
+
+    \b
+    Example:
+      edje-index history photos.edje
+    """
+    from pipelines.jobs.snapshots import history as read_history
+
+    snapshots = read_history(index)
+    if as_json:
+        print_json({"index": str(index), "snapshots": [asdict(snapshot) for snapshot in snapshots]})
+        return
+    for snapshot in snapshots:
+        counts = {name: value for name, value in snapshot.change.items() if not isinstance(value, list)}
+        details = ", ".join(f"{name} {value}" for name, value in counts.items())
+        print_line(
+            f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26} {counted(snapshot.rows, 'row')}, "
+            f"{snapshot.deleted:,} deleted{f' ({details})' if details else ''}"
+        )
+
+
+@click.command()
+@click.argument("index", type=location)
+@click.argument("snapshot", type=click.IntRange(min=0))
+@json_option
+def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
+    """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index history' lists.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    A rollback makes a new snapshot. To undo a rollback, roll back to the snapshot before it.
+
+    \b
+    Example:
+      edje-index rollback photos.edje 3
+    """
+    from pipelines.jobs.snapshots import roll_back
+
+    result = roll_back(index, snapshot)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        rows = f"{counted(result.rows, 'row')}, {result.deleted:,} deleted"
+        print_line(f"{index}: snapshot {result.snapshot} has the contents of snapshot {snapshot}: {rows}")
+
+
+@click.command()
+@click.argument("index", type=location)
+@click.option(
+    "--keep", type=POSITIVE, help="Number of snapshots to keep, including the current one.  [default: all snapshots]"
+)
+@json_option
+def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
+    """Remove the files of INDEX that no snapshot needs. With --keep, also remove old snapshots.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    The command also discards an interrupted change, such as an append or a conversion. That change cannot be resumed
+    afterwards.
+
+    \b
+    Examples:
+      edje-index gc photos.edje
+      edje-index gc photos.edje --keep 1
+    """
+    from pipelines.jobs.snapshots import remove_snapshots
+
+    with running_job(quiet=False, resumes=False) as (on_event, _):
+        removal = remove_snapshots(index, keep, on_event)
+    if as_json:
+        print_json(asdict(removal))
+    else:
+        files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
+        print_line(f"{index}: {counted(len(removal.snapshots), 'snapshot')} and {files} removed")
+
+
+@click.command()
+@click.argument("index", type=location)
+@click.option(
+    "--reason", "reasons", metavar="REASON", multiple=True, help="List only rows that failed for REASON; repeatable."
+)
+@json_option
+def failures(index: IndexLocation, reasons: tuple[str, ...], as_json: bool) -> None:
+    """List the inputs of INDEX that could not be indexed.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    The command prints one line per failed row: row id, reason, URI and details. 'edje-index info' shows the number of
+    failed rows by reason.
+
+    \b
+    Examples:
+      edje-index failures photos.edje
+      edje-index failures photos.edje --reason truncated --reason corrupt
+      edje-index failures photos.edje --json | jq -r '.failures[].uri'
+    """
+    from storage_formats.writing.working_copy import working_copy
+
+    with working_copy(index, read_only=True) as opened:
+        rows = (row for row in failed_rows(opened.root) if not reasons or row["reason"] in reasons)
+        if as_json:
+            print_json({"index": str(index), "failures": list(rows)})
+            return
+        for row in rows:
+            print_line(f"{row['row_id']}  {row['reason']}  {row['uri']}  {row['detail']}")
+
+
+def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
+    """Yield the row id, reason, URI and detail of each failed row, also of an unfinished build."""
+    from storage_formats.change import is_unfinished
+    from storage_formats.format.layout import Layout
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
+
+    layout, columns = Layout(root), ["row_id", "reason", "uri", "detail", "status"]
+    if layout.manifest.exists() or is_unfinished(root) is None:
+        tables = iter_rows(CommittedIndex.open(root), columns)
+    else:
+        shards = sorted(int(path.stem) for path in layout.receipt(0).parent.glob("*.json"))
+        tables = (read_shard_rows(layout, shard, columns) for shard in shards)
+    for table in tables:
+        for row in table.to_pylist():
+            if row.pop("status") == FAILED:
+                yield row

@@ -1,0 +1,214 @@
+"""Encodes new rows: one task per shard, on an engine."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.engines.base import TaskInterrupted, Worker, WorkerFactory, open_engine
+from pipelines.jobs.plan import BuildSettings, Plan
+from pipelines.jobs.shard_run import FailedInputsError, ShardJob, ShardRun, run_shards
+from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop
+from pipelines.progress.wording import counted
+from storage_formats.cpus import usable_cpus
+from storage_formats.errors import EdjeError
+from storage_formats.format.layout import Layout
+
+if TYPE_CHECKING:
+    from edje_index.indexing.shard_encoding import StageProgress
+    from edje_index.indexing.shard_task import ShardTask
+    from storage_formats.change import Change
+    from storage_formats.format.receipts import ShardReceipt
+
+DEFAULT_SHARE = 0.01
+ALWAYS_ALLOWED = 20
+"""By default, this many inputs may always fail, because small collections have damaged files, too."""
+
+_NAMED_FAILURES = 3
+_MAX_DECODE_THREADS = 16
+
+
+def encode_rows(
+    change: Change,
+    plan: Plan,
+    *,
+    engine: str,
+    workers: int | None,
+    address: str | None,
+    max_failed: float | None,
+    needs_one: bool = True,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> ShardRun:
+    """Encode the shards of `plan` that earlier runs of `change` did not finish. Return the receipts of all shards.
+
+    Args:
+        change: the change, which holds the lock of the index.
+        plan: the rows to encode.
+        engine: "ray" or "inline".
+        workers: number of worker processes; None lets the Ray cluster choose the number.
+        address: address of the Ray cluster; None starts Ray on this machine.
+        max_failed: largest share of inputs that may fail, 0 to 1. None allows 1 %, but at least `ALWAYS_ALLOWED`.
+        needs_one: whether it is an error if no input can be indexed.
+        on_event: receives the events of the job.
+        should_stop: called often; the job stops once it returns True.
+
+    Raises:
+        UsageError, EngineUnavailableError: the engine cannot run with the requested workers or devices.
+        FailedInputsError: too many inputs failed, or none could be indexed. In the second case, a change of a
+            finished index is abandoned.
+        JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
+        OSError: the index cannot be written.
+    """
+    layout, settings = change.layout, plan.settings
+    receipts = change.receipts(plan.shards, plan.fingerprint)
+    on_event(PlanReady(plan.rows, len(plan.shards), len(receipts), workers, plan.duplicates, plan.ignored))
+    allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
+    limit = f"the {allowed:,} that may fail by default"
+    if max_failed is not None:
+        allowed = math.floor(max_failed * plan.rows + 1e-6)  # 0.29 * 100 is less than 29
+        limit = f"the share of {max_failed:g} that may fail"
+    failed = Counter[str]()
+    finished: list[ShardReceipt] = []
+
+    def count(receipt: ShardReceipt) -> None:
+        finished.append(receipt)
+        failed.update(receipt.failed)
+        is_last = len(finished) == len(plan.shards)
+        reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(failed.items()))
+        if failed.total() > allowed:
+            done = sum(each.rows for each in finished)
+            so_far = "" if done == plan.rows else " so far"
+            raise FailedInputsError(
+                f"{failed.total():,} of {counted(done, 'input')} failed{so_far}, more than {limit} ({reasons}). The "
+                f"first are {_first_failures(layout, finished)}. {len(finished):,} of "
+                f"{counted(len(plan.shards), 'shard')} are finished and kept",
+                "raise max_failed to index the other inputs",
+                over_limit=True,
+            )
+        if needs_one and is_last and not any(each.indexed for each in finished):
+            restart = f"remove {layout.root}, and build again"  # until then, `failures` lists them
+            if change.index is not None:
+                change.abandon()
+                restart = "and run the command again"
+            raise FailedInputsError(
+                f"none of the {counted(failed.total(), 'input')} could be indexed ({reasons}). The first are "
+                f"{_first_failures(layout, finished)}",
+                f"correct the sources, {restart}",
+                over_limit=False,
+            )
+
+    job = ShardJob(
+        activity="indexing",
+        shards=plan.shards,
+        rows=plan.rows,
+        make_worker=on_shared_directory(
+            layout.root,
+            functools.partial(
+                open_worker, str(plan.model["bundle"]), settings.device, settings.threads, settings.dtype
+            ),
+        ),
+        make_task=lambda shard: encoding_task(layout.root, plan, shard, decode_threads(settings, workers)),
+        state_of_report=_state_of_report,
+        state_of_receipt=lambda receipt: ShardState(receipt.rows, sum(receipt.failed.values()), receipt.seconds),
+        on_receipt=count,
+    )
+    gpus = 1 if settings.device == "cuda" else 0
+    opened = open_engine(engine, workers, cpus=settings.threads, gpus=gpus, address=address)
+    return run_shards(job, receipts, opened, on_event, should_stop)
+
+
+def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
+    """Return a text with the uris and reasons of the first failed inputs."""
+    from storage_formats.format.rows import FAILED, read_shard_rows
+
+    shards = sorted(receipt.shard for receipt in receipts if receipt.failed)
+    tables = (read_shard_rows(layout, shard, ["uri", "status", "reason"]).to_pylist() for shard in shards)
+    failed = (f"{row['uri']} ({row['reason']})" for rows in tables for row in rows if row["status"] == FAILED)
+    return ", ".join(itertools.islice(failed, _NAMED_FAILURES))
+
+
+def encoding_task(root: Path, plan: Plan, shard: int, threads: int = 1) -> ShardTask:
+    """Return the task that encodes `shard`, with `threads` threads that decode images."""
+    from edje_index.indexing.shard_task import ShardTask
+
+    return ShardTask(
+        root=str(root.absolute()),
+        shard=shard,
+        spec=plan.spec,
+        plan=plan.fingerprint,
+        batch_size=plan.settings.batch_size,
+        max_pixels=plan.settings.max_pixels,
+        decode_threads=threads,
+        columns=plan.columns,
+        truncated=plan.settings.truncated,
+        frames=plan.settings.frames,
+    )
+
+
+def decode_threads(settings: BuildSettings, workers: int | None) -> int:
+    """Return the number of decoding threads per worker, at most 16."""
+    # If the model runs on the CPU, this is the number of threads of the model. Otherwise the workers share all CPUs.
+    threads = settings.threads if settings.device == "cpu" else usable_cpus() // (workers or 1)
+    return min(max(1, threads), _MAX_DECODE_THREADS)
+
+
+def _state_of_report(progress: StageProgress) -> tuple[int, ShardState]:
+    seconds = {"wait": progress.wait, "encode": progress.encode, "write": progress.write}
+    return progress.shard, ShardState(progress.done, progress.failed, seconds)
+
+
+@dataclass(frozen=True)
+class EncodeWorker:
+    """Worker of an engine. Each call encodes one shard."""
+
+    encoder: Any
+
+    def __call__(
+        self, task: ShardTask, on_report: Callable[[StageProgress], None], should_stop: ShouldStop
+    ) -> ShardReceipt:
+        from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
+        from pipelines.engines.ray_engine import worker_machine
+
+        machine, alive = worker_machine()
+        try:
+            return encode_shard(task, self.encoder, on_report, should_stop, machine=machine, alive=alive)
+        except EncodingInterrupted as error:
+            raise TaskInterrupted from error
+
+
+def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
+    """Load the encoder and return a worker that encodes shards."""
+    from edje_index.indexing.image_encoder import ImageEncoder
+
+    return EncodeWorker(ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype))
+
+
+def on_shared_directory(root: Path, make_worker: WorkerFactory) -> WorkerFactory:
+    """Return a worker factory that checks that its machine sees the index directory, before it calls `make_worker`.
+
+    The calling process holds the lock of the index at `root`. The factory raises EdjeError if the worker sees another
+    lock file, or none.
+    """
+    lock = Layout(root.absolute()).lock
+    return functools.partial(_make_worker, lock, lock.read_bytes(), make_worker)
+
+
+def _make_worker(lock: Path, holder: bytes, make_worker: WorkerFactory) -> Worker:
+    try:
+        is_shared = lock.read_bytes() == holder
+    except (FileNotFoundError, NotADirectoryError):
+        is_shared = False
+    if not is_shared:
+        raise EdjeError(
+            f"the machine {socket.gethostname()} does not see the index directory {lock.parents[1]} of this job; put "
+            "the index into a directory that all machines share under the same path"
+        )
+    return make_worker()

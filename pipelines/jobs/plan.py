@@ -1,0 +1,462 @@
+"""The plan of new rows: everything that determines the bytes of a build, an append or an update."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.environment import cuda_devices
+from storage_formats.cpus import has_bfloat16, usable_cpus
+from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.source_columns import (
+    MAX_COLUMNS,
+    MAX_ROW_BYTES,
+    MAX_SHARD_BYTES,
+    SourceColumn,
+    Value,
+    columns_from_json,
+    kind_of,
+)
+
+if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
+    from edje_index.images.inputs import InputRef
+    from storage_formats.format.manifest import Manifest
+
+SHARD_SIZE = 1024
+TOO_LONG = "(metadata too long)"
+TOO_MANY = "(too many metadata columns)"
+_FINGERPRINT_VERSION = 1  # of the rules by which a plan determines the stored bytes
+_LATER_SETTINGS = {"truncated": "fail", "frames": None}  # with the values that earlier versions used
+_CPU_BATCH = 8  # the activations of larger batches do not fit into the caches
+_CUDA_BATCH = 32
+_MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
+
+
+def default_device() -> str:
+    """Return the device that "auto" selects on this machine."""
+    return "cuda" if cuda_devices() else "cpu"
+
+
+def default_threads() -> int:
+    """Return the number of CPU threads per worker if the request names none."""
+    return min(usable_cpus(), _MAX_THREADS)
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """The settings of `pipelines.build_index` that affect the stored bytes, with actual values instead of defaults."""
+
+    sources: tuple[str, ...]
+    column: str | None
+    dedupe: bool
+    shard_size: int
+    precisions: tuple[str, ...]
+    max_pixels: int
+    batch_size: int
+    threads: int
+    device: str
+    dtype: str
+    truncated: str = "fail"
+    frames: int | None = None
+
+    @classmethod
+    def choose(
+        cls,
+        stored: BuildSettings | None,
+        *,
+        sources: Sequence[str],
+        column: str | None,
+        dedupe: bool,
+        shard_size: int,
+        precisions: Sequence[str],
+        max_pixels: int | None,
+        batch_size: int | None,
+        threads: int | None,
+        device: str,
+        dtype: str | None,
+        truncated: str,
+        frames: int | None,
+    ) -> BuildSettings:
+        """Return the settings of a request, with actual values instead of "auto" and other defaults.
+
+        Values that depend on the hardware are those of `stored`, the settings of an unfinished or finished index; if it
+        is None, they are derived from this machine. `pipelines.build_index` describes the other arguments.
+
+        Raises:
+            UsageError: a precision does not exist, or a number is out of range.
+        """
+        from edje_index.images.decode import DEFAULT_MAX_PIXELS
+        from edje_index.models import MAX_FRAMES
+        from pipelines.sources.base import absolute_spec
+        from storage_formats.codecs import codec
+
+        for name in precisions:
+            codec(name)
+        if batch_size is not None and batch_size < 1:
+            raise UsageError(f"a batch of {batch_size} images is not possible; give 1 or more", parameter="batch_size")
+        if frames is not None and not 1 <= frames <= MAX_FRAMES:
+            raise UsageError(
+                f"{frames} frames per clip are not allowed; give a number from 1 to {MAX_FRAMES}", parameter="frames"
+            )
+        if device == "auto":
+            device = stored.device if stored else default_device()
+        if dtype is None or dtype == "auto":
+            # Without "auto", equal devices choose alike, so that the bytes do not depend on the model of the CPU.
+            is_fast = device == "cuda" or (dtype == "auto" and has_bfloat16())
+            dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
+        if threads is None:
+            threads = stored.threads if stored else default_threads()
+        if batch_size is None:
+            batch_size = stored.batch_size if stored else _CPU_BATCH if device == "cpu" else _CUDA_BATCH
+        return cls(
+            sources=tuple(map(absolute_spec, sources)),
+            column=column,
+            dedupe=dedupe,
+            shard_size=shard_size,
+            precisions=tuple(dict.fromkeys(precisions)),
+            max_pixels=max_pixels or DEFAULT_MAX_PIXELS,
+            batch_size=batch_size,
+            threads=threads,
+            device=device,
+            dtype=dtype,
+            truncated=truncated,
+            frames=frames,
+        )
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> BuildSettings:
+        """Return the settings that a plan or a manifest stores as `value`.
+
+        Raises:
+            KeyError, TypeError: `value` is not a JSON object with the settings of a plan.
+        """
+        settings = {setting.name: value[setting.name] for setting in fields(cls) if setting.name not in _LATER_SETTINGS}
+        settings |= {name: value.get(name, default) for name, default in _LATER_SETTINGS.items()}
+        settings["sources"], settings["precisions"] = tuple(settings["sources"]), tuple(settings["precisions"])
+        return cls(**settings)
+
+
+def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
+    """Return the settings that the index at `root` was built with.
+
+    Raises:
+        UsageError: the index was not made by a build.
+    """
+    try:
+        return BuildSettings.from_json(manifest.settings)
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"{root} was not built from images, so no images can be added to it; choose another index", parameter="out"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The new rows of a change. The plan determines the stored bytes; `build/journal.json` holds it.
+
+    Attributes:
+        spec: sizes and precisions of the index after the change. The new rows are its last segment.
+        model: description of the model bundle; see `model_record`.
+        settings: settings that affect the stored bytes.
+        inputs_digest: SHA-256 of the inputs in row order, in hexadecimal.
+        duplicates: number of inputs that are not encoded, because another input or row has the same content.
+        ignored: number of entries in the sources that are not inputs, by suffix or reason.
+        input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal, by file name.
+        columns: source columns of the index after the change.
+    """
+
+    spec: IndexSpec
+    model: dict[str, Any]
+    settings: BuildSettings
+    inputs_digest: str
+    duplicates: int
+    ignored: dict[str, int]
+    input_checksums: dict[str, str]
+    columns: tuple[SourceColumn, ...] = ()
+
+    @property
+    def shards(self) -> range:
+        """Numbers of the shards to write."""
+        return self.spec.segment_shards(self.spec.used_segments[-1])
+
+    @property
+    def rows(self) -> int:
+        """Number of rows to write."""
+        return self.spec.used_segments[-1].rows
+
+    @property
+    def first_row(self) -> int:
+        """Row id of the first new row."""
+        return self.spec.used_segments[-1].first_row
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that determines the stored bytes, in hexadecimal."""
+        values = asdict(self.settings)
+        for name, default in _LATER_SETTINGS.items():  # without them, plans of earlier versions keep their fingerprints
+            if values[name] == default:
+                del values[name]
+        parts = {
+            "version": _FINGERPRINT_VERSION,
+            "encoder": self.model["fingerprint"],
+            "settings": values,
+            "inputs": self.inputs_digest,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this plan as a JSON object."""
+        return {**asdict(self), "columns": [column.to_json() for column in self.columns]}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Plan:
+        """Return the plan described by `value`, a result of `to_json`."""
+        spec = value["spec"]
+        tuples = {
+            "block_shape": tuple(spec["block_shape"]),
+            "precisions": tuple(spec["precisions"]),
+            "segments": tuple(Segment(**segment) for segment in spec["segments"]),
+        }
+        settings, columns = BuildSettings.from_json(value["settings"]), columns_from_json(value["columns"])
+        return cls(**{**value, "spec": IndexSpec(**{**spec, **tuples}), "settings": settings, "columns": columns})
+
+
+def model_record(info: BundleInfo) -> dict[str, Any]:
+    """Return the description of a model bundle that plans and manifests store."""
+    return {
+        "fingerprint": info.encoder_fingerprint,
+        "bundle": str(info.path.resolve()),
+        "vision": info.vision_name,
+        "trained": info.trained,
+    }
+
+
+def refuse_differences(
+    root: Path, stored_model: Mapping[str, Any], stored: BuildSettings, info: BundleInfo, requested: BuildSettings
+) -> None:
+    """Raise UsageError if a model and settings differ from those of the unfinished or finished index at `root`."""
+    model = model_record(info)
+    differences = {}
+    if stored_model["fingerprint"] != model["fingerprint"]:
+        left, right = (f"{record['vision']} ({record['fingerprint']})" for record in (stored_model, model))
+        differences["model"] = f"model {left} in the index, {right} requested"
+    for name in (setting.name for setting in fields(BuildSettings)):
+        values = getattr(stored, name), getattr(requested, name)
+        left, right = (", ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in values)
+        if left != right:
+            differences[name] = f"{name} {left} in the index, {right} requested"
+    if differences:
+        raise UsageError(
+            f"{root} was built with other settings: {'; '.join(differences.values())}. Use the model and settings of "
+            "the index, or choose another output directory",
+            parameter=next(iter(differences)),
+        )
+
+
+@dataclass(frozen=True)
+class InputLists:
+    """A summary of the lists of inputs in `build/inputs/`.
+
+    Attributes:
+        rows: number of inputs.
+        duplicates: number of inputs that are byte-identical to an earlier input.
+        ignored: number of values of source columns that are not stored, by reason.
+        checksums: see `Plan.input_checksums`.
+        columns: source columns of the index with these inputs.
+    """
+
+    rows: int
+    duplicates: int
+    ignored: dict[str, int]
+    checksums: dict[str, str]
+    columns: tuple[SourceColumn, ...]
+
+
+def store_inputs(
+    layout: Layout,
+    refs: Iterable[InputRef],
+    shard_size: int,
+    *,
+    first_shard: int = 0,
+    earlier_columns: Iterable[SourceColumn] = (),
+) -> InputLists:
+    """Write `refs` to `build/inputs/`. Existing files in this directory are removed.
+
+    Args:
+        layout: paths of the index.
+        refs: inputs in row order.
+        shard_size: number of inputs per shard.
+        first_shard: number of the first shard.
+        earlier_columns: source columns of the existing rows of the index.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    from edje_index.images.input_lists import write_input_lists
+    from storage_formats.atomic import fsync_paths
+    from storage_formats.format.checksum import crc32c_file, to_hex
+
+    directory = layout.input_lists
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    rows = duplicates = 0
+    columns = CollectedColumns(shard_size, earlier_columns)
+
+    def counted_refs() -> Iterator[InputRef]:
+        nonlocal rows, duplicates
+        for ref in refs:
+            rows += 1
+            duplicates += ref.duplicate_of is not None
+            yield columns.add(ref)
+
+    paths = write_input_lists(layout, counted_refs(), shard_size, first_shard=first_shard)
+    fsync_paths([*paths, directory])
+    checksums = {path.name: to_hex(crc32c_file(path)[1]) for path in paths}
+    return InputLists(rows, duplicates, dict(columns.ignored), checksums, columns.columns())
+
+
+def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> None:
+    """Check that the lists of inputs are unchanged, unless all shards are finished.
+
+    Raises:
+        CorruptIndexError: a list of inputs is missing or was changed.
+    """
+    from storage_formats.format.checksum import crc32c_file, to_hex
+
+    if len(finished_shards) == len(plan.shards):
+        return
+    for name, checksum in plan.input_checksums.items():
+        path = Layout(root).input_lists / name
+        try:
+            damage = None if to_hex(crc32c_file(path)[1]) == checksum else "the checksum differs"
+        except FileNotFoundError as error:
+            damage = error.strerror
+        if damage:
+            restart = f"discard the change with 'edje-index gc {root}'"
+            if not Layout(root).manifest.exists():
+                restart = f"remove {root} and build again"
+            raise CorruptIndexError(
+                f"the list of inputs {path} was damaged after the change began ({damage}); restore it, or {restart}"
+            )
+
+
+class CollectedColumns:
+    """The source columns of all inputs that were added so far. If there are too many, the first in row order are kept.
+
+    Args:
+        shard_size: number of rows per shard, which limits the length of the metadata of a row.
+        earlier: columns of the existing rows of the index.
+    """
+
+    def __init__(self, shard_size: int, earlier: Iterable[SourceColumn] = ()) -> None:
+        self.ignored = Counter[str]()
+        self._row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)
+        self._kinds = {column.name: set(column.kinds) for column in earlier}
+        self._values = Counter({column.name: column.values for column in earlier})
+
+    def add(self, ref: InputRef) -> InputRef:
+        """Add the metadata of one input. Return the input with only the metadata to store.
+
+        Values are left out if the metadata is too long or if there are too many columns. `ignored` counts these values.
+        """
+        from edje_index.images.inputs import metadata_text
+
+        if not ref.metadata:
+            return ref
+        kept: dict[str, Value] = {}
+        new = 0
+        for name, value in ref.metadata.items():
+            new += name not in self._kinds
+            if name in self._kinds or len(self._kinds) + new <= MAX_COLUMNS:
+                kept[name] = value
+            else:
+                self.ignored[TOO_MANY] += 1
+        lengths = {name: len(metadata_text({name: value}).encode()) for name, value in kept.items()}
+        total = sum(lengths.values())
+        for name in sorted(lengths, key=lambda name: (-lengths[name], name)):  # the longest go first
+            if total <= self._row_bytes:
+                break
+            self.ignored[TOO_LONG] += 1
+            total -= lengths[name]
+            del kept[name]
+        for name, value in kept.items():
+            self._kinds.setdefault(name, set()).add(kind_of(value))
+            self._values[name] += 1
+        return dataclasses.replace(ref, metadata=kept or None)
+
+    def columns(self) -> tuple[SourceColumn, ...]:
+        """Return the earlier and the new columns together, sorted by name."""
+        names = sorted(self._kinds)
+        return tuple(SourceColumn(name, tuple(sorted(self._kinds[name])), self._values[name]) for name in names)
+
+
+SOURCES_MEMBER = "indexed_sources"
+"""Key of the recorded sources in the settings of an index, if other commands than one build added rows."""
+
+
+@dataclass(frozen=True)
+class SourceGroup:
+    """The sources that were given to one command, as absolute paths, and their path column."""
+
+    sources: tuple[str, ...]
+    column: str | None = None
+
+
+def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
+    """Return the sources of all rows, or None if the index does not record the sources of some rows.
+
+    Raises:
+        CorruptIndexError: the recorded sources are damaged.
+    """
+    settings = manifest.settings
+    try:
+        if settings.get(SOURCES_MEMBER, ()) is None:
+            return None
+        if SOURCES_MEMBER in settings:
+            return tuple(SourceGroup(_texts(group["sources"]), group["column"]) for group in settings[SOURCES_MEMBER])
+        if len(manifest.spec.used_segments) > 1 or manifest.row_maps or "sources" not in settings:
+            return None
+        return (SourceGroup(_texts(settings["sources"]), settings.get("column")),)
+    except (KeyError, TypeError) as error:
+        raise CorruptIndexError(
+            f"the recorded sources of the index are damaged: {error!r}; name all sources"
+        ) from error
+
+
+def _texts(value: Sequence[Any]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise TypeError("not a list of sources")
+    return tuple(map(str, value))
+
+
+def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Manifest:
+    """Return a copy of `manifest` that records `groups` as the sources of all rows; None if they are unknown."""
+    recorded = None if groups is None else [asdict(group) for group in groups]
+    return dataclasses.replace(manifest, settings={**manifest.settings, SOURCES_MEMBER: recorded})
+
+
+def holds_clips(manifest: Manifest) -> bool:
+    """Return True if video files are inputs of the index."""
+    return manifest.settings.get("frames") is not None
+
+
+@contextlib.contextmanager
+def stopping_on_full_disk(root: Path) -> Iterator[None]:
+    """Context manager that converts an OSError to JobStopped, because a second run resumes the change."""
+    from pipelines.engines.base import describe_error
+    from pipelines.progress.events import JobStopped
+
+    try:
+        yield
+    except OSError as error:
+        raise JobStopped(f"cannot write {root}: {describe_error(error)}; finished shards are kept") from error

@@ -1,0 +1,577 @@
+"""The one way to change an index: a lock, a journal, tasks with receipts, and one commit (SPEC.md section 11).
+
+A change writes new files under names that no committed snapshot uses, then replaces `index.json`. Until then, the index
+is as it was. `build/journal.json` names the change that is under way. If the change is stopped, the same change resumes
+it; no other change begins until it is finished or discarded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from storage_formats.atomic import (
+    fsync_parent,
+    fsync_path,
+    fsync_paths,
+    make_directories,
+    naming,
+    write_bytes_atomic,
+    write_json_atomic,
+)
+from storage_formats.codecs import precisions
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.format.checksum import json_checksum
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import EXTENDED_VERSION, PARTIAL_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex, Manifest, created_by, earlier_snapshots
+from storage_formats.format.receipts import ShardReceipt, read_receipt
+from storage_formats.format.shard_table import FileEntry, read_shard_table
+from storage_formats.format.zarr_metadata import zarr_documents
+
+_NAMES = "|".join(precisions())
+_PRECISION_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES})")
+DATA_FILE = re.compile(
+    rf"tokens/({_NAMES})/(c\.\d+(\.0)+|zarr\.json)|checksums/({_NAMES})/\d+\.crc32c|embeddings/c\.\d+\.0|rows/\d+\.parquet"
+    r"|manifest/shards-\w+\.parquet|manifest/deleted-\w+\.bin|manifest/row-map-\w+\.parquet|ann/index(-\w+)?\.faiss"
+)
+_TEMPORARY = (
+    ".index.json.*", "manifest/.shards-*", "manifest/.deleted-*", "manifest/.row-map-*", "snapshots/.*.json.*",
+    "ann/index.faiss.partial", "tokens/.zarr.json.*", "tokens/*/.zarr.json.*", "embeddings/.zarr.json.*",
+)  # fmt: skip
+_MAX_JOURNAL_BYTES = 1 << 30  # a plan lists the checksum of every file of inputs
+
+Notify = Callable[[str], None]
+"""Function that takes a message for the user."""
+
+
+class UnfinishedChangeError(EdjeError):
+    """Another change of the index was stopped, and has finished shards."""
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The contents of `build/journal.json`, which names the change that is under way.
+
+    Attributes:
+        kind: kind of the change, for example "append".
+        request: what the change was asked to do. A change of the same kind and request resumes it.
+        base: SHA-256 of the `index.json` before the change; None if the change writes a new index.
+        plan: what the change decided before its first task; None if it has not decided yet.
+    """
+
+    kind: str
+    request: dict[str, Any]
+    base: str | None
+    plan: dict[str, Any] | None = None
+
+    def write(self, layout: Layout) -> None:
+        """Write the journal of the index with `layout`."""
+        value = asdict(self)
+        write_json_atomic(layout.journal, {**value, "crc32c": json_checksum(value)})
+
+
+def read_journal(root: str | Path) -> Journal | None:
+    """Return the journal of the unfinished change of the index at `root`; None if there is none.
+
+    Raises:
+        CorruptIndexError: the journal is damaged.
+    """
+    layout = Layout(Path(root))
+    try:
+        value = json.loads(read_index_file(layout.root, layout.journal, max_bytes=_MAX_JOURNAL_BYTES))
+        if value.pop("crc32c") != json_checksum(value):
+            raise ValueError("it does not match its checksum")
+        return Journal(**value)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptIndexError(
+            f"cannot read {layout.journal}, which names the unfinished change ({error}); {_discard_advice(layout)}"
+        ) from error
+
+
+def is_unfinished(root: str | Path) -> Journal | None:
+    """Return the journal of the index at `root` if its change was stopped before the commit; None otherwise."""
+    layout = Layout(Path(root))
+    journal = read_journal(root)
+    return journal if journal is not None and journal.base == _digest(layout) else None
+
+
+class Change:
+    """A change of an index, which holds the lock of the index. `begin_change` makes it.
+
+    Attributes:
+        layout: layout of the index.
+        kind: kind of the change.
+        index: the index before the change; None if the change writes a new index.
+        plan: the stored plan of an earlier run of this change; None if there is none.
+    """
+
+    def __init__(
+        self, layout: Layout, kind: str, index: CommittedIndex | None, journal: Journal, notify: Notify
+    ) -> None:
+        self.layout = layout
+        self.kind = kind
+        self.index = index
+        self._journal = journal
+        self._notify = notify
+        self._is_committed = self._is_abandoned = False
+
+    @property
+    def plan(self) -> dict[str, Any] | None:
+        return self._journal.plan
+
+    def store_plan(self, plan: dict[str, Any]) -> None:
+        """Store `plan`, a JSON object. The next run of this change gets it."""
+        self._journal = replace(self._journal, plan=plan)
+        self._journal.write(self.layout)
+
+    def receipts(self, shards: Iterable[int], fingerprint: str) -> dict[int, ShardReceipt]:
+        """Return the receipts of earlier runs, by shard number. A receipt counts if it has the task's `fingerprint`."""
+        receipts = ((shard, read_receipt(self.layout, shard, fingerprint)) for shard in shards)
+        clear_staging(self.layout.root)
+        return {shard: receipt for shard, receipt in receipts if receipt is not None}
+
+    def abandon(self) -> None:
+        """Let the end of this change remove its files, also if a later run could use them. A committed change stays."""
+        self._is_abandoned = True
+
+    def start_again(self) -> None:
+        """Remove the plan, the receipts and all files of this change."""
+        self._remove_files()
+        self._journal = replace(self._journal, plan=None)
+        self._journal.write(self.layout)
+
+    def commit(self, manifest: Manifest, details: Mapping[str, Any] | None = None) -> CommittedIndex:
+        """Replace `index.json`. Return the index after the change.
+
+        All files of `manifest` must be on disk. What follows the commit is housekeeping: if it fails, a message says
+        so, and the next change of the index finishes it.
+
+        Args:
+            manifest: manifest after the change. The snapshot number and the format version are set here.
+            details: members of `change` in `index.json`. None keeps the number of the snapshot: rows do not change.
+
+        Raises:
+            OSError: a file cannot be written. The index is unchanged.
+            EdjeError: another writer has changed the index on the object store. The index is unchanged.
+        """
+        if self.index is not None and details is not None:
+            manifest = self._next_snapshot(self.index.manifest, manifest, details)
+        if self.index is None or manifest.spec.rows > self.index.manifest.spec.rows:
+            write_array_shapes(self.layout, manifest.spec)  # a reader that sees the new manifest needs the new shapes
+        manifest.write(self.layout)
+        self._is_committed = True
+        with self._after_commit():
+            write_array_shapes(self.layout, manifest.spec)
+        return CommittedIndex.open(self.layout.root)
+
+    def commit_copy(self, data: bytes) -> None:
+        """Write `index.json` with the contents `data`, the manifest of the copied index."""
+        write_bytes_atomic(self.layout.manifest, data)
+        self._is_committed = True
+
+    def remove_files(self, keep: int | None = None, *, tables: bool = False) -> Removal:
+        """Remove the snapshots before the newest `keep`, and the files that no kept snapshot names.
+
+        Args:
+            keep: number of snapshots to keep; None keeps all.
+            tables: whether to remove shard tables too. Readers that opened the index before a conversion need the
+                earlier shard tables.
+        """
+        current = Manifest.load(self.layout.root)
+        numbers = earlier_snapshots(self.layout, current)
+        removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
+        for number in removed:
+            self.layout.snapshot(number).unlink(missing_ok=True)
+        if removed:
+            fsync_path(self.layout.snapshot(0).parent)
+        sizes = remove_unnamed_files(self.layout, kept_snapshots(CommittedIndex.open(self.layout.root)), tables=tables)
+        return Removal(tuple(removed), len(sizes), sum(sizes))
+
+    def clean_up(self, remove: Callable[[], Any]) -> None:
+        """Call `remove`, which removes files that the committed change made superfluous."""
+        with self._after_commit():
+            remove()
+
+    @contextlib.contextmanager
+    def _after_commit(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._notify(
+                f"the change is committed, but some files could not be updated or removed ({error}); the next change "
+                f"of the index does this, for example 'edje-index gc {self.layout.root}'"
+            )
+
+    def _next_snapshot(self, current: Manifest, changed: Manifest, details: Mapping[str, Any]) -> Manifest:
+        """Keep `index.json` as the manifest of an earlier snapshot. Return `changed` as the next snapshot."""
+        snapshot = replace(
+            changed.snapshot,
+            number=current.snapshot.number + 1,
+            change={"kind": self.kind, **details, "created": _now()},
+            next_shard=max(current.snapshot.next_shard, current.spec.shards, changed.spec.shards),
+        )
+        kept = self.layout.snapshot(current.snapshot.number)
+        make_directories(kept.parent)
+        write_bytes_atomic(kept, read_index_file(self.layout.root, self.layout.manifest))
+        return replace(changed, snapshot=snapshot, format_version=_version_of(changed), created_by=created_by())
+
+    def _has_work(self) -> bool:
+        receipts = self.layout.receipt(0).parent
+        return self.plan is not None or (receipts.is_dir() and any(receipts.iterdir()))
+
+    def _remove_files(self) -> None:
+        """Remove the files of this change, which is not committed."""
+        layout = self.layout
+        if self.index is None:
+            for path in (*layout.data_folders(), layout.snapshot(0).parent):
+                _remove(path)
+        else:
+            wrote_shards = any(folder.exists() for folder in (layout.staging, layout.receipt(0).parent))
+            folders = layout.data_folders() if wrote_shards else [layout.root / "manifest", layout.ann]
+            remove_unnamed_files(layout, kept_snapshots(self.index), folders=folders)
+            write_array_shapes(layout, self.index.manifest.spec)
+        for path in set(layout.build.iterdir()) - {layout.lock, layout.journal}:
+            _remove(path)
+
+    def _close(self) -> None:
+        """Remove `build/`, unless a later run of this change can use what it holds."""
+        if self._is_committed:
+            with self._after_commit():
+                remove_build(self.layout)
+        elif self._has_work() and not self._is_abandoned:
+            shutil.rmtree(self.layout.staging, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError, EdjeError):  # then the next change removes the files
+                self._remove_files()
+                remove_build(self.layout)
+
+
+@contextlib.contextmanager
+def begin_change(
+    root: str | Path,
+    kind: str,
+    request: Mapping[str, Any] | None = None,
+    *,
+    is_new: bool = False,
+    resumes: bool = True,
+    discards: bool = False,
+    notify: Notify = lambda message: None,
+) -> Iterator[Change]:
+    """Lock the index at `root` and begin a change, or resume the same change if it was stopped.
+
+    At the end, the files of a change that has not committed are removed, unless it has a plan or finished shards.
+
+    Args:
+        root: directory of the index.
+        kind: kind of the change, for example "append".
+        request: JSON object with what the change is asked to do.
+        is_new: True to write a new index. `root` must then be missing, empty, or hold this unfinished index.
+        resumes: False to discard an earlier, unfinished change of the same kind without a message.
+        discards: True to discard an unfinished change of any kind.
+        notify: called with messages for the user.
+
+    Raises:
+        UsageError: there is no index at `root`; or `is_new` is True, and `root` is not free.
+        UnfinishedChangeError: another change of the index was stopped, and has finished shards.
+        EdjeError: another process is changing the index.
+        CorruptIndexError: the manifest or the journal is damaged.
+        OSError: the index cannot be written.
+    """
+    layout = Layout(Path(root).absolute())
+    if is_new:
+        check_free(layout)
+    else:
+        Manifest.load(layout.root)  # fails before the lock makes a directory
+    with locked(layout.root):
+        _remove_temporary_files(layout)
+        journal = _unfinished(layout, discards=discards, notify=notify)
+        index = None if is_new else CommittedIndex.open(layout.root)
+        if is_new and layout.manifest.exists():
+            raise UsageError(f"{layout.root} exists already; choose another directory", parameter="out")
+        wanted = Journal(kind, json.loads(json.dumps(request or {})), _digest(layout))  # as it is read
+        if journal is not None:
+            change = Change(layout, journal.kind, index, journal, notify)
+            is_same = (journal.kind, journal.request) == (kind, wanted.request) and resumes
+            if not is_same:
+                discards = discards or (is_new and journal.kind == kind)  # what was copied is copied again
+                if change._has_work() and not discards:
+                    raise UnfinishedChangeError(_unfinished_message(layout, journal))
+                if change._has_work() and resumes:
+                    notify(f"discarding the unfinished '{journal.kind}', which had {_finished(layout)}")
+                change._remove_files()
+                journal = None
+        if journal is None:
+            wanted.write(layout)
+        change = Change(layout, kind, index, journal or wanted, notify)
+        try:
+            yield change
+        finally:
+            change._close()
+
+
+def finish_committed(root: str | Path) -> None:
+    """Finish a change of the index at `root` that was killed after its commit. Does nothing if that is not possible."""
+    layout = Layout(Path(root).absolute())
+    if layout.build.is_dir():
+        with contextlib.suppress(OSError, EdjeError), locked(root):  # a read-only index, or another process works on it
+            _unfinished(layout, discards=False, notify=lambda message: None)
+
+
+def _unfinished(layout: Layout, *, discards: bool, notify: Notify) -> Journal | None:
+    """Return the journal of a change that was stopped before its commit. Finish a change that was killed after it."""
+    try:
+        journal = read_journal(layout.root)
+    except CorruptIndexError:
+        if not discards:
+            raise
+        notify("discarding an unfinished change whose journal is damaged")
+        journal = Journal("unknown", {}, _digest(layout), plan={})
+    if journal is None or journal.base == _digest(layout):
+        return journal
+    write_array_shapes(layout, Manifest.load(layout.root).spec)
+    remove_unnamed_files(layout, kept_snapshots(CommittedIndex.open(layout.root)))
+    remove_build(layout)
+    return None
+
+
+def _unfinished_message(layout: Layout, journal: Journal) -> str:
+    return (
+        f"'{journal.kind}' of {layout.root} has not finished ({_finished(layout)}); run the same "
+        f"'edje-index {journal.kind}' again to finish it, or {_discard_advice(layout)}"
+    )
+
+
+def _finished(layout: Layout) -> str:
+    shards = sum(1 for _ in layout.receipt(0).parent.glob("*.json"))
+    return f"{shards:,} finished shard{'' if shards == 1 else 's'}"
+
+
+def _discard_advice(layout: Layout) -> str:
+    if layout.manifest.exists():
+        return f"discard it with 'edje-index gc {layout.root}', which keeps the committed rows"
+    return f"delete {layout.root}"
+
+
+def _digest(layout: Layout) -> str | None:
+    try:
+        return hashlib.sha256(layout.manifest.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _version_of(manifest: Manifest) -> str:
+    if any(row_map.is_partial for row_map in manifest.row_maps):
+        return PARTIAL_VERSION
+    return EXTENDED_VERSION if manifest.columns or manifest.row_maps else SNAPSHOT_VERSION
+
+
+def check_free(layout: Layout) -> None:
+    """Raise UsageError unless the directory is missing, empty, or holds an unfinished index."""
+    root = layout.root
+    for parent in root.resolve().parents:
+        if Layout(parent).manifest.exists():
+            raise UsageError(f"{root} is inside the index {parent}; choose another directory", parameter="out")
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"{root} exists and is not a directory; choose another directory", parameter="out")
+    if root.exists() and not layout.journal.exists() and not layout.manifest.exists():
+        ours = {layout.build.name} if set(_entries(layout.build)) <= {layout.lock.name} else set()
+        if foreign := sorted(set(_entries(root)) - ours):
+            raise UsageError(
+                f"{root} is not empty and not an index (it contains {', '.join(foreign[:3])}); choose another one",
+                parameter="out",
+            )
+
+
+def _entries(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+
+
+@contextlib.contextmanager
+def locked(root: str | Path) -> Iterator[None]:
+    """Context manager that holds the lock `build/lock` below `root`. At the end, empty directories are removed.
+
+    Raises:
+        EdjeError: another process holds the lock.
+    """
+    layout = Layout(Path(root).absolute())
+    was_missing = not layout.root.exists()
+    fd = _acquire(layout)
+    try:
+        with naming(layout.lock):
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
+            os.fsync(fd)  # workers on other machines read it
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if _is_lock_file(layout, fd) and set(_entries(layout.build)) == {layout.lock.name}:
+                layout.lock.unlink()
+        os.close(fd)
+        for directory in (layout.build, layout.root) if was_missing else (layout.build,):
+            with contextlib.suppress(OSError):  # not empty: the change has stored something
+                directory.rmdir()
+
+
+def _acquire(layout: Layout) -> int:
+    """Create and lock the lock file. Return its file descriptor."""
+    while True:
+        make_directories(layout.build)
+        try:
+            fd = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:  # the previous holder removed the directory
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 200).decode(errors="replace")
+            os.close(fd)
+            process = f"process {holder}" if holder else "another process"  # it has not written its name yet
+            raise EdjeError(
+                f"{process} is working on {layout.root}; wait until the process ends, or stop the process"
+            ) from None
+        if _is_lock_file(layout, fd):
+            return fd
+        os.close(fd)  # the previous holder removed this file before we locked it
+
+
+def _is_lock_file(layout: Layout, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(layout.lock))
+    except FileNotFoundError:
+        return False
+
+
+def begin_index(root: str | Path, spec: IndexSpec) -> None:
+    """Create the directories and the `zarr.json` files of a new index. May be called repeatedly."""
+    layout = Layout(Path(root))
+    make_directories(layout.root)
+    fsync_parent(layout.root)  # the caller may have made it
+    folders = [layout.embeddings, layout.rows, layout.ann, layout.staging, layout.receipt(0).parent]
+    for name in spec.precisions:
+        folders += [layout.token_array(name), layout.checksums(name, 0).parent]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    write_array_shapes(layout, spec)
+    fsync_paths([layout.root, layout.tokens, layout.root / "checksums"])
+
+
+def clear_staging(root: str | Path) -> None:
+    """Remove the private files of workers that crashed. Call this only while no worker writes to the index."""
+    layout = Layout(Path(root))
+    shutil.rmtree(layout.staging, ignore_errors=True)
+    layout.staging.mkdir(parents=True, exist_ok=True)
+
+
+def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
+    """Rewrite each `zarr.json` that does not match an index of shape `spec`."""
+    for path, document in zarr_documents(layout, spec).items():
+        try:
+            is_current = json.loads(path.read_bytes()) == document
+        except (OSError, ValueError):
+            is_current = False
+        if not is_current:
+            write_json_atomic(path, document)
+
+
+def remove_build(layout: Layout) -> None:
+    """Remove `build/`, except the lock. The journal is removed last: until then, the files are known as leftovers."""
+    for path in {layout.build / name for name in _entries(layout.build)} - {layout.lock, layout.journal}:
+        _remove(path)
+    layout.journal.unlink(missing_ok=True)
+
+
+def _remove_temporary_files(layout: Layout) -> None:
+    """Remove the temporary files that a killed process left while it wrote a manifest or metadata."""
+    for pattern in _TEMPORARY:
+        for path in layout.root.glob(pattern):
+            path.unlink()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
+    """Return the manifests of all snapshots on disk, oldest first. The last manifest is the current one."""
+    numbers = earlier_snapshots(Layout(index.root), index.manifest)
+    return [*(Manifest.load(index.root, number) for number in numbers), index.manifest]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What a change removed.
+
+    Attributes:
+        snapshots: numbers of the removed snapshots.
+        files: number of removed data files.
+        bytes: total length of the removed data files in bytes.
+    """
+
+    snapshots: tuple[int, ...]
+    files: int
+    bytes: int
+
+
+def remove_unnamed_files(
+    layout: Layout, manifests: Sequence[Manifest], *, tables: bool = False, folders: Sequence[Path] | None = None
+) -> list[int]:
+    """Remove the data files that are in none of `manifests`. Return the length of each removed file in bytes.
+
+    Args:
+        layout: layout of the index.
+        manifests: manifests of the snapshots to keep.
+        tables: whether to remove shard tables too.
+        folders: folders to search; None searches all data folders.
+    """
+    folders = layout.data_folders() if folders is None else folders
+    named = named_files(layout, manifests, in_tables=any(folder in (layout.rows, layout.tokens) for folder in folders))
+    if not tables:
+        named |= {layout.relative(path) for path in layout.shard_table(0).parent.glob("shards-*.parquet")}
+    sizes = []
+    for path in (path for folder in folders for path in sorted(folder.rglob("*"), reverse=True)):
+        where = layout.relative(path)
+        if DATA_FILE.fullmatch(where) and where not in named:
+            sizes.append(path.lstat().st_size)
+            path.unlink()
+        elif _PRECISION_FOLDER.fullmatch(where):
+            with contextlib.suppress(OSError):  # it holds files
+                path.rmdir()
+    return sizes
+
+
+def named_files(layout: Layout, manifests: Iterable[Manifest], *, in_tables: bool = True) -> set[str]:
+    """Return the relative paths of all data files in `manifests`. `in_tables` includes those in shard tables."""
+    names: set[str] = set()
+    tables: set[FileEntry] = set()
+    for manifest in manifests:
+        names |= {layout.relative(path) for path in layout.zarr_files(manifest.spec.precisions)}
+        names |= {file.path for file in manifest.ann_files}
+        names |= {row_map.file.path for row_map in manifest.row_maps}
+        tables |= set(manifest.shard_tables)
+        if manifest.snapshot.deleted is not None:
+            names.add(manifest.snapshot.deleted.path)
+    for table in tables:
+        names.add(table.path)
+        names |= {file.path for _, file in read_shard_table(layout.root, table)} if in_tables else set()
+    return names

@@ -1,0 +1,286 @@
+"""Copies of rows and of whole shards, for compactions, merges and copies of a part. No block is decoded."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from storage_formats.atomic import naming
+from storage_formats.codecs import codec
+from storage_formats.errors import CorruptIndexError, EdjeError, cannot_read
+from storage_formats.format.checksum import crc32c_file
+from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.index_files import open_index_file, read_index_file
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.rows import (
+    DUPLICATE,
+    FAILED,
+    INDEXED,
+    failures_by_reason,
+    read_index_rows,
+    read_shard_rows,
+    write_rows,
+)
+from storage_formats.format.selection import Selection
+from storage_formats.format.shard_table import EXCHANGED, FileEntry, check_content, read_shard_tables
+from storage_formats.format.source_columns import SourceColumn
+from storage_formats.token_store import TokenStore
+from storage_formats.writing.shard_writer import open_tokens, stage_tokens
+from storage_formats.writing.staging import StagedFiles
+
+PIECE_BYTES = 8 << 20
+_LOST_ORIGINAL = ("original-deleted", "the original of this duplicate was deleted or left out")
+_NO_COPY_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+Ints = NDArray[np.int64]
+Stop = Callable[[], bool]
+
+
+class CopyInterrupted(EdjeError):
+    """The caller stopped the copy of a shard. The unfinished files of this shard were removed."""
+
+
+class RowCopier:
+    """Writes selected rows to new shards, with new row ids. All data is compared with the stored checksums.
+
+    Args:
+        source: the index to copy from.
+        selection: the rows to copy.
+        target: layout of the index to write to. It may be that of `source`.
+        spec: shape of the target. Its last segment has one row for each selected row.
+        plan: fingerprint for the receipts.
+    """
+
+    def __init__(
+        self, source: CommittedIndex, selection: Selection, target: Layout, spec: IndexSpec, plan: str
+    ) -> None:
+        self._source, self._selection, self._target, self._spec, self._plan = source, selection, target, spec, plan
+        self._stores = {name: TokenStore(source, name) for name in spec.precisions}
+        self._embedding_files = CommittedFiles(source, Layout(source.root).embedding_shard)
+
+    def close(self) -> None:
+        """Close the token files of the source."""
+        for store in self._stores.values():
+            store.close()
+
+    def copy_shard(self, shard: int, on_progress: Callable[[int], None], should_stop: Stop) -> ShardReceipt:
+        """Write and commit the files of one shard of the target, and write the receipt.
+
+        Args:
+            shard: shard number in the target.
+            on_progress: called with the number of rows copied so far.
+            should_stop: called between pieces; True stops the copy.
+
+        Raises:
+            CorruptIndexError: a record or a file of the source is damaged.
+            CopyInterrupted: `should_stop` returned True.
+            OSError: a file of the target cannot be written.
+        """
+        new_ids, first = self._spec.shard_rows(shard), self._spec.used_segments[-1].first_row
+        old_ids = self._selection.row_ids(range(new_ids.start - first, new_ids.stop - first))
+        table = read_index_rows(self._source, old_ids)
+        originals = [-1 if original is None else original for original in table["duplicate_of"].to_pylist()]
+        ranks = self._selection.ranks_of(originals).tolist()
+        rows = with_row_ids(table, new_ids, [-1 if rank < 0 else first + rank for rank in ranks])
+        indexed = np.flatnonzero(np.array([status == INDEXED for status in rows["status"].to_pylist()]))
+        staged = StagedFiles(self._target, shard)
+        with contextlib.ExitStack() as stack:
+            stack.callback(staged.remove)
+            for number, (name, store) in enumerate(self._stores.items()):
+                file = open_tokens(staged, self._spec, shard, name)
+                stack.callback(file.close)
+                step = max(1, PIECE_BYTES // file.codec.record_bytes)
+                for start in range(0, len(indexed), step):
+                    if should_stop():
+                        raise CopyInterrupted(f"the copy of shard {shard} was stopped; run the same command again")
+                    piece = indexed[start : start + step]
+                    file.put(piece, store.fetch_records(old_ids[piece]))
+                on_progress(len(new_ids) * (number + 1) // len(self._stores))
+                stage_tokens(staged, self._target, shard, name, file)
+            embeddings = self._embeddings(old_ids, indexed)
+            staged.add_bytes("embeddings", self._target.embedding_shard(shard), embeddings.tobytes())
+            write_rows(staged.path("rows"), rows)
+            staged.add("rows", self._target.rows_file(shard))
+            receipt = _receipt(shard, self._plan, rows, staged.commit())
+            staged.commit_receipt(receipt)
+        return receipt
+
+    def _embeddings(self, old_ids: Ints, indexed: Ints) -> NDArray[np.float32]:
+        """Return the embeddings of a new shard, float32 [shard_size, embed_dim]. Positions not in `indexed` are NaN."""
+        values = np.full((self._spec.shard_size, self._spec.embed_dim), np.nan, dtype="<f4")
+        shards, positions = np.divmod(old_ids[indexed], self._spec.shard_size)
+        for shard, committed in self._embedding_files.files(np.unique(shards).tolist()).items():
+            path = self._source.root / committed.path
+            try:
+                data = read_index_file(self._source.root, path, max_bytes=committed.bytes)
+            except OSError as error:
+                raise cannot_read(path, error) from error
+            check_content(path, committed, data)
+            if len(data) != values.nbytes:
+                raise CorruptIndexError(
+                    f"{path} has {len(data)} bytes instead of {values.nbytes}; run 'edje-index verify'"
+                )
+            stored = np.frombuffer(data, dtype="<f4").reshape(values.shape)
+            of_shard = shards == shard
+            values[indexed[of_shard]] = stored[positions[of_shard]]
+        return values
+
+
+class ShardCopier:
+    """Copies whole shards to another index, where every row id grows by `offset`.
+
+    Args:
+        source: the index to copy from.
+        offset: number to add to the row ids, a multiple of the shard size.
+        target: layout of the index to write to.
+        plan: fingerprint for the receipts.
+
+    Raises:
+        CorruptIndexError: a shard table of `source` is missing or damaged.
+    """
+
+    def __init__(self, source: CommittedIndex, offset: int, target: Layout, plan: str) -> None:
+        self._source, self._offset, self._target, self._plan = source, offset, target, plan
+        self._entries = {file.path: file for _, file in read_shard_tables(source.root, source.manifest.shard_tables)}
+
+    def copy_shard(self, shard: int) -> ShardReceipt:
+        """Copy and commit the files of shard `shard` of the source, and write the receipt.
+
+        Raises:
+            CorruptIndexError: a file of the source is missing or damaged.
+            OSError: a file of the target cannot be written.
+        """
+        spec, source = self._source.manifest.spec, Layout(self._source.root)
+        moved = shard + self._offset // spec.shard_size
+        staged = StagedFiles(self._target, moved)
+        try:
+            pairs = zip(_array_files(source, spec, shard), _array_files(self._target, spec, moved), strict=True)
+            for number, (old, new) in enumerate(pairs):
+                entry = self._entry(source, old)
+                copy_file(source.root, entry, staged.path(str(number)))
+                staged.add(str(number), new, entry.bytes, entry.crc32c)
+            entry = self._entry(source, source.rows_file(shard))
+            table = read_shard_rows(source, shard, None, entry, self._source.manifest.columns)
+            originals = [-1 if row is None else row + self._offset for row in table["duplicate_of"].to_pylist()]
+            rows = spec.shard_rows(shard)
+            table = with_row_ids(table, range(rows.start + self._offset, rows.stop + self._offset), originals)
+            write_rows(staged.path("rows"), table)
+            staged.add("rows", self._target.rows_file(moved))
+            receipt = _receipt(moved, self._plan, table, staged.commit())
+            staged.commit_receipt(receipt)
+        finally:
+            staged.remove()
+        return receipt
+
+    def _entry(self, layout: Layout, path: Path) -> FileEntry:
+        name = layout.relative(path)
+        if name not in self._entries:
+            raise CorruptIndexError(f"the shard table of {layout.root} does not list {name}; run 'edje-index verify'")
+        return self._entries[name]
+
+
+def _array_files(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[Path]:
+    """Yield the paths of all files of a shard except its rows table."""
+    yield layout.embedding_shard(shard)
+    for name in spec.precisions:
+        yield layout.token_shard(name, shard, len(codec(name, spec.block_shape).record_shape))
+        yield layout.checksums(name, shard)
+
+
+def _receipt(shard: int, plan: str, rows: pa.Table, files: tuple[FileEntry, ...]) -> ShardReceipt:
+    statuses = rows["status"].to_pylist()
+    counts = statuses.count(INDEXED), statuses.count(DUPLICATE), failures_by_reason(rows)
+    return ShardReceipt(shard, plan, len(rows), *counts, files, seconds={})
+
+
+def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> pa.Table:
+    """Return k rows with new row ids.
+
+    Args:
+        table: rows table of the k rows.
+        row_ids: the k new row ids.
+        originals: for each row, the new row id of its original. Values of rows that are no duplicates are ignored. A
+            duplicate with the value -1 becomes a failed row with the reason "original-deleted".
+    """
+    lines = table.select(["status", "reason", "detail", "duplicate_of"]).to_pylist()
+    for line, original in zip(lines, originals, strict=True):
+        if line["status"] == DUPLICATE and original < 0:
+            reason, detail = _LOST_ORIGINAL
+            line |= {"status": FAILED, "reason": reason, "detail": detail, "duplicate_of": None}
+        elif line["status"] == DUPLICATE:
+            line["duplicate_of"] = original
+    columns: Mapping[str, Sequence[Any]] = {
+        "row_id": list(row_ids),
+        **{name: [line[name] for line in lines] for name in ("status", "reason", "detail", "duplicate_of")},
+    }
+    for name, values in columns.items():
+        position = table.schema.get_field_index(name)
+        field = table.schema.field(position)
+        table = table.set_column(position, field, pa.array(values, field.type))
+    return table
+
+
+def count_values(layout: Layout, shards: Iterable[int], columns: Sequence[SourceColumn]) -> Counter[str]:
+    """Return the number of values of each source column in `shards`."""
+    counts = Counter[str]()
+    for shard in shards if columns else ():
+        table = read_shard_rows(layout, shard, [column.name for column in columns], source_columns=columns)
+        counts.update({name: len(table) - table[name].null_count for name in table.column_names})
+    return counts
+
+
+def with_values(columns: Sequence[SourceColumn], counts: Mapping[str, int]) -> tuple[SourceColumn, ...]:
+    """Return `columns` with the numbers of values in `counts`."""
+    return tuple(replace(column, values=counts.get(column.name, 0)) for column in columns)
+
+
+def copy_file(root: Path, source: FileEntry, target: Path) -> None:
+    """Copy a file of the index at `root` to the new file `target`, and compare the copy with the file entry `source`.
+
+    The file system shares the disk blocks if it can (reflink).
+
+    Raises:
+        CorruptIndexError: the file is missing, or its length or CRC-32C differs from `source`.
+        OSError: `target` cannot be written.
+    """
+    path = root / source.path
+    try:
+        opened = open_index_file(root, path)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    with opened, naming(target), open(target, "xb", buffering=0) as copy:
+        length = os.fstat(opened.fileno()).st_size
+        if length == source.bytes and not _copy_in_kernel(opened.fileno(), copy.fileno(), length):
+            shutil.copyfileobj(opened, copy)
+    if crc32c_file(target) != (source.bytes, source.crc32c):
+        raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}")
+
+
+def _copy_in_kernel(source: int, target: int, length: int) -> bool:
+    """Copy `length` bytes between two file descriptors in the kernel. Return False if this is not supported."""
+    if not hasattr(os, "copy_file_range"):  # not Linux
+        return False
+    done = 0
+    try:
+        while done < length:
+            count = os.copy_file_range(source, target, length - done)
+            if not count:
+                break  # the file became shorter; its checksum will differ
+            done += count
+    except OSError as error:
+        if done or error.errno not in _NO_COPY_IN_KERNEL:
+            raise
+        return False
+    return True
