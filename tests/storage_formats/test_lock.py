@@ -7,7 +7,7 @@ import os
 import pytest
 
 from pipelines import delete_rows
-from pipelines.jobs.lock import locked_index
+from storage_formats.change import locked
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.verify import verify_index
@@ -17,25 +17,25 @@ from tests.conftest import write_random_index
 
 def test_two_drivers_never_share_an_index(tmp_path):
     root = tmp_path / "index"
-    with locked_index(root):
-        with pytest.raises(EdjeError, match=f"process {os.getpid()} on .* is working on"), locked_index(root):
+    with locked(root):
+        with pytest.raises(EdjeError, match=f"process {os.getpid()} on .* is working on"), locked(root):
             pass
         assert root.exists()
     assert not root.exists()
-    with locked_index(root):
+    with locked(root):
         pass
 
 
 def test_an_ending_job_leaves_the_lock_of_its_successor(tmp_path):
     root = tmp_path / "index"
     root.mkdir()
-    first, second = locked_index(root), locked_index(root)
+    first, second = locked(root), locked(root)
     first.__enter__()
     Layout(root).lock.unlink()  # as if the whole directory was removed while the first job ran
     second.__enter__()
     first.__exit__(None, None, None)
     assert Layout(root).lock.exists()
-    with pytest.raises(EdjeError, match="is working on"), locked_index(root):
+    with pytest.raises(EdjeError, match="is working on"), locked(root):
         pass
     second.__exit__(None, None, None)
     assert not Layout(root).build.exists()
@@ -43,7 +43,7 @@ def test_an_ending_job_leaves_the_lock_of_its_successor(tmp_path):
 
 def test_removing_the_build_folder_keeps_the_lock(tmp_path):
     layout = Layout(tmp_path / "index")
-    with locked_index(layout.root):
+    with locked(layout.root):
         layout.staging.mkdir()
         layout.plan.write_text("{}")
         remove_build(layout)
@@ -55,7 +55,7 @@ def test_directories_of_a_new_index_survive_a_loss_of_power(tmp_path, monkeypatc
     flushed = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (flushed.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
-    with locked_index(tmp_path / "a/b/index"):
+    with locked(tmp_path / "a/b/index"):
         pass
     assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")} <= set(flushed)
 
@@ -72,7 +72,7 @@ def test_the_temporary_files_of_a_killed_process_are_removed(tmp_path, is_killed
     for path in (*written, *temporary):
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    with locked_index(tmp_path):
+    with locked(tmp_path):
         assert [path.exists() for path in temporary] == [not is_killed] * len(temporary)
     assert all(path.exists() for path in written)
 
