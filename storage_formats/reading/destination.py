@@ -57,7 +57,7 @@ class Destination:
             in_memory = memory_check(memory.ctypes.data + offsets, size, check)
             self._codec.scatter(memory, offsets, self._out, self.batch.out_indices[part], threads, in_memory)
         else:
-            copy_checked(memory.ctypes.data + offsets, self._addresses(part), size, check, threads)
+            copy_checked(memory.ctypes.data + offsets, self._addresses(part), size, check, threads, (memory, self))
 
     def check(self, part: Part, threads: int | None = None) -> None:
         """Check the records `batch[part]`, which the engine has read into `records`. Raises the errors of `take`."""

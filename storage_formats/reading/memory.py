@@ -96,7 +96,14 @@ class BufferPool:
             self._kept_bytes = 0
 
 
-def copy_checked(sources: Ints, targets: Ints, size: int, check: BlockCheck, threads: int | None = None) -> None:
+def copy_checked(
+    sources: Ints,
+    targets: Ints,
+    size: int,
+    check: BlockCheck,
+    threads: int | None = None,
+    held: object = None,
+) -> None:
     """Copy `size` bytes from address `sources[i]` to address `targets[i]` for each i, and compare their checksums.
 
     Args:
@@ -105,6 +112,7 @@ def copy_checked(sources: Ints, targets: Ints, size: int, check: BlockCheck, thr
         size: number of bytes to copy from each address.
         check: check of the k records.
         threads: maximum number of threads; None uses `default_threads()`.
+        held: the owners of the memory. A thread that works on after an interruption keeps them alive.
 
     Raises:
         CorruptIndexError: a computed checksum differs from the stored checksum.
@@ -115,7 +123,7 @@ def copy_checked(sources: Ints, targets: Ints, size: int, check: BlockCheck, thr
     loops = _loops(total)
     copy = loops.copy_nontemporal if total >= _NONTEMPORAL_FROM and is_aligned else loops.copy
 
-    def work(start: int, stop: int) -> None:
+    def work(start: int, stop: int, _held: object = held) -> None:
         actual = np.empty(stop, dtype=np.uint32)
         copy(sources, targets, size, actual, start, stop)
         check.compare(actual, start, stop)
