@@ -95,6 +95,7 @@ class Client:
         pool: int = 100,
         *,
         rerank: bool = True,
+        score: str | None = None,
         where: str | None = None,
         joint_pool: int | None = None,
         precision: str | None = None,
@@ -106,7 +107,7 @@ class Client:
                 the index.
             k: number of hits.
             pool: number of candidates to re-rank; values below `k` are raised to `k`.
-            rerank, where, joint_pool: see `TokenIndex.search`.
+            rerank, score, where, joint_pool: see `TokenIndex.search`.
             precision: precision of the tokens to re-rank with; None selects the first precision of the index.
 
         Raises:
@@ -116,7 +117,7 @@ class Client:
         from edje_index.search.hits import Hit
 
         by = {"image": _base64(query)} if isinstance(query, bytes) else {"query": query_text(query, "query")}
-        options = {"rerank": rerank, "where": where, "joint_pool": joint_pool, "precision": precision}
+        options = {"rerank": rerank, "score": score, "where": where, "joint_pool": joint_pool, "precision": precision}
         body = {**by, **_counts(k, pool), **options, "index": self._index}
         names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]

@@ -593,7 +593,7 @@ class TokenIndex:
             self.model.check_reranks()
         block: Blocks | None = None
         if isinstance(image, int | np.integer):
-            rows = requested_rows(self.committed, [int(image)])
+            rows = requested_rows(self.committed, [image])
             block = self._store.fetch(rows) if needs_tokens else None
             embedding = read_embeddings(self.committed, rows)[0]
         else:
