@@ -58,7 +58,7 @@ def test_engines_and_workers_give_the_same_bytes(run, workers):
     events = []
     assert contents(run("ray", "ray", events.append, workers)) == contents(run("inline", "inline"))
     last = [event for event in events if isinstance(event, Progress) and event.shards][-1]
-    assert (last.done, last.total, last.shards.finished, last.shards.total) == (1200, 1200, 12, 12)
+    assert (last.done, last.total, last.finished_shards, last.shards) == (1200, 1200, 12, 12)
 
 
 def test_a_killed_worker_is_replaced(run):
