@@ -16,7 +16,6 @@ from PIL import Image
 from edje_index import TokenIndex
 from edje_index.images.thumbnails import read_thumbnails
 from pipelines import append_index, merge_indexes, update_index
-from pipelines.jobs.dry_run import try_build
 from storage_formats import TokenStore, UsageError, read_rows, verify_index
 from tests.edje_index.clip_cases import KINDS, LOSSLESS, clip, panned, photo
 from tests.pipelines.conftest import run_build
@@ -64,13 +63,6 @@ def test_one_row_per_clip(request_clips: Any, monkeypatch: pytest.MonkeyPatch) -
         True,
         False,
     ]
-
-
-def test_videos_are_ignored_without_frames(config: Callable[..., Any], clips: Path) -> None:
-    request = replace(config(), sources=(str(clips),))
-    assert run_build(request, ignore).inputs == 1
-    with pytest.raises(UsageError, match="is a video; set the number of frames"):
-        run_build(replace(request, sources=(str(clips / "a.mp4"),), out=clips.parent / "other"), ignore)
 
 
 def test_a_still_clip_has_the_tokens_of_the_photo(config: Callable[..., Any], tmp_path: Path) -> None:
@@ -144,12 +136,6 @@ def _same_blocks(left: Path, right: Path, names: list[str]) -> None:
         rows = by_name(root)
         blocks.append(TokenStore.open(root).fetch([rows[name]["row_id"] for name in names]))
     np.testing.assert_array_equal(*blocks)
-
-
-def test_a_dry_run_counts_clips(request_clips: Any) -> None:
-    dry = try_build(**{k: v for k, v in vars(request_clips).items() if k != "max_failed"})
-    assert dry.inputs == 7
-    assert dry.memory_bytes["batches"] == 4 * 3 * 3 * 4 * 32 * 32  # a clip of 3 frames exceeds the batch of 2 images
 
 
 def test_adapters_that_cannot_combine_frames_are_refused(request_clips: Any, tmp_path: Path) -> None:

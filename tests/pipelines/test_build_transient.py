@@ -55,14 +55,6 @@ def test_a_file_that_stays_unreadable_can_be_moved_away(run, build, photos, tmp_
     assert json.loads(out)["failed_by_reason"] == {"missing": 1, "not-an-image": 1}
 
 
-def test_duplicates_are_not_sought_in_spite_of_trouble(run, build, photos, tmp_path, monkeypatch):
-    break_reads(monkeypatch, photos / "05.jpg", errno.EIO)
-    code, _, err = run(*build, "--dedupe")
-    assert code == 1
-    assert f"cannot read {photos / '05.jpg'}: " in err
-    assert not Layout(tmp_path / "photos.edje").journal.exists()
-
-
 def test_photos_that_vanish_after_the_plan(run, build, photos, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         break_reads(patched, photos / "05.jpg", errno.EIO)

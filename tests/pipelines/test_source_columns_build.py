@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 import decimal
 import io
@@ -16,9 +15,9 @@ import pytest
 
 from edje_index.images.inputs import InputRef
 from pipelines.jobs.plan import CollectedColumns
-from pipelines.sources import count_ignored, iter_all, open_source, open_sources
+from pipelines.sources import count_ignored, iter_all, open_sources
 from storage_formats import Manifest, read_rows, verify_index
-from storage_formats.format.source_columns import MAX_COLUMNS, PlainText
+from storage_formats.format.source_columns import MAX_COLUMNS
 from tests.pipelines.conftest import write_photo
 
 FIXED = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu"]
@@ -124,14 +123,6 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
     return path
 
 
-def test_members_of_a_sample_in_any_order(tmp_path):
-    sample = [("a/1.json", b'{"score": 0.5, "captions": ["x"]}'), ("a/1.jpg", b"one"), ("a/1.txt", b"caption"),
-              ("a/1.cls", b"3"), ("b/1.txt", b"lost"), ("2.png", b"two"), ("a/1.json", b'{"late": 1}')]  # fmt: skip
-    refs, ignored = scan(write_tar(tmp_path / "a.tar", sample))
-    assert [ref.metadata for ref in refs] == [{"score": 0.5, "captions": ["x"]}, None]
-    assert ignored == {".cls": 1, ".txt": 1, ".json": 1}
-
-
 def test_metadata_before_the_damage_of_an_archive_is_kept(tmp_path):
     path = write_tar(tmp_path / "a.tar", [("1.jpg", b"one"), ("1.txt", b"caption"), ("2.jpg", b"x" * 5000)])
     path.write_bytes(path.read_bytes()[:4000])
@@ -173,23 +164,6 @@ def test_values_of_a_parquet_list(tmp_path):
     assert ignored == {"(binary column)": 2}
 
 
-def test_values_of_a_csv_list(tmp_path):
-    with (tmp_path / "list.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["path", "n", "n", ""], ["a.jpg", "7", "8", "x"], ["b.jpg", "", "", "", "more"]])
-    refs, ignored = scan(tmp_path / "list.csv")
-    assert [ref.metadata for ref in refs] == [{"n": "7"}, None]
-    assert isinstance(refs[0].metadata["n"], PlainText)
-    assert ignored == {"(column name not allowed)": 2, "(fields without a column)": 1}
-
-
-def test_lone_surrogates_are_escaped(tmp_path):
-    (tmp_path / "list.jsonl").write_bytes(
-        b'{"path": "a.jpg", "t": "\\ud800\xff", "l": ["\\ud800"], "d": {"k": "\\ud800"}}'
-    )
-    (ref,), _ = scan(tmp_path / "list.jsonl")
-    assert ref.metadata == {"t": "\\ud800\\udcff", "l": ["\\ud800"], "d": '{"k": "\\ud800"}'}
-
-
 def add(collected: CollectedColumns, **metadata: object) -> dict | None:
     return collected.add(InputRef("a", b"a", metadata=metadata)).metadata
 
@@ -203,15 +177,3 @@ def test_too_many_columns_and_too_long_values_are_counted():
     assert add(collected, late=1, n=2) == {"n": 2}
     assert collected.ignored == {"(metadata too long)": 2, "(too many metadata columns)": 46}
     assert len(collected.columns()) == MAX_COLUMNS
-
-
-def test_long_shards_take_less_per_row():
-    collected = CollectedColumns(shard_size=1 << 16)
-    assert add(collected, text="x" * 1000) is None
-    assert add(collected, text="x" * 600) is not None
-
-
-def test_one_image_is_no_list(tmp_path):
-    write_photo(tmp_path / "a.jpg", 1)
-    (ref,) = open_source(str(tmp_path / "a.jpg")).iter_inputs()
-    assert ref.metadata is None

@@ -37,14 +37,6 @@ def test_coco(tmp_path: Path) -> None:
     ]
 
 
-def test_karpathy(tmp_path: Path) -> None:
-    sentences = [{"raw": "a dog"}, {"raw": "some dog"}]
-    image = {"filepath": "val", "filename": "b.jpg", "split": "test", "cocoid": 5, "sentences": sentences}
-    (ref,) = scan(tmp_path, {"images": [image]})
-    assert ref.uri == f"{tmp_path}/val/b.jpg"
-    assert ref.metadata == {"captions": ["a dog", "some dog"], "split": "test", "image_id": "5"}
-
-
 def test_records_of_one_image_are_joined(tmp_path: Path) -> None:
     refs = scan(tmp_path, [{"image": "a.jpg", "caption": text} for text in ("one", "two")])
     assert [ref.metadata for ref in refs] == [{"captions": ["one", "two"]}]

@@ -48,18 +48,6 @@ def test_first_of_identical_inputs_is_the_original(tmp_path_factory: pytest.Temp
             assert ref.duplicate_of == (None if first == row else first)
 
 
-def test_known_problems_pass_through() -> None:
-    ref = InputRef("list.csv#3", b"list.csv", problem="bad-list-line")
-    assert list(mark_duplicates([ref, ref])) == [ref, ref]
-
-
-def test_members_of_a_tar(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(b"abcabc")
-    refs = [InputRef("a!1", os.fsencode(path), 0, 3, True), InputRef("a!2", os.fsencode(path), 3, 3, True)]
-    assert [ref.duplicate_of for ref in mark_duplicates(refs)] == [None, 0]
-
-
 def test_looks_ahead_a_bounded_number_of_inputs(tmp_path: Path) -> None:
     (ref,) = refs_of(tmp_path, [b"x"])
     taken = 0

@@ -36,23 +36,6 @@ def test_lines_name_files(tmp_path: Path) -> None:
     assert refs[4].uri == f"{path}#7"
 
 
-def test_a_list_of_lines_is_a_stream(tmp_path: Path) -> None:
-    path = tmp_path / "list.txt"
-    path.write_text("".join(f"{number}.jpg\n" for number in range(20_000)))
-    refs = open_source(str(path)).iter_inputs()
-    assert next(refs).uri == f"{tmp_path}/0.jpg"
-    assert sum(1 for _ in refs) == 19_999
-
-
-def test_tables_with_tabs(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(b"abc")
-    path = tmp_path / "list.tsv"
-    path.write_text("caption\tpath\na dog, brown\ta.jpg\nnothing\tgone.jpg\n")
-    refs = scan(path)
-    assert [ref.problem for ref in refs] == [None, "missing"]
-    assert refs[0].metadata == {"caption": "a dog, brown"}
-
-
 def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path: Path) -> None:
     path = tmp_path / "list.tsv"
     path.write_text('path\tcaption\na.jpg\t"hello\nb.jpg\t2" wide\nc.jpg\t"a ""big""\tdog"\r\nd.jpg\t"\n')
@@ -70,11 +53,6 @@ def test_quoted_text_without_an_end_hides_no_row(tmp_path: Path, rest: str) -> N
     path.write_text('path,caption\na.jpg,"two\nlines"\nb.jpg,"hello\n' + rest)
     with pytest.raises(UsageError, match=r"quoted text that begins in line 4 of .*list.csv has no end or is too long"):
         scan(path)
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_path(tmp_path: Path) -> None:
-    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfa.jpg\n\xef\xbb\xbfb.jpg\n")
-    assert [ref.uri for ref in scan(tmp_path / "list.txt")] == [f"{tmp_path}/a.jpg", f"{tmp_path}/\ufeffb.jpg"]
 
 
 STDIN = """

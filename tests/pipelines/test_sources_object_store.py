@@ -10,11 +10,10 @@ from typing import Any
 import obstore
 import pytest
 
-from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.images.inputs import read_bytes
 from edje_index.images.ranges import open_ranged
 from edje_index.images.remote import access
 from edje_index.images.remote.urls import ChangedFileError
-from edje_index.images.transient import TransientInputError
 from pipelines import update_index
 from pipelines.sources import iter_all, open_sources
 from storage_formats import TokenStore, UsageError
@@ -103,13 +102,6 @@ def test_an_object_that_changes_between_requests_is_never_mixed(uploaded: Path) 
             obstore.put(store, "packed/b.zip", other)
             with pytest.raises(ChangedFileError, match=r"has changed while it was read: 's3://images/packed/b\.zip'"):
                 file.pread(10, len(data) - 10)
-
-
-def test_a_store_that_fails_for_long_stops_the_reader(proxy: FaultyProxy, uploaded: Path) -> None:
-    (ref,) = iter_all(open_sources([f"s3://{BUCKET}/photos/01.jpg"]))
-    proxy.fault = every(1, "503")
-    with pytest.raises(TransientInputError, match=r"cannot read s3://images/photos/01\.jpg"):
-        read_bytes(InputRef(ref.uri, ref.path))
 
 
 def test_a_build_and_an_update(proxy: FaultyProxy, uploaded: Path, config: Callable[..., Any], tmp_path: Path) -> None:

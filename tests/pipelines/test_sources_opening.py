@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.sources import iter_all, open_source, open_sources, without_nested
+from pipelines.sources import open_source, open_sources
 from pipelines.sources.opening import expand_braces
 from storage_formats.errors import UsageError
-from storage_formats.format import object_store
 
 
 @pytest.fixture
@@ -38,12 +37,6 @@ def test_kinds(photos: Path) -> None:
     sources = open_sources([str(spec) for spec in specs])
     assert [source.kind for source in sources] == ["folder", "archive", "list", "image"]
     assert [source.spec for source in sources] == [str(spec) for spec in specs]
-
-
-def test_inputs_in_the_order_of_the_sources(photos: Path) -> None:
-    sources = open_sources([str(photos / "photos2"), str(photos / "list.csv"), str(photos / "photos")])
-    names = [os.path.basename(ref.path).decode() for ref in iter_all(sources)]
-    assert names == ["c.jpg", "a.jpg", "a.jpg", "a.jpg", "b.jpg"]
 
 
 def test_unknown_kinds_are_refused_with_what_is_accepted(photos: Path) -> None:
@@ -106,11 +99,6 @@ def test_a_column_needs_a_list(photos: Path) -> None:
     assert "is given, but no source is a table with columns" in refused(photos / "photos", column="path")
 
 
-def test_a_name_with_braces_that_exists_is_that_file(photos: Path) -> None:
-    (photos / "{a,b}.tar").write_bytes(bytes(10240))
-    assert [source.spec for source in open_sources([str(photos / "{a,b}.tar")])] == [str(photos / "{a,b}.tar")]
-
-
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
@@ -152,15 +140,6 @@ def test_braces_always_end(pattern: str) -> None:
         assert names == [pattern]
 
 
-def test_archives_outside_folders_need_no_listing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def listdir(path: object) -> None:
-        raise PermissionError(path)
-
-    monkeypatch.setattr(os, "listdir", listdir)
-    sources = open_sources([str(photos / "photos2"), str(photos / "a.tar"), str(photos / "b.tar")])
-    assert len(without_nested(sources)) == 3
-
-
 def test_archives_beside_each_other_need_one_listing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tars = [photos / f"shards/{number}.tar" for number in range(4)]
     (photos / "shards").mkdir()
@@ -177,11 +156,3 @@ def test_urls_with_passwords_are_refused_without_them(url: str) -> None:
     message = refused(url)
     assert "put the credentials into the environment" in message
     assert "secret" not in message
-
-
-def test_schemes_have_no_case() -> None:
-    assert [open_source(f"{scheme}://host/a.jpg").path for scheme in ("HTTPS", "S3")] == [
-        b"HTTPS://host/a.jpg",
-        b"S3://host/a.jpg",
-    ]
-    assert object_store.is_url("S3://bucket/photos.edje")

@@ -40,24 +40,6 @@ SUFFIXES = pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".json
 
 
 @SUFFIXES
-def test_paths_in_their_order(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / "photos").mkdir()
-    for name in ("b.jpg", 'é, "x".jpg'):
-        (tmp_path / "photos" / name).write_bytes(name.encode())
-    values = ["photos/b.jpg", str(tmp_path / 'photos/é, "x".jpg'), "photos/b.jpg", "photos/gone.jpg", "photos"]
-    refs = scan(write_list(tmp_path / f"list{suffix}", values))
-    assert [ref.problem for ref in refs] == [None, None, None, "missing", "unreadable"]
-    assert [read_bytes(ref).decode() for ref in refs[:3]] == ["b.jpg", 'é, "x".jpg', "b.jpg"]
-    assert refs[0] == InputRef(
-        f"{tmp_path}/photos/b.jpg",
-        os.fsencode(tmp_path / "photos/b.jpg"),
-        size=5,
-        metadata={"id": "0" if suffix in (".csv", ".tsv") else 0},
-    )
-    assert refs[3].uri == f"{tmp_path}/photos/gone.jpg"
-
-
-@SUFFIXES
 @pytest.mark.parametrize(
     "column", ["path", "image", "image_path", "file", "file_name", "filename", "filepath", "uri", "url"]
 )
@@ -73,24 +55,6 @@ def test_other_columns_are_named(tmp_path: Path, suffix: str) -> None:
     assert scan(path, "photo")[0].uri == f"{tmp_path}/a.jpg"
     with pytest.raises(UsageError, match="no column nonesuch"):
         open_source(str(path), "nonesuch")
-
-
-@SUFFIXES
-def test_empty_list_of_paths(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"list{suffix}"
-    path.touch()
-    with pytest.raises(UsageError, match="list"):
-        open_source(str(path))
-
-
-@SUFFIXES
-def test_addresses_are_not_local_paths(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / "a b.jpg").touch()
-    values = ["ftp://example.org/a.jpg", "gopher://host/a.jpg", f"file://{tmp_path}/a%20b.jpg"]
-    refs = scan(write_list(tmp_path / f"list{suffix}", values, "url"))
-    assert [ref.problem for ref in refs] == ["not-a-local-path", "not-a-local-path", None]
-    assert refs[0].uri == "ftp://example.org/a.jpg"
-    assert refs[2].path == os.fsencode(tmp_path / "a b.jpg")
 
 
 def test_bad_json_lines_are_inputs_that_failed(tmp_path: Path) -> None:
@@ -116,15 +80,6 @@ def test_json_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert [read_bytes(ref) for ref in scan(path)] == [b"abc", b"abc"]
 
 
-def test_csv_rows_without_a_path(tmp_path: Path) -> None:
-    path = tmp_path / "list.csv"
-    path.write_bytes(b"\xef\xbb\xbfid,path\n1,\n2\n\n3,a.jpg\n4," + b"x" * 200_000 + b"\n5,a.jpg,more\n6,\xff.jpg")
-    refs = scan(path)
-    assert [ref.problem for ref in refs] == [*["bad-list-line"] * 2, "missing", "bad-list-line", "missing", "missing"]
-    assert [ref.uri for ref in refs][:2] == [f"{path}#2", f"{path}#3"]
-    assert refs[-1].path.endswith(b"/\xff.jpg")
-
-
 def test_parquet_nulls_and_kinds_of_text(tmp_path: Path) -> None:
     kinds = [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
     for number, kind in enumerate(kinds):
@@ -134,18 +89,6 @@ def test_parquet_nulls_and_kinds_of_text(tmp_path: Path) -> None:
         assert [ref.problem for ref in refs] == ["missing", "bad-list-line", "missing"]
         assert refs[1].uri == f"{path}#2"
         assert refs[2].uri == f"{tmp_path}/é.jpg"
-
-
-def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
-    values = pa.array([b"\xff.jpg"]).view(pa.string())
-    pq.write_table(pa.table({"path": values}), tmp_path / "list.parquet")
-    assert scan(tmp_path / "list.parquet")[0].path == os.fsencode(tmp_path) + b"/\xff.jpg"
-
-
-def test_parquet_column_that_is_no_text(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"image": [{"width": 1, "path": "a"}], "id": [1]}), tmp_path / "list.parquet")
-    with pytest.raises(UsageError, match="no column"):
-        open_source(str(tmp_path / "list.parquet"))
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:

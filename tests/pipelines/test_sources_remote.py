@@ -7,7 +7,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,16 +17,15 @@ import pytest
 
 from edje_index.images import ranges
 from edje_index.images.containers import streams, tars
-from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.remote import web
 from edje_index.images.transient import TransientInputError
 from pipelines import update_index
 from pipelines.cli.changes import failed_rows
 from pipelines.progress.events import StatusMessage
-from pipelines.sources import folder, iter_all, open_source, open_sources
+from pipelines.sources import iter_all, open_source, open_sources
 from pipelines.sources.archives import ArchiveSource
-from storage_formats import MissingExtraError, TokenStore, UsageError, read_rows
+from storage_formats import TokenStore, UsageError, read_rows
 from tests.pipelines.conftest import run_build
 from tests.pipelines.test_build_packed import _pack
 from tests.web_server import WebServer, web_server
@@ -137,17 +135,6 @@ def test_a_file_that_changes_between_requests_is_never_mixed(
     assert {*outcomes} <= {10, "has changed while it was"}
 
 
-def test_an_image_of_an_archive_that_changed_after_its_listing(server: WebServer, tmp_path: Path, photos: Path) -> None:
-    path = _packed_as("tar.gz", photos, tmp_path)
-    file = ChangingFile([(path.read_bytes(), '"a"'), (bytes(path.stat().st_size), '"b"')])
-    server.responses["/packed.tar.gz"] = file.answer
-    refs = scan(f"{server.url}/packed.tar.gz")
-    file.change_at = file.requests + 1  # after the request for its length
-    with pytest.raises(ImageError, match="the file on the server has changed while it was read") as caught:
-        read_bytes(refs[0])
-    assert caught.value.reason == "changed-since-plan"
-
-
 def test_a_zip_whose_list_of_members_cannot_be_read_now_is_not_damaged(
     server: WebServer, tmp_path: Path, photos: Path
 ) -> None:
@@ -182,16 +169,6 @@ def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
     assert [ref.problem for ref in refs[2:]] == ["bad-list-line"] * 3
 
 
-def test_listing_addresses_sends_no_request(server: WebServer, tmp_path: Path) -> None:
-    (tmp_path / "list.csv").write_text(
-        f"url\n{server.url}/a.jpg\n{server.url}/a b.jpg\nftp://host/a.jpg\nhttp://user:secret@host/\n"
-    )
-    refs = scan(str(tmp_path / "list.csv"))
-    assert [ref.problem for ref in refs] == [None, "bad-list-line", "not-a-local-path", "bad-list-line"]
-    assert "secret" not in refs[3].uri
-    assert server.requests == []
-
-
 def test_patterns_of_urls(server: WebServer) -> None:
     for number in range(3):
         server.files[f"/{number}.jpg"] = b"photo"
@@ -210,15 +187,6 @@ def test_what_a_server_cannot_do_is_said(server: WebServer) -> None:
     server.ranges = False
     with pytest.raises(UsageError, match=r"/a\.tar: the server does not answer requests for byte ranges; download"):
         scan(f"{server.url}/a.tar")
-
-
-def test_a_missing_library_is_named(server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "urllib3", None)
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    (tmp_path / "list.txt").write_text("https://example.org/a.jpg\n")
-    for spec in (str(tmp_path / "list.txt"), "https://example.org/a.tar", "s3://bucket/a.tar"):
-        with pytest.raises(MissingExtraError, match=r"pip install 'edje-index\[remote\]'"):
-            scan(spec)
 
 
 def test_a_folder_on_the_hub(server: WebServer, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,23 +244,6 @@ def test_a_build_from_addresses(
     assert (retried.deleted, retried.new) == (3, 1)
 
 
-def test_spaces_in_listed_addresses(tmp_path: Path) -> None:
-    lines = [
-        "s3://bucket/my photos/é 1.jpg",
-        "https://host/my photos/1.jpg",
-        "s3://bucket/a\tb.jpg",
-        "s3://me you@bucket/1.jpg",
-    ]
-    (tmp_path / "list.txt").write_text("\n".join(lines))
-    refs = scan(str(tmp_path / "list.txt"))
-    assert [(ref.uri, ref.problem) for ref in refs] == [
-        (lines[0], None),
-        (f"{tmp_path}/list.txt#2", "bad-list-line"),
-        (f"{tmp_path}/list.txt#3", "bad-list-line"),
-        (f"{tmp_path}/list.txt#4", "bad-list-line"),
-    ]
-
-
 def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
     server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any]
 ) -> None:
@@ -345,18 +296,6 @@ def test_an_archive_that_the_server_does_not_give_is_refused(server: WebServer, 
         scan(f"{server.url}/{name}")
 
 
-@pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz", "a.parquet"])
-def test_empty_archives_on_a_server(server: WebServer, tmp_path: Path, name: str) -> None:
-    server.files[f"/{name}"] = b""
-    (tmp_path / name).write_bytes(b"")
-    if name == "a.parquet":
-        with pytest.raises(UsageError, match=r"cannot read .*/a\.parquet"):
-            open_source(f"{server.url}/{name}")
-        return
-    remote, local = scan(f"{server.url}/{name}"), scan(str(tmp_path / name))
-    assert [ref.problem for ref in remote] == [ref.problem for ref in local]
-
-
 @pytest.mark.parametrize("name", ["a.tar", "a.zip"])
 def test_an_archive_that_becomes_shorter_stops_the_listing(server: WebServer, name: str) -> None:
     def answer(headers: dict[str, str]) -> Any:
@@ -389,13 +328,3 @@ def test_files_without_suffix_in_a_remote_folder(server: WebServer, monkeypatch:
     ]
     assert sources[0].ignored == {"(no suffix)": 1, ".md": 1}
     assert [request[1] for request in server.requests if request[0].endswith("/photo")] == ["bytes=0-7"]
-
-
-def test_a_large_remote_folder_is_searched_once_for_images(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    searches: list[object] = []
-    monkeypatch.setattr(folder, "holds_inputs", lambda names, clips: searches.append(names) or True)
-    _list_on_hub(server, monkeypatch, {f"{number}.tar": 9 for number in range(20)})
-    sources = open_sources(["hf://datasets-owner/set"])
-    assert list(iter_all(sources)) == []
-    assert len(searches) == 1
-    assert sources[0].ignored == {".tar": 20}

@@ -73,11 +73,6 @@ def test_truncated_images_are_known_also_as_duplicates(index):
     assert (whole.missing(), whole.truncated.any()) == ({"truncated": 4}, False)
 
 
-def test_a_duplicate_of_a_failed_row_failed_like_it(tmp_path):
-    write_random_index(tmp_path / "index", SPEC, failed=frozenset({0}), duplicates=frozenset({9}))
-    assert match(tmp_path / "index", items("/photos/9.jpg", "/photos/1.jpg")).reasons == ("truncated", None)
-
-
 def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
     with pytest.raises(UsageError, match=r"none of the 2 captioned images.*/else/1\.jpg.*/photos/0\.jpg.*directory"):
         match(index, items("/else/1.jpg", "/else/2.jpg"))
@@ -105,9 +100,3 @@ def test_folders_may_be_links(index, tmp_path):
     rename(index, 7, f"{tmp_path}/real/a.jpg")
     rename(index, 8, f"{tmp_path}/link/b.jpg")
     assert match(index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")).rows.tolist() == [7, 8]
-
-
-def test_items_that_have_rows(index):
-    wanted = items("/photos/6.jpg", "/photos/9.jpg", "/else/1.jpg", "/photos/2.jpg")
-    kept, rows = match(index, wanted).indexed(wanted)
-    assert (kept, rows.tolist()) == ([wanted[1], wanted[3]], [0, 2])

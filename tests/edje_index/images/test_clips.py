@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import struct
 import subprocess
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from edje_index.images import clips
-from edje_index.images.clips import decode_frames, is_clip, key_frame
+from edje_index.images.clips import decode_frames, is_clip
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.decoded_input import DecodeSettings, decode_input
 from tests.edje_index.clip_cases import KINDS, all_frames, clip, panned, photo
@@ -84,14 +83,6 @@ def test_few_frames_are_decoded_between_key_frames(monkeypatch: pytest.MonkeyPat
         decoded(data, 12)
 
 
-def test_a_key_frame_needs_few_decoded_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = clip(panned(60), KINDS["lossless"], g="24")
-    monkeypatch.setattr(clips, "MAX_KEY_FRAME_PIXELS", 2 * 96 * 64)
-    monkeypatch.setattr(clips, "MAX_CLIP_PIXELS", 2 * 96 * 64)
-    assert reason(data) == "too-expensive"
-    np.testing.assert_array_equal(key_frame(data, LIMIT), panned(60)[24])
-
-
 def test_clips_of_phones_are_turned_upright() -> None:
     data = clip(panned(4), KINDS["mp4"])
     # The matrix of the track header (ISO/IEC 14496-12, 8.3.2) rotates by 90 degrees clockwise.
@@ -142,12 +133,6 @@ def test_frames_over_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) 
     assert reason(data, limit=96 * 64 - 1) == "too-many-pixels"
 
 
-def test_clips_of_too_many_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clips, "MAX_CLIP_FRAMES", 11)
-    assert len(decoded(clip(panned(11)), 2)) == 2
-    assert reason(clip(panned(13))) == "too-expensive"
-
-
 def box(name: bytes, *content: bytes) -> bytes:
     """A box of ISO/IEC 14496-12."""
     body = b"".join(content)
@@ -193,33 +178,6 @@ def test_samples_of_uncompressed_audio_may_be_many(monkeypatch: pytest.MonkeyPat
     assert len(decoded(buffer.getvalue(), 2)) == 2
 
 
-@pytest.mark.parametrize("appended", [b"TAG" + 125 * b"t", b"\r\n", b"\r\n\r\n", bytes(3), bytes(20)])
-@pytest.mark.parametrize("flags", ["", "faststart", "frag_keyframe+empty_moov"])
-def test_bytes_after_a_complete_clip_do_not_count(flags: str, appended: bytes) -> None:
-    data = clip(panned(4), movflags=flags) if flags else _CLIPS["mp4"]
-    np.testing.assert_array_equal(decoded(data + appended, 2), decoded(data, 2))
-
-
-def test_only_decoders_of_supported_codecs_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    formats = []
-    select = clips._video_stream
-
-    def watched(container: av.container.InputContainer) -> av.VideoStream:
-        formats.append(container.streams.video[0].codec_context.pix_fmt)
-        return select(container)
-
-    monkeypatch.setattr(clips, "_video_stream", watched)
-    assert reason(clip(panned(4), ("avi", "huffyuv", "yuv422p"))) == "unsupported-video"
-    decoded(_CLIPS["avi"], 1)
-    assert formats == [None, "yuv420p"]
-
-
-@pytest.mark.parametrize("kind", ["libvpx", "libsvtav1"])
-def test_further_decoders(kind: str) -> None:
-    data = clip(panned(4), ("matroska", kind, "yuv420p"))
-    np.testing.assert_array_equal(decoded(data, 4), all_frames(data))
-
-
 @pytest.mark.parametrize(("codec", "pixel_format", "unit"), [("libx264", "yuv444p", 1), ("ffv1", "yuv444p10le", 4)])
 def test_colours_follow_the_matrix_of_the_clip(codec: str, pixel_format: str, unit: int) -> None:
     """Pure green in BT.709, limited range, is Y = 173, Cb = 42, Cr = 26. In BT.601 these numbers are another green."""
@@ -238,11 +196,6 @@ def test_colours_follow_the_matrix_of_the_clip(codec: str, pixel_format: str, un
     assert np.abs(image.reshape(-1, 3).astype(int) - [0, 255, 0]).max() <= 3
 
 
-def test_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edje_index.images.decode_limits.MAX_READS", 1)
-    assert reason(clip(panned(40), KINDS["lossless"])) == "too-expensive"
-
-
 def test_an_image_is_a_clip_of_one_frame() -> None:
     data = encoded(Image.fromarray(photo()), "PNG")
     still = decode_input(data, "still", DecodeSettings(LIMIT, frames=3), np.asarray)
@@ -254,14 +207,6 @@ def test_an_image_is_a_clip_of_one_frame() -> None:
     np.testing.assert_array_equal(moving.frames, panned(3))
     with pytest.raises(ImageError, match=r"unsupported-image|not-an-image"):
         decode_input(clip(panned(3)), "moving", DecodeSettings(LIMIT), np.asarray)
-
-
-def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    data = bytearray(clip(panned(12), KINDS["mkv"]))
-    data[len(data) // 2 : len(data) // 2 + 200] = bytes(200)
-    with contextlib.suppress(ImageError):
-        decoded(bytes(data), 6)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_pyav_is_imported_only_for_clips() -> None:

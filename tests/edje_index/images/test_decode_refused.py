@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from edje_index.images.decode import MAX_ASPECT_RATIO, REASONS, ImageError, decode_rgb
+from edje_index.images.decode import REASONS, ImageError, decode_rgb
 from tests.edje_index.image_cases import LIMIT, encoded, gradient, pixels, png, reason, tiff
 
 
@@ -25,14 +25,6 @@ def test_nothing_and_other_things() -> None:
     assert reason(b"PK\x03\x04" + bytes(100)) == "not-an-image"
     assert reason(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic") == "unsupported-image"
     assert reason(b"\xff\x0a" + bytes(40)) == "unsupported-image"
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])
-def test_truncated_at_any_place(kind: str) -> None:
-    noise = Image.fromarray(np.random.default_rng(3).integers(0, 256, (40, 40, 3), np.uint8))
-    data = encoded(noise, kind)
-    assert reason(data[: len(data) // 2]) in ("truncated", "corrupt")
-    assert reason(data[:20]) in ("truncated", "corrupt", "not-an-image")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP"])
@@ -104,11 +96,6 @@ def test_limit_is_exact() -> None:
     assert reason(data, 99) == "too-many-pixels"
 
 
-def test_sliver_is_refused() -> None:
-    assert pixels(encoded(Image.new("L", (MAX_ASPECT_RATIO, 1)), "PNG")).shape == (1, MAX_ASPECT_RATIO, 3)
-    assert reason(encoded(Image.new("L", (1, MAX_ASPECT_RATIO + 1)), "PNG")) == "extreme-aspect-ratio"
-
-
 # Any bytes at all
 
 SEEDS = [
@@ -143,11 +130,6 @@ def image_or_reason(data: bytes) -> None:
     except ImageError as error:
         outcome = error.reason
     assert outcome in ("RGB", *REASONS)
-
-
-@given(st.binary(max_size=400))
-def test_any_bytes(data: bytes) -> None:
-    image_or_reason(data)
 
 
 @given(st.sampled_from(SEEDS), st.binary(max_size=200))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 from edje_index.images import input_lists
 from edje_index.images.decode import REASONS
-from edje_index.images.input_lists import input_schema, read_shard_inputs, write_input_lists
+from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from edje_index.images.inputs import InputRef, display_path
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout, Segment
@@ -77,18 +75,6 @@ def test_a_worker_reads_only_the_row_group_of_its_shard(tmp_path, monkeypatch):
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
     assert read_shard_inputs(layout, spec_of(5000, 1), 3000) == [InputRef("3000", b"3000")]
     assert groups_read == [2]
-
-
-def test_values_of_source_columns_become_text(tmp_path):
-    layout = layout_in(tmp_path)
-    when = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
-    write_input_lists(layout, [InputRef("a", b"a", metadata={"when": when, "width": 3})], 4)
-    metadata = read_shard_inputs(layout, spec_of(1, 4), 0)[0].metadata
-    assert metadata == {"when": "2024-01-01T00:00:00+00:00", "width": 3}
-
-
-def test_the_columns_are_the_row_id_and_the_fields() -> None:
-    assert input_schema().names == ["row_id", *(field.name for field in dataclasses.fields(InputRef))]
 
 
 def test_a_missing_cut_or_short_list_is_one_clear_error(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edje_index.images.thumbnails import MAX_PHOTO_BYTES, read_photo, read_thumbnails
-from storage_formats import RowIdError
+from edje_index.images.thumbnails import MAX_PHOTO_BYTES, read_thumbnails
 from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.rows import RowEntry, rows_table
@@ -129,24 +128,3 @@ def test_what_cannot_be_shown_has_a_reason(tmp_path, fields, problem, monkeypatc
     assert thumbnails[0].jpeg is not None
     assert thumbnails[1].jpeg is None
     assert problem in thumbnails[1].problem
-
-
-def test_a_damaged_photo_has_a_reason(tmp_path):
-    data = jpeg((0, 200, 0))[:300]
-    (tmp_path / "a.jpg").write_bytes(data)
-    assert only(tmp_path / "index", entry(0, str(tmp_path / "a.jpg"), data)).problem.startswith(
-        ("truncated", "corrupt")
-    )
-
-
-def test_rows_outside_the_index_are_refused(tmp_path):
-    root = write_index(tmp_path / "index", [entry(0, "/a.jpg", b"x")])
-    with pytest.raises(RowIdError):
-        read_thumbnails(root, [1])
-
-
-def test_a_photo_is_read_as_it_was_indexed(tmp_path):
-    (tmp_path / "a.jpg").write_bytes(b"any bytes")
-    digest = hashlib.sha256(b"any bytes").hexdigest()
-    row = {"uri": str(tmp_path / "a.jpg"), "uri_raw": None, "size": 9, "content_hash": digest}
-    assert read_photo(row) == b"any bytes"

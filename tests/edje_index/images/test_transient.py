@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PIL import Image, ImageFile
+from PIL import Image
 
 from edje_index.images import transient
-from edje_index.images.decode import ImageError, decode_rgb
+from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.transient import TransientInputError, is_transient, retry
-from pipelines.sources.base import problem_of
 from tests.edje_index.image_cases import encoded
 
 ERRORS = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "ETIMEDOUT")
@@ -77,31 +74,6 @@ def test_lasting_trouble_is_not_the_inputs_fault(
     assert pauses == list(transient.PAUSES)
 
 
-@pytest.mark.usefixtures("pauses")
-def test_descriptors_that_are_used_up(ref: InputRef) -> None:
-    """With the real limit of this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = [os.open(ref.path, os.O_RDONLY)]
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (opened[0] + 8, hard))
-        with contextlib.suppress(OSError):
-            while True:
-                opened.append(os.dup(opened[0]))
-        with pytest.raises(TransientInputError, match=r"Too many open files; raise the limit"):
-            read_bytes(ref)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in opened:
-            os.close(fd)
-    assert read_bytes(ref) == CONTENT
-
-
-def test_parts_of_a_read_are_put_together(ref: InputRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 3), offset))
-    assert read_bytes(ref) == CONTENT
-
-
 def test_a_read_that_ends_early_is_repeated(
     ref: InputRef, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,13 +108,6 @@ def test_a_file_that_vanishes_alone_is_missing(ref: InputRef, pauses: list[float
     assert pauses == []
 
 
-def test_a_file_that_was_never_there_is_missing(tmp_path: Path, pauses: list[float]) -> None:
-    path = tmp_path / "nowhere" / "a.jpg"
-    with pytest.raises(ImageError, match="missing"):
-        read_bytes(InputRef(str(path), os.fsencode(path)))
-    assert pauses == []
-
-
 @pytest.mark.parametrize("name", ["ENOENT", "EACCES", "ELOOP", "ENAMETOOLONG", "ENXIO", "EISDIR"])
 def test_lasting_errors_are_not_repeated(name: str, pauses: list[float]) -> None:
     error = OSError(getattr(errno, name), name)
@@ -150,13 +115,6 @@ def test_lasting_errors_are_not_repeated(name: str, pauses: list[float]) -> None
     with pytest.raises(OSError, match=name):
         retry(failing(lambda: None, error, times=1), "a.jpg")
     assert pauses == []
-
-
-def test_planning_stops_at_trouble_that_may_pass() -> None:
-    assert problem_of(FileNotFoundError(errno.ENOENT, "no")) == "missing"
-    assert problem_of(OSError(errno.EACCES, "no")) == "unreadable"
-    with pytest.raises(TransientInputError, match=r"cannot read /photos: Input/output error"):
-        problem_of(OSError(errno.EIO, "Input/output error", b"/photos"))
 
 
 def test_memory_is_waited_for(pauses: list[float]) -> None:
@@ -174,14 +132,6 @@ def test_too_little_memory_is_not_the_images_fault() -> None:
 def test_an_image_that_wants_more_memory_than_any_sound_one() -> None:
     with pytest.raises(ImageError, match="too-expensive"):
         retry(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1)
-
-
-def test_a_decoder_without_memory_is_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    photo = encoded(Image.new("RGB", (8, 8)), "JPEG")
-    monkeypatch.setattr(ImageFile.ImageFile, "load", failing(lambda _: None, MemoryError(), times=1))
-    with pytest.raises(MemoryError):
-        decode_rgb(photo)
-    assert decode_rgb(photo).size == (8, 8)
 
 
 @pytest.mark.parametrize("progressive", [False, True])

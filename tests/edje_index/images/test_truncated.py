@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from edje_index.images.decode import ImageError, decode_partial, decode_rgb, loading_truncated
-from edje_index.images.decoded_input import FAIL, LOAD, DecodeSettings, decode_input
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)
 KINDS = {"baseline": ("JPEG", {}), "progressive": ("JPEG", {"progressive": True}), "png": ("PNG", {})}
@@ -46,14 +45,6 @@ def test_the_loaded_part_is_that_of_the_published_code(kind, kept):
     np.testing.assert_array_equal(np.asarray(decoded), by_pillow(data))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_complete_file_is_the_same_either_way(kind):
-    data = encoded(kind)
-    decoded, truncation = decode_partial(data)
-    assert truncation is None
-    assert decoded.tobytes() == decode_rgb(data).tobytes()
-
-
 def test_other_damage_is_not_loaded():
     data = bytearray(encoded("png"))
     data[len(data) // 2] ^= 0xFF
@@ -71,12 +62,3 @@ def test_other_threads_still_refuse_truncated_files():
             pool.submit(decode_rgb, data).result()
     with pytest.raises(ImageError, match="truncated"):
         decode_rgb(data)
-
-
-def test_the_setting_decides():
-    data = encoded("progressive")[:-500]
-    with pytest.raises(ImageError, match="truncated"):
-        decode_input(data, "photo.jpg", DecodeSettings(truncated=FAIL), np.asarray)
-    decoded = decode_input(data, "photo.jpg", DecodeSettings(truncated=LOAD), np.asarray)
-    assert decoded.size == (80, 60)
-    assert decoded.truncation is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,13 +41,6 @@ def server(running: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
 
 def ref(server: WebServer, path: str, **fields: object) -> InputRef:
     return InputRef(server.url + path, (server.url + path).encode(), **fields)
-
-
-@pytest.mark.parametrize("path", ["/a.jpg", "/a%20b/%C3%A9.jpg", "/photo?id=3&size=large", "/%2Fodd.jpg"])
-def test_urls_are_sent_as_they_are_written(server: WebServer, path: str) -> None:
-    server.files[path] = DATA
-    assert read_remote(server.url + path, 1 << 20) == DATA
-    assert server.requests == [(path, "")]
 
 
 def test_ranges(server: WebServer) -> None:
@@ -91,14 +83,6 @@ def test_lasting_trouble_fails_a_listed_image(server: WebServer, fault: str, det
         read_bytes(ref(server, "/a.jpg"))
 
 
-def test_a_host_that_is_not_there_fails_a_listed_image(server: WebServer) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/a.jpg"
-    with pytest.raises(ImageError, match=r"unreachable: .*refused"):
-        read_bytes(InputRef(url, url.encode()))
-
-
 def test_lasting_trouble_of_an_archive_is_temporary(server: WebServer) -> None:
     server.files["/a.tar"] = DATA
     server.faults["/a.tar"] = ["503"] * 100
@@ -120,11 +104,6 @@ def test_large_files_are_refused_before_they_are_read(server: WebServer) -> None
     assert read_remote(f"{server.url}/endless.jpg", 1 << 20) == bytes(102_400)
     with pytest.raises(ImageError, match="too-many-bytes"):
         read_bytes(ref(server, "/declared.jpg"))
-
-
-def test_a_compressed_response_is_not_expanded(server: WebServer) -> None:
-    server.responses["/a.jpg"] = lambda headers: (200, {"Content-Encoding": "gzip"}, b"not expanded")
-    assert read_remote(f"{server.url}/a.jpg", 100) == b"not expanded"
 
 
 def test_redirects(server: WebServer) -> None:
@@ -157,12 +136,6 @@ def test_connections_per_host_are_limited(server: WebServer) -> None:
         results = list(pool.map(lambda number: read_bytes(ref(server, f"/{number}.jpg")), range(40)))
     assert results == [DATA] * 40
     assert 4 < server.open_requests["most"] <= web.CONNECTIONS_PER_HOST
-
-
-def test_a_size_that_changed(server: WebServer) -> None:
-    server.files["/a.jpg"] = DATA
-    with pytest.raises(ImageError, match="changed-since-plan"):
-        read_bytes(ref(server, "/a.jpg", size=5))
 
 
 def test_importing_the_module_loads_no_library() -> None:
