@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edje_index.captions.reading import CaptionedImage
 from edje_index.images.inputs import display_path
 from storage_formats.errors import UsageError
-from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED
+from storage_formats.format.rows import DUPLICATE, INDEXED
 
 NOT_IN_INDEX = "not-in-index"
 DELETED = "deleted"
@@ -45,19 +45,11 @@ class MatchedRows:
         """Return the number of images without a row, by reason."""
         return dict(sorted(Counter(reason for reason in self.reasons if reason is not None).items()))
 
-    def without_truncated(self) -> MatchedRows:
-        """Return these rows without the rows of truncated images, for the reason "truncated"."""
-        from edje_index.images.decode import TRUNCATED
-
-        reasons = tuple(TRUNCATED if cut else why for cut, why in zip(self.truncated, self.reasons, strict=True))
-        return MatchedRows(np.where(self.truncated, -1, self.rows), reasons, np.zeros_like(self.truncated))
-
     def split(self, count: int) -> tuple[MatchedRows, MatchedRows]:
         """Return the rows of the first `count` images, and the rows of the remaining images."""
-        return self._part(slice(None, count)), self._part(slice(count, None))
-
-    def _part(self, part: slice) -> MatchedRows:
-        return MatchedRows(self.rows[part], self.reasons[part], self.truncated[part])
+        parts = slice(None, count), slice(count, None)
+        first, rest = (MatchedRows(self.rows[part], self.reasons[part], self.truncated[part]) for part in parts)
+        return first, rest
 
     def indexed(self, items: Sequence[CaptionedImage]) -> tuple[list[CaptionedImage], NDArray[np.int64]]:
         """Return the k images in `items` that have a row, and their row ids, int64 [k]."""
@@ -88,24 +80,18 @@ def match_items(
         resolved = [_resolved(os.fsencode(items[position].path)) for position in unmatched]
         for position, match in zip(unmatched, _lookup(table, resolved, _resolved), strict=True):
             matches[position] = match
-    rows = np.array([-1 if match is None else match.row_id for match in matches], dtype=np.int64)
-    reasons = tuple(NOT_IN_INDEX if match is None else match.reason for match in matches)
+    found = [match or (-1, NOT_IN_INDEX, False) for match in matches]
+    rows = np.array([row for row, _, _ in found], dtype=np.int64)
+    reasons = tuple(reason for _, reason, _ in found)
     if not allow_none and not (rows >= 0).any():
         raise UsageError(_nothing_matches(root, table, items, reasons))
-    truncated = np.array([match is not None and match.truncated for match in matches], dtype=bool)
-    return MatchedRows(rows, reasons, truncated)
+    return MatchedRows(rows, reasons, np.array([truncated for _, _, truncated in found], dtype=bool))
 
 
-@dataclass(slots=True)
-class _Match:
-    """The index row of a name. If the image failed in the build, `row_id` is -1 and `reason` is set."""
+_Match: TypeAlias = tuple[int, str | None, bool]
+"""(row id, None, whether the file is truncated), or (-1, reason, False) of an image that failed in the build."""
 
-    row_id: int
-    reason: str | None = None
-    truncated: bool = False
-
-
-_NOT_REQUESTED = _Match(-1)
+_NOT_REQUESTED: _Match = (-1, None, False)
 
 
 def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], bytes]) -> list[_Match | None]:
@@ -116,54 +102,33 @@ def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], byte
         names: names to look up.
         convert: function that is applied to each name in `table` before the comparison.
     """
+    # Names that are not UTF-8, by the text that the rows table has instead.
     names_of_texts = {text: name for name in names if (text := display_path(name).encode()) != name}
     matches: dict[bytes, _Match | None] = dict.fromkeys(names)
-    duplicates: dict[int, list[_Match]] = {}
-    for row in _lines(table):
-        name = _row_name(row, convert, names_of_texts)
-        if matches.get(name, _NOT_REQUESTED) is not None:
-            continue
-        indexed = row["status"] == INDEXED
-        match = _Match(row["row_id"] if indexed else -1, row["reason"], indexed and row["detail"] is not None)
-        matches[name] = match
-        if row["status"] == DUPLICATE:
-            duplicates.setdefault(row["duplicate_of"], []).append(match)
-    _follow_duplicates(table, duplicates)
-    return [matches.get(name) for name in names]
-
-
-def _lines(table: pa.Table) -> Iterator[dict[str, Any]]:
+    originals: dict[bytes, int] = {}  # row ids of the originals of duplicates, by name
     for batch in table.to_batches():  # in batches, because as Python objects the rows take several times the memory
-        yield from batch.to_pylist()
-
-
-def _row_name(row: dict[str, Any], convert: Callable[[bytes], bytes], names_of_texts: dict[bytes, bytes]) -> bytes:
-    """Return the name of a row as bytes, converted with `convert`.
-
-    `names_of_texts` are the requested names that are not UTF-8, by the text that the rows table has instead.
-    """
-    is_member = "!" in row["uri"]  # for a member, `uri_raw` is the name of the archive
-    if row["uri_raw"] is None or is_member:
-        text = convert(row["uri"].encode())
-        return names_of_texts.get(text, text)
-    return convert(row["uri_raw"])
-
-
-def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> None:
-    """Replace the match of each duplicate with the match of its original."""
-    originals = table.select(["row_id", "status", "reason", "detail"]).filter(
-        pc.is_in(table["row_id"], pa.array(sorted(duplicates), pa.int64()))
-    )
-    by_row = {row["row_id"]: row for row in originals.to_pylist()}
-    for row_id, matches in duplicates.items():
-        original = by_row.get(row_id)
-        for match in matches:
-            if original is None:
-                match.reason = DELETED
-            elif original["status"] == FAILED:
-                match.reason = original["reason"]
+        for row in batch.to_pylist():
+            if row["uri_raw"] is None or "!" in row["uri"]:  # for a member, `uri_raw` is the name of the archive
+                text = convert(row["uri"].encode())
+                name = names_of_texts.get(text, text)
             else:
-                match.row_id, match.truncated = row_id, original["detail"] is not None
+                name = convert(row["uri_raw"])
+            if matches.get(name, _NOT_REQUESTED) is not None:
+                continue
+            matches[name] = _match(row)
+            if row["status"] == DUPLICATE:
+                originals[name] = row["duplicate_of"]
+    ids = pa.array(sorted(set(originals.values())), pa.int64())
+    stored = table.select(["row_id", "status", "reason", "detail"]).filter(pc.is_in(table["row_id"], ids))
+    by_row = {row["row_id"]: _match(row) for row in stored.to_pylist()}
+    for name, row_id in originals.items():
+        matches[name] = by_row.get(row_id, (-1, DELETED, False))
+    return [matches[name] for name in names]
+
+
+def _match(row: dict[str, Any]) -> _Match:
+    is_indexed = row["status"] == INDEXED
+    return (row["row_id"], None, row["detail"] is not None) if is_indexed else (-1, row["reason"], False)
 
 
 def _resolved(name: bytes) -> bytes:

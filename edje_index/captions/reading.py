@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edje_index.captions.formats import read_records
-from edje_index.captions.record import CaptionRecord
+from edje_index.captions.formats import CaptionRecord, read_records
 from storage_formats.errors import UsageError
 
 # In Karpathy's COCO split, "restval" names validation images that are used for training by convention.

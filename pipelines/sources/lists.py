@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from edje_index.captions.formats import read_records
-from edje_index.captions.record import ID_KEY, SPLIT_KEY, CaptionRecord
+from edje_index.captions.formats import ID_KEY, SPLIT_KEY, CaptionRecord, read_records
 from edje_index.filesystem import read_json_lines
 from edje_index.images.inputs import InputRef, display_path
 from pipelines.sources.base import STANDARD_INPUT, LocalFile, Source, absolute_path, file_name, listed_input
