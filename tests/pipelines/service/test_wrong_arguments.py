@@ -100,7 +100,7 @@ def test_explain_refuses_wrong_arguments(index, arguments):
 CLIENT_CASES = [
     *(("search", {"query": value}) for value in (*QUERIES, TEXTS)),
     *((method, {name: value}) for method in ("search", "search_texts") for name in ("k", "pool") for value in COUNTS),
-    *(("search", {name: value}) for name in ("joint_pool", "where", "score") for value in (1.5, object(), LONE)),
+    *(("search", {name: value}) for name in ("joint_pool", "where") for value in (1.5, object(), LONE)),
     ("search", {"joint_pool": float("nan")}),
     *(("search_texts", {"image": value}) for value in IMAGES),
     *(("search_texts", {"texts": value}) for value in (*LISTS, [])),
