@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -124,13 +125,15 @@ def _conversions(name: str, tokens: Blocks, threads: int | None) -> tuple[Subjec
 
 def _gathers(folder: Path, tokens: Blocks, threads: int | None) -> Subjects:
     """Return one function per precision that decodes all records of a memory-mapped file in random order."""
-    rows = np.random.default_rng(1).permutation(len(tokens))
+    order = np.random.default_rng(1).permutation(len(tokens))
+    rows = np.arange(len(tokens))
     out = np.empty_like(tokens)
     subjects: Subjects = {}
     for name in precisions():
         entry = codec(name, BLOCK_SHAPE)
         path = folder / f"records-{name}"
         entry.encode(tokens).tofile(path)
-        mapped = np.memmap(path, dtype=np.uint8, mode="r", shape=(len(tokens), entry.record_bytes))
-        subjects[name] = lambda entry=entry, mapped=mapped: entry.decode_rows(mapped, rows, out, threads)  # type: ignore[misc]
+        mapped = np.memmap(path, dtype=np.uint8, mode="r")
+        offsets = order * entry.record_bytes
+        subjects[name] = partial(entry.scatter, mapped, offsets, out, rows, threads)
     return subjects

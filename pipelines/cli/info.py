@@ -138,7 +138,8 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the most important entries of `value` as (name, text) pairs."""
     lines = [("index", value["index"]), ("state", value["state"])]
     if change := value["unfinished"]:
-        again = f"run '{change['kind']}' again to finish it, or 'gc' to discard it"
+        discard = "delete the directory" if value["state"] == "begun" else "'gc'"
+        again = f"run '{change['kind']}' again to finish it, or {discard} to discard it"
         lines.append(
             ("unfinished", f"{change['kind']}, {counted(change['finished_shards'], 'finished shard')}; {again}")
         )

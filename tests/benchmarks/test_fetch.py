@@ -176,11 +176,11 @@ def test_a_plan_never_requests_more_than_half_the_rows_and_labels_are_unique():
     for rows in (2, 50, 300, 1_000_000):
         for has_fio in (False, True):
             sections = plan_sections(
-                rows, 50_000, ("cold", "warm"), has_fio, ("auto", "buffered"), ("np.memmap", "hdf5")
+                rows, 50_000, ("cold", "warm"), has_fio, ("auto", "portable"), ("np.memmap", "hdf5")
             )
             for _, planned in sections.values():
                 assert len({entry.label for entry in planned}) == len(planned)
-                assert {"edje auto", "edje buffered"} <= {entry.label for entry in planned}
+                assert {"edje auto", "edje portable"} <= {entry.label for entry in planned}
                 assert all(1 <= entry.pool <= entry.blocks <= rows / 2 for entry in planned)
 
 

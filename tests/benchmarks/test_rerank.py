@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.rerank import bench_rerank
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.models.bert import Bert
+from edje_index.models import bert
 from pipelines.cli import main
 
 
@@ -33,13 +33,13 @@ def test_every_setting_of_a_bundle_is_measured(model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pairs_are_scored_in_the_type_asked_for(model, monkeypatch, dtype):
     seen = set()
-    attend = Bert._attend
+    attention = bert._attention
 
-    def watched(bert, layer, states, *options):
-        seen.add(states.dtype)
-        return attend(bert, layer, states, *options)
+    def watched(query, *options):
+        seen.add(query.dtype)
+        return attention(query, *options)
 
-    monkeypatch.setattr(Bert, "_attend", watched)
+    monkeypatch.setattr(bert, "_attention", watched)
     bench_rerank(model, batch_sizes=(2,), threads=(1,), repeats=1, device="cpu", dtype=dtype)
     assert seen == {getattr(torch, dtype)}
 

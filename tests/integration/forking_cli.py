@@ -24,13 +24,11 @@ def _serve(output: str) -> None:
     import edje_index.indexing.faiss_index
     import edje_index.indexing.image_encoder  # noqa: F401
     import pipelines.cli.main
-    import pipelines.jobs.append
+    import pipelines.jobs.add_rows
     import pipelines.jobs.build
-    import pipelines.jobs.compact
-    import pipelines.jobs.erase
-    import pipelines.jobs.retry_failed
-    import pipelines.jobs.snapshots
-    import pipelines.jobs.update  # noqa: F401
+    import pipelines.jobs.copy
+    import pipelines.jobs.quantize
+    import pipelines.jobs.snapshots  # noqa: F401
 
     for line in sys.stdin:
         process = os.fork()

@@ -40,7 +40,7 @@ from tests.conftest import REPO, same_bits
 SHARD = 4
 PHOTOS = 40
 BROKEN = 13  # this photo is not an image
-_LONGEST_KILL = {"append": 0.6, "update": 0.6, "compact": 0.3, "retry-failed": 0.3}  # seconds
+_LONGEST_KILL = {"append": 0.6, "update": 0.6, "compact": 0.3, "retry": 0.3}  # seconds
 
 
 class ForkingCli:
@@ -333,8 +333,8 @@ class Trial:
 
     def retry_failed(self, step: int) -> None:
         """The broken photo fails again for the same reason, so nothing changes."""
-        arguments = ("retry-failed", self.root, "--engine", "inline", "--quiet")
-        self._run("retry-failed", None, arguments)
+        arguments = ("update", self.root, "--retry-failed", "--engine", "inline", "--quiet")
+        self._run("retry", None, arguments)
         assert self.cli.run(*arguments) == 0, self.cli.output()
 
     def compact(self, step: int) -> None:
@@ -381,7 +381,7 @@ class Trial:
         if code == -signal.SIGKILL:
             self.model.killed["merge"] = self.model.killed.get("merge", 0) + 1
             assert verify_index(self.directory()) == verify_index(other) == []
-            code = 0 if out.exists() else self.cli.run(*arguments)
+            code = 0 if (out / "index.json").exists() else self.cli.run(*arguments)
         assert code == 0, self.cli.output()
         after = self.model.merged(photos)
         self.root, self.model.snapshots, self.model.next_shard = self.placed(out), {0: after}, -(-after.rows // SHARD)

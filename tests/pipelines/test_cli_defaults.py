@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import click
 import pytest
@@ -61,8 +62,9 @@ def test_a_table_holds_for_its_command_only(defaults):
     assert values_of(path, "update", "index")["workers"] is None
 
 
-def test_commands_of_a_group_have_tables_of_their_own(defaults, run):
-    code, out, err = run("--defaults", defaults("[ann.info]\njson = true\n"), "ann", "info", GOLDEN)
+def test_commands_of_a_group_have_tables_of_their_own(defaults, run, tmp_path):
+    index = shutil.copytree(GOLDEN, tmp_path / "index")
+    code, out, err = run("--defaults", defaults("[ann.build]\njson = true\nquiet = true\n"), "ann", "build", index)
     assert (code, err) == (0, "")
     assert isinstance(json.loads(out), dict)
 

@@ -142,8 +142,8 @@ def test_rows_that_are_refused(run, files, tmp_path):
 
 
 def test_a_killed_import_leaves_nothing_that_opens_and_is_begun_again(run, tmp_path):
-    np.save(tmp_path / "tokens.npy", np.ones((2_000, 4, 16), dtype=np.float16))
-    np.save(tmp_path / "embeddings.npy", np.ones((2_000, 8), dtype=np.float16))
+    np.save(tmp_path / "tokens.npy", np.ones((60_000, 4, 16), dtype=np.float16))
+    np.save(tmp_path / "embeddings.npy", np.ones((60_000, 8), dtype=np.float16))
     out = tmp_path / "out"
     arguments = ["import-arrays", tmp_path / "tokens.npy", tmp_path / "embeddings.npy", "--out", out]
     arguments += ["--shard-size", "32", "--no-ann", "--quiet"]
@@ -157,10 +157,12 @@ def test_a_killed_import_leaves_nothing_that_opens_and_is_begun_again(run, tmp_p
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    for command_name in ("info", "verify"):
-        code, _, message = run(command_name, out)
-        assert code == 1
-        assert "run the same command again to finish it, or delete the directory" in message
+    code, shown, _ = run("info", out)
+    assert code == 0
+    assert "run 'import-arrays' again to finish it, or delete the directory to discard it" in shown
+    code, _, message = run("verify", out)
+    assert code == 1
+    assert "run the same command again to finish it, or delete the directory" in message
     assert run(*arguments)[0] == 0
     assert verify_index(out) == []
     assert not (out / "build").exists()

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from storage_formats import IndexWriter, Manifest, TokenStore, read_rows, verify_index
-from storage_formats.errors import IncompleteIndexError, UsageError
+from storage_formats.errors import EdjeError, IncompleteIndexError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
@@ -183,9 +183,9 @@ def test_a_closed_writer_refuses(tmp_path):
 def test_paths_that_are_in_use(tmp_path):
     with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
         writer.append(*arrays(1))
-        with pytest.raises(UsageError, match="contains an unfinished index"):
+        with pytest.raises(EdjeError, match="is working on"):
             IndexWriter.create(tmp_path / "index", **SHAPE)
-    with pytest.raises(UsageError, match="contains a finished index"):
+    with pytest.raises(UsageError, match="exists already"):
         IndexWriter.create(tmp_path / "index", **SHAPE)
     (tmp_path / "file").write_text("text")
     with pytest.raises(UsageError, match="not a directory"):
@@ -230,7 +230,7 @@ def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(tmp
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(root)], env=environment)
     try:
-        waited = Layout(root).receipt(shards - 1) if shards else Layout(root).writer
+        waited = Layout(root).receipt(shards - 1) if shards else Layout(root).journal
         limit = time.monotonic() + 60
         while not waited.exists():
             assert time.monotonic() < limit

@@ -233,8 +233,8 @@ def test_what_is_no_index_is_refused(server, stored):
         TokenStore.open("s3://bucket/nothing")
     with pytest.raises(UsageError, match="names no bucket"):
         TokenStore.open("s3:///photos.edje")
-    with pytest.raises(UsageError, match="'buffered' cannot read an index on an object store"):
-        TokenStore.open(URL, engine="buffered")
+    with pytest.raises(UsageError, match="'portable' cannot read an index on an object store"):
+        TokenStore.open(URL, engine="portable")
     overwrite("s3://bucket/begun", "build/claim.json", b"{}")
     with pytest.raises(IncompleteIndexError, match="has not finished"):
         TokenStore.open("s3://bucket/begun")

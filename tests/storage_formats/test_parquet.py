@@ -54,7 +54,7 @@ def test_reading_an_index_starts_no_thread_of_pyarrow(tmp_path):
     script = """
 import os, sys
 from storage_formats import Manifest, TokenStore, read_rows
-store = TokenStore.open(sys.argv[1], engine="buffered")
+store = TokenStore.open(sys.argv[1], engine="mapped")
 store.fetch([0, 50])
 read_rows(sys.argv[1])
 Manifest.load(sys.argv[1])
