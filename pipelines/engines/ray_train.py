@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _STOP_FILE = "stop"
 _RAY_FOLDER = "ray"
 _POLL_SECONDS = 0.5
+_END_SECONDS = 30
 _RESTARTS = 2  # if a worker dies, the whole group restarts from the last checkpoint
 
 
@@ -61,6 +62,7 @@ def train_on_ray(
     stop_file = run_dir / _STOP_FILE
     stop_file.unlink(missing_ok=True)
     errors: list[BaseException] = []
+    fit: threading.Thread | None = None
     try:
         with connected_ray(run.address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
             nodes = NodeWatch(cluster, cpus=cpus, gpus=gpus, min_workers=workers, wait_seconds=node_wait_seconds)
@@ -90,6 +92,10 @@ def train_on_ray(
     except EngineUnavailableError as unavailable:  # no other engine can train on several workers
         raise EdjeError(str(unavailable)) from unavailable.__cause__
     finally:
+        if fit is not None:
+            fit.join(
+                _END_SECONDS
+            )  # Ray is shut down; a thread that is still in Ray can crash the exit of the interpreter
         shutil.rmtree(run_dir / _RAY_FOLDER, ignore_errors=True)
     if errors:
         # The original error of the worker, without the Ray errors that wrap it.

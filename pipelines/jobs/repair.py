@@ -65,7 +65,8 @@ def repair_index(
             four shards at the same time.
         dry_run: True to find out what can be repaired, without a change to the index.
         model: directory of the model bundle; None selects the bundle that built the index.
-        on_event, should_stop: as in `build_index`. `should_stop` is called after each progress event, and between
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`. `should_stop` is called after each progress event, and between
             batches of images.
 
     Raises:
