@@ -107,7 +107,10 @@ class Client:
                 the index.
             k: number of hits.
             pool: number of candidates to re-rank; values below `k` are raised to `k`.
-            rerank, score, where, joint_pool: see `TokenIndex.search`.
+            rerank: as in `TokenIndex.search`.
+            score: as in `TokenIndex.search`.
+            where: as in `TokenIndex.search`.
+            joint_pool: as in `TokenIndex.search`.
             precision: precision of the tokens to re-rank with; None selects the first precision of the index.
 
         Raises:
