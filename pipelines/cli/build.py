@@ -22,7 +22,6 @@ from pipelines.cli.options import (
     frames_option,
     json_option,
     location,
-    log_option,
     max_failed_option,
     memory_option,
     model_option,
@@ -83,7 +82,6 @@ _NO_MODEL = (
 @frames_option
 @memory_option
 @dry_run_option
-@log_option
 @quiet_option
 @json_option
 def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
@@ -160,7 +158,6 @@ def _new_rows_options(command: _Command) -> _Command:
         click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']"),
         address_option,
         memory_option,
-        log_option,
         quiet_option,
         json_option,
     )

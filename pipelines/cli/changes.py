@@ -14,7 +14,6 @@ from pipelines.cli.options import (
     POSITIVE,
     json_option,
     location,
-    log_option,
     model_option,
     quiet_option,
     where_option,
@@ -72,7 +71,6 @@ def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> 
 
 @click.command()
 @click.argument("index", type=location)
-@log_option
 @quiet_option
 @json_option
 def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
@@ -110,7 +108,6 @@ def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
 @click.command()
 @click.argument("indexes", nargs=-1, required=True, type=LOCAL_INDEX, metavar="INDEX...")
 @click.option("--out", required=True, type=LOCAL_INDEX, help="New directory for the merged index.")
-@log_option
 @quiet_option
 @json_option
 def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> None:
@@ -148,7 +145,6 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
 @click.option("--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT.")
 @click.option("--rows", type=int, multiple=True, metavar="N", help="Copy only this row; repeatable.")
 @where_option
-@log_option
 @quiet_option
 @json_option
 def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> None:
@@ -191,7 +187,6 @@ def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, *
 @click.argument("index", type=location)
 @click.option("--dry-run", is_flag=True, help="Show what would be repaired and change nothing.")
 @model_option
-@log_option
 @quiet_option
 @json_option
 def repair(

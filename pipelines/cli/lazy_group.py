@@ -58,7 +58,7 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except UsageError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            parameters = command.params if command is not None else []
+            parameters = [*(command.params if command is not None else []), *self.params]
             option = next((parameter for parameter in parameters if parameter.name == error.parameter), None)
             if option is None:
                 raise

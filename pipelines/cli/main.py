@@ -15,9 +15,8 @@ from click.shell_completion import shell_complete
 
 from edje_index import __version__
 from edje_index.errors import BundleNotFoundError
-from pipelines.cli.defaults import use_defaults
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.output import print_json
+from pipelines.cli.output import LOG_KEY, print_json
 from pipelines.collector import skip_collection_at_exit
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.progress.wording import printable
@@ -67,9 +66,6 @@ SECTIONS = {
     "Benchmarks": {
         "bench": "benchmarks.cli:bench",
     },
-    "Help": {
-        "help": "pipelines.cli.help:show_help",
-    },
 }
 """Commands by heading, in the order of the help text, with the module and attribute that define each command."""
 
@@ -112,12 +108,12 @@ def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool
     help="With --version, show the version, the machine and the installed packages as JSON, for bug reports.",
 )
 @click.option(
-    "--defaults",
+    "--log",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     expose_value=False,
-    callback=use_defaults,
-    help="TOML file with default values of options, one table per command, for example [build] with workers = 2.",
+    callback=lambda context, _, path: context.meta.update({LOG_KEY: path}),
+    help="Append the events of the command to FILE, one JSON object per line: --log build.jsonl build photos ...",
 )
 def cli(as_json: bool) -> None:
     """Index image collections for EDJE re-ranking: visual tokens in a sharded store, embeddings in FAISS.
@@ -141,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return shell_complete(cli, {}, _PROGRAM, _COMPLETION, completion)
     if arguments is None:
         skip_collection_at_exit()
-    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] == "help":
+        arguments = [*arguments[1:], "--help"]
     try:
         code = _run(arguments)
         sys.stdout.flush()

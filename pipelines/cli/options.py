@@ -10,7 +10,6 @@ import click
 
 from edje_index.models import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
-from pipelines.cli.output import LOG_KEY
 from pipelines.jobs.plan import SHARD_SIZE
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
@@ -69,14 +68,6 @@ DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
-log_option = click.option(
-    "--log",
-    type=FILE,
-    metavar="FILE",
-    expose_value=False,
-    callback=lambda context, _, path: context.meta.update({LOG_KEY: path}),
-    help="Append the events of the job to FILE, one JSON object per line. The file is not part of the index.",
-)
 dry_run_option = click.option(
     "--dry-run",
     is_flag=True,

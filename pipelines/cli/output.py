@@ -63,7 +63,7 @@ def running_job(
 ) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield two callbacks for a job: `on_event` shows progress, and `should_stop` returns True after a signal to stop.
 
-    If the command has the option `--log`, the events are also written to the file that it names. If the job stops early
+    With the option `--log`, the events are also written to the file that it names. If the job stops early
     and can be resumed, the error message says how.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,7 +15,6 @@ from pipelines.cli.options import (
     engine_option,
     json_option,
     location,
-    log_option,
     quiet_option,
 )
 from pipelines.cli.output import print_json, print_line, running_job
@@ -23,12 +22,7 @@ from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import IndexLocation
 
-if TYPE_CHECKING:
-    from edje_index.evaluation.quantization import QuantizationReport
-    from pipelines.jobs.quantize import QuantizeResult
-
-
-_PRINT_ONLY = "-"
+_PRINT_ONLY = Path("-")
 
 
 @click.command()
@@ -44,7 +38,7 @@ _PRINT_ONLY = "-"
 @click.option(
     "--report",
     is_flag=False,
-    flag_value=_PRINT_ONLY,
+    flag_value=str(_PRINT_ONLY),
     type=click.Path(file_okay=False, allow_dash=True, path_type=Path),
     metavar="[DIR]",
     help="Measure how much each precision changes tokens and ranking. With DIR, also write the report to DIR.",
@@ -57,7 +51,6 @@ _PRINT_ONLY = "-"
     type=PATH,
     help="With --report: directory of the model bundle.  [default: the bundle that built INDEX]",
 )
-@log_option
 @quiet_option
 @json_option
 def quantize(
@@ -99,7 +92,24 @@ def quantize(
     if report is not None:
         if not isinstance(index, Path):
             raise UsageError(f"--report needs an index on a file system; copy {index} to a directory first")
-        measured = _report(index, report, to, source, queries, model, quiet=quiet, as_json=as_json)
+        from edje_index.evaluation.quantization import measure_precisions
+        from pipelines.jobs.quantization_report import table, write_report
+        from pipelines.jobs.quantize import precision_to_read
+        from pipelines.progress.events import progress_callback
+        from storage_formats.format.manifest import Manifest
+
+        reference = precision_to_read(index, Manifest.load(index), source)
+        with running_job(quiet=quiet, resumes=False) as (on_event, _):
+            measured = measure_precisions(
+                index, reference, to, queries=queries, model=model, on_progress=progress_callback(on_event)
+            )
+        if report != _PRINT_ONLY:
+            write_report(measured, report)
+        if not as_json:
+            for line in table(measured):
+                print_line(line)
+            if report != _PRINT_ONLY:
+                print_line(f"report written to {report}")
         output = {"report": asdict(measured)} if to or drop else asdict(measured)
     if to or drop:
         from pipelines.jobs.quantize import quantize_index
@@ -111,46 +121,9 @@ def quantize(
         with running_job(index, quiet=quiet) as (on_event, should_stop):
             result = quantize_index(index, to, **options, on_event=on_event, should_stop=should_stop)
         if not as_json:
-            _print(index, result)
+            for name, size in result.bytes_per_image.items():
+                print_line(f"{name:6} {size:7,} bytes per image{'  (new)' if name in result.added else ''}")
+            print_line(f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s")
         output |= asdict(result)
     if as_json:
         print_json(output)
-
-
-def _report(
-    index: Path,
-    folder: Path,
-    to: tuple[str, ...],
-    source: str | None,
-    queries: Path | None,
-    model: Path | None,
-    *,
-    quiet: bool,
-    as_json: bool,
-) -> QuantizationReport:
-    """Measure the precisions `to`, or all, against `source`. Print the report, and write it unless only printed."""
-    from edje_index.evaluation.quantization import measure_precisions
-    from pipelines.jobs.quantization_report import table, write_report
-    from pipelines.jobs.quantize import precision_to_read
-    from pipelines.progress.display import progress_display
-    from pipelines.progress.events import progress_callback
-    from storage_formats.format.manifest import Manifest
-
-    reference = precision_to_read(index, Manifest.load(index), source)
-    with progress_display(quiet=quiet) as on_event:
-        on_progress = progress_callback(on_event)
-        report = measure_precisions(index, reference, to, queries=queries, model=model, on_progress=on_progress)
-    if folder != Path(_PRINT_ONLY):
-        write_report(report, folder)
-    if not as_json:
-        for line in table(report):
-            print_line(line)
-        if folder != Path(_PRINT_ONLY):
-            print_line(f"report written to {folder}")
-    return report
-
-
-def _print(index: IndexLocation, result: QuantizeResult) -> None:
-    for name, size in result.bytes_per_image.items():
-        print_line(f"{name:6} {size:7,} bytes per image{'  (new)' if name in result.added else ''}")
-    print_line(f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s")

@@ -57,7 +57,7 @@ class Build:
     def __init__(self, case: Path, out: Path, nodes: RayNodes) -> None:
         self.out, self.log, self.nodes = out, out.with_suffix(".jsonl"), nodes
         self.process = subprocess.Popen(
-            command(*build(case, out), "--address", nodes.address, "--log", self.log, "--json"),
+            command("--log", self.log, *build(case, out), "--address", nodes.address, "--json"),
             env=nodes.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

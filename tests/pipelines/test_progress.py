@@ -125,7 +125,7 @@ def lines(path: Path):
 def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tmp_path):
     log, index = tmp_path / "build.jsonl", tmp_path / "index"
     fixed = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu", "--quiet"]
-    build = ["build", photos, "--out", index, "--model", tiny_bundle, *fixed, "--log", log]
+    build = ["--log", log, "build", photos, "--out", index, "--model", tiny_bundle, *fixed]
     assert run(*build)[0] == 0
     events = lines(log)
     assert events[0]["event"] == "start"
@@ -177,7 +177,7 @@ def test_progress_does_not_flood_the_log(tmp_path):
 def test_a_log_that_cannot_be_opened_is_wrong_usage(run, tmp_path):
     with pytest.raises(UsageError, match="cannot write the log"), log_file(tmp_path / "absent" / "log", "build"):
         pass
-    code, _, err = run("append", tmp_path, "photos", "--log", tmp_path / "absent" / "log")
+    code, _, err = run("--log", tmp_path / "absent" / "log", "append", tmp_path, "photos")
     assert code == 2
     assert "--log: cannot write the log" in err
 
