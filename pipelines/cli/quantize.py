@@ -95,14 +95,13 @@ def quantize(
         from edje_index.evaluation.quantization import measure_precisions
         from pipelines.jobs.quantization_report import table, write_report
         from pipelines.jobs.quantize import precision_to_read
-        from pipelines.progress.events import progress_callback
+        from pipelines.progress.events import progress_callback, stop_at_events
         from storage_formats.format.manifest import Manifest
 
         reference = precision_to_read(index, Manifest.load(index), source)
-        with running_job(quiet=quiet, resumes=False) as (on_event, _):
-            measured = measure_precisions(
-                index, reference, to, queries=queries, model=model, on_progress=progress_callback(on_event)
-            )
+        with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
+            on_progress = progress_callback(stop_at_events(on_event, should_stop, "stopped before the report was done"))
+            measured = measure_precisions(index, reference, to, queries=queries, model=model, on_progress=on_progress)
         if report != _PRINT_ONLY:
             write_report(measured, report)
         if not as_json:

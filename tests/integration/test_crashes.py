@@ -116,7 +116,7 @@ def crash_and_resume(case: Path, out: Path, kind: str, chance: random.Random, *,
     assert contents(out) == contents(case / "calm")
 
 
-@pytest.mark.parametrize("kind", ["worker", "driver"])
+@pytest.mark.parametrize("kind", [pytest.param("worker", marks=pytest.mark.slow), "driver"])
 def test_a_killed_build_resumes_to_the_same_bytes(case, tmp_path, kind):
     crash_and_resume(case, tmp_path / "index", kind, random.Random(1))
 

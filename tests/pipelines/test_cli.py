@@ -74,7 +74,6 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
         "Train and measure": ["train", "eval"],
         "Models": ["model"],
         "Benchmarks": ["bench"],
-        "Help": ["help"],
     }
     assert not set(OLD_NAMES) & set(TOP)
 

@@ -142,8 +142,8 @@ def test_rows_that_are_refused(run, files, tmp_path):
 
 
 def test_a_killed_import_leaves_nothing_that_opens_and_is_begun_again(run, tmp_path):
-    np.save(tmp_path / "tokens.npy", np.ones((60_000, 4, 16), dtype=np.float16))
-    np.save(tmp_path / "embeddings.npy", np.ones((60_000, 8), dtype=np.float16))
+    np.save(tmp_path / "tokens.npy", np.ones((8_000, 4, 16), dtype=np.float16))
+    np.save(tmp_path / "embeddings.npy", np.ones((8_000, 8), dtype=np.float16))
     out = tmp_path / "out"
     arguments = ["import-arrays", tmp_path / "tokens.npy", tmp_path / "embeddings.npy", "--out", out]
     arguments += ["--shard-size", "32", "--no-ann", "--quiet"]
