@@ -35,7 +35,7 @@ from edje_index.bundles.parts import (
 )
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
-from edje_index.models.adapter import FRAME_EMBEDDINGS, LOCAL, PATCHES, REDUCTIONS, Adapter
+from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter
 from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder
@@ -221,13 +221,10 @@ class ModelBundle:
 def _check_fit(bundle: ModelBundle) -> None:
     """Raise ModelError if parts of the bundle do not fit each other, or if the score needs a missing part."""
     adapter, vision, name = bundle.adapter.config, bundle.vision, bundle.clip_config.name
-    reads_embeddings = adapter.kind == FRAME_EMBEDDINGS
-    adapter = adapter.frame_adapter or adapter
-    features, width = ("embeddings", vision.embed_dim) if reads_embeddings else ("patch features", vision.patch_dim)
-    if adapter.vision_dim != width:
+    if adapter.vision_dim != vision.patch_dim:
         raise ModelError(
-            f"the adapter takes {features} of width {adapter.vision_dim}, but those of the vision tower {name} "
-            f"have width {width}: use the vision tower that the adapter was trained with"
+            f"the adapter takes patch features of width {adapter.vision_dim}, but those of the vision tower {name} "
+            f"have width {vision.patch_dim}: use the vision tower that the adapter was trained with"
         )
     if adapter.kind in (LOCAL, PATCHES) and adapter.num_tokens != vision.num_patches:
         raise ModelError(

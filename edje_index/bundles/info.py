@@ -103,13 +103,7 @@ class BundleInfo:
     @property
     def combines_frames(self) -> bool:
         """True if the adapter can combine the frames of clips."""
-        return self.adapter["kind"] == "compressed" or self.frames is not None
-
-    @property
-    def frames(self) -> int | None:
-        """Number of frames per clip that the adapter was made for; None if it takes any number."""
-        frames: int | None = self.adapter.get("frames")
-        return frames
+        return bool(self.adapter["kind"] == "compressed")
 
     @property
     def canonical_captions(self) -> bool:

@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from edje_index.bundles.info import ENCODER_FILES, BundleInfo, read_bundle_info, verify_files
 from edje_index.bundles.parts import load_adapter, load_visual
+from edje_index.errors import ModelError
 from edje_index.images.preprocessing import Preprocessor
-from edje_index.models.adapter import Adapter
+from edje_index.models.adapter import COMPRESSED, Adapter
 from edje_index.models.devices import autocast, resolve_device, resolve_dtype, to_bf16_array
 from edje_index.models.linear import replace_linear_layers
 from edje_index.models.vision_tower import VisionTower
@@ -135,23 +136,25 @@ class ImageEncoder:
 
 
 def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens [b, m, d] and the embeddings, unit vectors [b, e], of images or clips."""
-    frames = adapter.config.frames
+    """Return the tokens [b, m, d] and the embeddings, unit vectors [b, e], of images or clips.
+
+    The patches of all frames of a clip are encoded as if they were the patches of one image. The embedding of a clip
+    is the mean over the frames.
+
+    Raises:
+        ModelError: `pixels` are clips, and the adapter is not ``compressed``.
+    """
     if pixels.ndim == _CLIP_AXES:
-        return _clip_tokens(vision, adapter, pixels)
+        if adapter.config.kind != COMPRESSED:
+            raise ModelError(
+                f"a {adapter.config.kind} adapter cannot combine the frames of clips: use a bundle with a "
+                f"{COMPRESSED} adapter"
+            )
+        patches, embeddings = vision.encode(pixels.flatten(0, 1))
+        patches, embeddings = (values.view(*pixels.shape[:2], *values.shape[1:]) for values in (patches, embeddings))
+        return adapter(patches.flatten(1, 2)), functional.normalize(embeddings.mean(dim=1), dim=-1)
     if adapter.needs_attention:
         patches, embeddings, received = vision.encode_with_attention(pixels)
         return adapter(patches, received), embeddings
     patches, embeddings = vision.encode(pixels)
-    if frames is None:
-        return adapter(patches), embeddings
-    # An image is a clip in which one frame repeats. The tower encodes the frame once.
-    repeated = (values.unsqueeze(1).expand(-1, frames, *values.shape[1:]) for values in (patches, embeddings))
-    return adapter.of_frames(*repeated), embeddings
-
-
-def _clip_tokens(vision: VisionTower, adapter: Adapter, clips: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens and the embeddings of clips [b, f, 3, h, w]. An embedding is the mean over the frames."""
-    patches, embeddings = vision.encode(clips.flatten(0, 1))
-    patches, embeddings = (values.view(*clips.shape[:2], *values.shape[1:]) for values in (patches, embeddings))
-    return adapter.of_frames(patches, embeddings), functional.normalize(embeddings.mean(dim=1), dim=-1)
+    return adapter(patches), embeddings

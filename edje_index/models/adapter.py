@@ -1,13 +1,13 @@
-"""Adapters map the n patch features of an image, or of the f frames of a clip, to m stored tokens.
+"""Adapters map the n patch features of an image, or of all frames of a clip, to m stored tokens.
 
-Shape letters: b images or clips, f frames, n patches, m tokens, d_v width of the vision tower, e width of an embedding,
-d width of the language model. Parameters have the same names as in published checkpoints (``vision_projection.*``).
+Shape letters: b images or clips, n patches, m tokens, d_v width of the vision tower, d width of the language model.
+Parameters have the same names as in published checkpoints (``vision_projection.*``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,14 @@ import torch
 from torch import nn
 
 from edje_index.errors import ModelError
-from edje_index.models import MAX_FRAMES
+from edje_index.models._torchvision_compat import prepare_torchvision
 
 COMPRESSED, LOCAL = "compressed", "local"
 STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
 PATCHES = "patches"
 PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # these need only the patch features, not the attention
 REDUCTIONS = (*PATCH_REDUCTIONS, PRUNED)
-FRAME_EMBEDDINGS, FRAME_TOKENS = "frame-embeddings", "frame-tokens"
-FRAME_KINDS = (COMPRESSED, LOCAL, STRIDED, CLUSTERED)  # adapters of single frames, which need no attention
-TEMPORAL = (FRAME_EMBEDDINGS, FRAME_TOKENS)
-KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES, *TEMPORAL)
+KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
 PUBLISHED_HIDDEN_DIM = 8192  # hidden width of the MLP of the adapters in the EDJE paper
 CLUSTER_SEED, CLUSTER_ITERATIONS = 0, 25
 
@@ -37,17 +34,14 @@ class AdapterConfig:
     Attributes:
         kind: kind of adapter. ``compressed``: learned queries attend to the patches. ``local``: an MLP on every patch.
             ``strided``, ``clustered``, ``pruned``: reduction to m patches, then an MLP. ``patches``: patch features
-            without change, for training. ``frame-embeddings``, ``frame-tokens``: learned queries attend to the
-            embeddings of all frames of a clip, or to the tokens of all frames.
+            without change, for training.
         num_tokens: number of tokens per image, m. For ``local`` and ``patches``, m is n.
-        vision_dim: width of the input of the adapter: d_v, or the width of the tokens per frame of a temporal adapter.
+        vision_dim: width of the vision tower, d_v.
         language_dim: width of the language model, d.
         hidden_dim: hidden width of the MLP. If it is 0, there is no MLP, and d must be d_v.
         num_heads: number of attention heads of a ``compressed`` adapter, the same as in the vision tower.
         activation: name of the activation of the MLP in transformers.
         layer_norm_eps: epsilon of the layer norm of a ``compressed`` adapter, the same as in the vision tower.
-        frames: number of frames per clip of a temporal adapter; None for images.
-        frame_adapter: configuration of the adapter of each frame; None unless the kind is ``frame-tokens``.
     """
 
     kind: str
@@ -58,8 +52,6 @@ class AdapterConfig:
     num_heads: int = 1
     activation: str = "gelu"
     layer_norm_eps: float = 1e-6
-    frames: int | None = None
-    frame_adapter: AdapterConfig | None = None
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], source: Path) -> AdapterConfig:
@@ -69,17 +61,11 @@ class AdapterConfig:
             ModelError: there are other fields.
         """
         try:
-            frame_adapter = value.get("frame_adapter")
-            return cls(**{**value, "frame_adapter": None if frame_adapter is None else cls(**frame_adapter)})
-        except (TypeError, ValueError) as error:
+            return cls(**value)
+        except TypeError as error:
             raise ModelError(
                 f"{source} describes an adapter that this version does not support: {error}; upgrade edje-index"
             ) from error
-
-    @property
-    def tokens_per_frame(self) -> int:
-        """Number of tokens per frame that a temporal adapter reads."""
-        return 1 if self.frame_adapter is None else self.frame_adapter.num_tokens
 
     @property
     def is_feature(self) -> bool:
@@ -91,17 +77,13 @@ class AdapterConfig:
 
         `patches` is the number of patches per image.
         """
-        if self.frames is not None:
-            width, tokens = self.vision_dim, self.frames * self.tokens_per_frame
-            return replace(self, num_tokens=tokens, language_dim=width, hidden_dim=0)
         # This is the output of the training-free reduction if there is one, else the features of all patches.
         kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
         return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
-        # Adapters of images leave out the fields of clips, so that they keep their fingerprints.
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return asdict(self)
 
 
 class Adapter(nn.Module):
@@ -117,27 +99,6 @@ class Adapter(nn.Module):
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__()
         self.config = config
-
-    def of_frames(self, patches: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Map the patch features [b, f, n, d_v] and the embeddings [b, f, e] of frames to clip tokens [b, m, d].
-
-        Raises:
-            ModelError: the adapter cannot combine frames.
-        """
-        raise ModelError(
-            f"a {self.config.kind} adapter cannot combine the frames of clips: use a bundle with a {COMPRESSED} adapter"
-        )
-
-    def features(self, patches: int) -> Adapter:
-        """Return the adapter that computes the features to train this adapter on. Only its frozen parts are shared.
-
-        `patches` is the number of patches per image.
-        """
-        return build_adapter(self.config.features(patches))
-
-    def train_weights(self) -> None:
-        """Make all weights trainable, except those that compute the features."""
-        self.requires_grad_(True)
 
 
 class CompressionAdapter(Adapter):
@@ -169,62 +130,6 @@ class CompressionAdapter(Adapter):
         queries = self.query.expand(patches.shape[0], -1, -1)
         return self.attention(queries, self.key(patches), self.value(patches), need_weights=need_weights)
 
-    def of_frames(self, patches: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Map all patches of all frames to tokens, as if they were the patches of one image."""
-        result: torch.Tensor = self(patches.flatten(1, 2))
-        return result
-
-
-class TemporalAdapter(Adapter):
-    """A ``frame-embeddings`` or ``frame-tokens`` adapter: m learned queries attend to the tokens of all frames.
-
-    These are the two strategies for video of the EDJE paper (its appendix on video retrieval). A learned vector per
-    position in time is added to the tokens of each frame. If ``hidden_dim`` is 0, the adapter only computes the tokens
-    of the frames.
-
-    Attributes:
-        frame_adapter: pretrained adapter that compresses each frame; None if the token of a frame is its embedding.
-    """
-
-    def __init__(self, config: AdapterConfig) -> None:
-        super().__init__(config)
-        assert config.frames is not None
-        self.frame_adapter = None if config.frame_adapter is None else build_adapter(config.frame_adapter)
-        self.compression: CompressionAdapter | None = None
-        if not config.is_feature:
-            self.position = nn.Parameter(0.02 * torch.randn(config.frames, 1, config.vision_dim))
-            self.compression = CompressionAdapter(config)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Map the tokens of all frames [b, f k, d_v] to the tokens of clips [b, m, d]."""
-        if self.compression is None:
-            return features
-        frames = features.unflatten(1, (self.position.shape[0], -1)) + self.position  # type: ignore[no-untyped-call]
-        result: torch.Tensor = self.compression(frames.flatten(1, 2))
-        return result
-
-    def of_frames(self, patches: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """See `Adapter.of_frames`."""
-        if self.frame_adapter is None:
-            features = embeddings
-        else:
-            tokens = self.frame_adapter(patches.flatten(0, 1))
-            features = tokens.reshape(len(patches), -1, tokens.shape[-1])
-        result: torch.Tensor = self(features)
-        return result
-
-    def features(self, patches: int) -> Adapter:
-        """See `Adapter.features`."""
-        adapter = TemporalAdapter(self.config.features(patches)).eval()
-        adapter.frame_adapter = self.frame_adapter
-        return adapter
-
-    def train_weights(self) -> None:
-        """See `Adapter.train_weights`."""
-        self.requires_grad_(True)
-        if self.frame_adapter is not None:
-            self.frame_adapter.requires_grad_(False)
-
 
 class LocalAdapter(Adapter):
     """The ``local`` adapter: one MLP, applied to every patch."""
@@ -246,7 +151,7 @@ class LocalAdapter(Adapter):
 class ReducedAdapter(Adapter):
     """A ``strided``, ``clustered`` or ``pruned`` adapter: a reduction to m patches, then a ``local`` adapter.
 
-    If ``hidden_dim`` is 0, there is only the reduction.
+    If ``hidden_dim`` is 0, there is only the reduction. A ``patches`` adapter has neither.
     """
 
     def __init__(self, config: AdapterConfig) -> None:
@@ -260,7 +165,9 @@ class ReducedAdapter(Adapter):
         `received` is the attention that each patch receives [b, n]. Only a ``pruned`` adapter needs this argument.
         """
         count = self.config.num_tokens
-        if self.config.kind == STRIDED:
+        if self.config.kind == PATCHES:
+            tokens = patches
+        elif self.config.kind == STRIDED:
             tokens = stride_tokens(patches, count)
         elif self.config.kind == CLUSTERED:
             with torch.autocast(patches.device.type, enabled=False):
@@ -271,14 +178,6 @@ class ReducedAdapter(Adapter):
             raise ValueError("a pruned adapter needs the attention that each patch receives: pass `received`, [b, n]")
         result: torch.Tensor = self.local(tokens)
         return result
-
-
-class PatchesAdapter(Adapter):
-    """The ``patches`` adapter, without weights. The tokens are the patch features."""
-
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return `patches` [b, n, d_v] unchanged."""
-        return patches
 
 
 class _ResidualMlp(nn.Module):
@@ -300,8 +199,7 @@ def build_adapter(config: AdapterConfig) -> Adapter:
         ModelError: a size or name in the configuration is not valid.
     """
     _check(config)
-    classes = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter, PATCHES: PatchesAdapter}
-    classes |= dict.fromkeys(TEMPORAL, TemporalAdapter)
+    classes: dict[str, type[Adapter]] = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter}
     return classes.get(config.kind, ReducedAdapter)(config).eval()
 
 
@@ -311,20 +209,7 @@ def _check(config: AdapterConfig) -> None:
     sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
     if min(sizes) < 1 or config.hidden_dim < 0:
         raise ModelError(f"the sizes of an adapter must be positive (hidden_dim may be 0); got {config}")
-    frame = config.frame_adapter
-    if config.kind in TEMPORAL:
-        if not isinstance(config.frames, int) or not 1 <= config.frames <= MAX_FRAMES:
-            raise ModelError(f"frames of a {config.kind} adapter must be 1 to {MAX_FRAMES}, got {config.frames}")
-        if (frame is None) != (config.kind == FRAME_EMBEDDINGS):
-            raise ModelError(f"only a {FRAME_TOKENS} adapter has a frame_adapter; got {config}")
-        if frame is not None and (frame.kind not in FRAME_KINDS or frame.language_dim != config.vision_dim):
-            raise ModelError(
-                f"the frame_adapter must be of the kind {' or '.join(FRAME_KINDS)} and make tokens of width "
-                f"{config.vision_dim}; got a {frame.kind} adapter of width {frame.language_dim}"
-            )
-    elif config.frames is not None or frame is not None:
-        raise ModelError(f"a {config.kind} adapter has neither frames nor a frame_adapter; got {config}")
-    if config.kind in (COMPRESSED, *TEMPORAL) and config.vision_dim % config.num_heads:
+    if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
         raise ModelError(
             f"the width {config.vision_dim} of the tower is not divisible by {config.num_heads} heads: "
             "set num_heads to the number of attention heads of the tower"
@@ -347,8 +232,6 @@ def activation(name: str) -> nn.Module:
     """
     if name == "gelu":  # the activation of all published models; they then do not import transformers
         return nn.GELU()
-    from edje_index.models._torchvision_compat import prepare_torchvision
-
     prepare_torchvision()
     from transformers.activations import ACT2FN
 

@@ -15,13 +15,10 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from edje_index.models import MAX_FRAMES
 from storage_formats.errors import UsageError
 
 MAX_TEXT_LENGTH = 64  # maximum tokens per caption that the joint encoder reads
-AdapterKind: TypeAlias = Literal[
-    "compressed", "local", "strided", "clustered", "pruned", "frame-embeddings", "frame-tokens"
-]
+AdapterKind: TypeAlias = Literal["compressed", "local", "strided", "clustered", "pruned"]
 ONLINE = "online"
 SettingPath = Annotated[Path, Field(strict=False)]
 Values = dict[str, dict[str, Any]]
@@ -40,14 +37,7 @@ class ArchitectureConfig(Settings):
     adapter: AdapterKind = Field(
         default="compressed",
         description="Kind of adapter. compressed: learned queries attend to the patches. local: one token per patch. "
-        "strided, clustered, pruned: the patches are reduced without training. frame-embeddings, frame-tokens: for "
-        "clips; learned queries attend to the embeddings of all frames, or to the tokens of all frames.",
-    )
-    frames: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_FRAMES,
-        description="Frames per clip, only for a frame-embeddings or frame-tokens adapter.",
+        "strided, clustered, pruned: the patches are reduced without training.",
     )
     tokens: int = Field(
         default=64,
@@ -340,7 +330,6 @@ class TrainConfig(Settings):
     def _problems(self) -> dict[str, bool]:
         """Return whether each contradiction between settings exists, by the line that describes it."""
         loop, negatives, architecture = self.loop, self.negatives, self.architecture
-        is_temporal = architecture.adapter.startswith("frame-")
         return {
             f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs or 0:g}; set one of them": (
                 loop.steps is not None and loop.epochs is not None
@@ -353,13 +342,6 @@ class TrainConfig(Settings):
             f"augmentation.patch_dropout needs a compressed adapter, but architecture.adapter is "
             f"{architecture.adapter!r}; set augmentation.patch_dropout to 0": (
                 self.augmentation.patch_dropout > 0 and architecture.adapter != "compressed"
-            ),
-            f"architecture.adapter is {architecture.adapter!r} and architecture.frames is {architecture.frames}; set "
-            "architecture.frames for a frame-embeddings or frame-tokens adapter only": (
-                is_temporal != (architecture.frames is not None)
-            ),
-            "augmentation.views makes views of photos, not of clips; set augmentation.views to 0": (
-                is_temporal and self.augmentation.views > 0
             ),
         }
 
@@ -387,9 +369,6 @@ class TrainSettings(TrainConfig):
             ),
             "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev captions": (
                 self.run.keep_best > 0 and inputs.dev is None
-            ),
-            "inputs.features is online, but clips have stored features only; leave inputs.features out": (
-                inputs.features == ONLINE and self.architecture.frames is not None
             ),
             f"inputs.feature_precision is {inputs.feature_precision}, but inputs.features is set, so the run stores no "
             "features; leave inputs.feature_precision out": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,8 @@ from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, encoder_fingerprint
-from edje_index.bundles.parts import load_adapter
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
-    FRAME_EMBEDDINGS,
     LOCAL,
     PATCH_REDUCTIONS,
     PATCHES,
@@ -25,7 +22,6 @@ from edje_index.models.adapter import (
     AdapterConfig,
     CompressionAdapter,
     ReducedAdapter,
-    TemporalAdapter,
     build_adapter,
     cluster_tokens,
 )
@@ -197,23 +193,9 @@ def _adapter(config: ArchitectureConfig, towers: ModelBundle, joint: JointEncode
         activation=str(joint.config.hidden_act),
         layer_norm_eps=vision.layer_norm_eps,
     )
-    if config.frames is not None:  # for clips; the adapter of `towers` compresses the frames
-        width, frame_adapter = towers.embed_dim, None
-        if config.adapter != FRAME_EMBEDDINGS:
-            width, frame_adapter = towers.adapter.config.language_dim, towers.adapter.config
-        adapter_config = replace(
-            adapter_config,
-            vision_dim=width,
-            num_heads=math.gcd(adapter_config.num_heads, width),
-            frames=config.frames,
-            frame_adapter=frame_adapter,
-        )
     if init is not None and init.adapter.config == adapter_config:
         return init.adapter
-    adapter = build_adapter(adapter_config)
-    if isinstance(adapter, TemporalAdapter) and adapter.frame_adapter is not None:
-        adapter.frame_adapter.load_state_dict(towers.adapter.state_dict())
-    return adapter
+    return build_adapter(adapter_config)
 
 
 @torch.no_grad()
@@ -234,7 +216,7 @@ def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device
 
     The configuration of the language model does not change.
     """
-    bundle.adapter.train_weights()
+    bundle.adapter.requires_grad_(True)
     bundle.joint.requires_grad_(True)
     bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
     for name, module in bundle.joint.named_modules():
@@ -264,7 +246,7 @@ def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
     """
     patches = int(info.vision["num_patches"])
     features = trained.features(patches)
-    adapters = [build_adapter(features) if trained.frame_adapter is None else load_adapter(info).features(patches)]
+    adapters = [build_adapter(features)]
     if trained.kind in PATCH_REDUCTIONS:
         adapters.append(build_adapter(replace(features, kind=PATCHES, num_tokens=patches)))
     fingerprints = []

@@ -68,7 +68,7 @@ def check_workers(
         MissingExtraError: the model is to encode clips, but PyAV is not installed.
     """
     if settings.frames is not None:
-        _check_clips(info, settings.frames)
+        _check_clips(info)
     if engine != "inline" and address is not None:
         return workers
     if settings.device == "cuda" and not cuda_devices():
@@ -174,7 +174,7 @@ def _token_bytes(spec: IndexSpec, record_bytes: int) -> int:
     return (spec.shards - 1) * full_shard + last_shard + spec.rows * CRC_BYTES
 
 
-def _check_clips(info: BundleInfo, frames: int) -> None:
+def _check_clips(info: BundleInfo) -> None:
     """Check that clips can be decoded, and that the adapter can combine their frames."""
     from storage_formats.extras import name_missing_extra
 
@@ -185,12 +185,6 @@ def _check_clips(info: BundleInfo, frames: int) -> None:
             f"the bundle {info.path} has a {info.adapter['kind']} adapter, which cannot combine the frames of clips; "
             "use a bundle with a compressed adapter",
             parameter="model",
-        )
-    if info.frames not in (None, frames):
-        raise UsageError(
-            f"the bundle {info.path} was trained on {info.frames} frames per clip, not on {frames}; use "
-            f"{info.frames} frames",
-            parameter="frames",
         )
 
 

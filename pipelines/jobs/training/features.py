@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from edje_index.captions.matching import MatchedRows
     from edje_index.captions.reading import CaptionedImage
     from edje_index.images.inputs import InputRef
-    from edje_index.models.adapter import Adapter
+    from edje_index.models.adapter import AdapterConfig
     from edje_index.training.config import TrainSettings
     from edje_index.training.features import Crops
     from storage_formats.format.manifest import CommittedIndex
@@ -83,7 +83,6 @@ class Preparation:
                     address=run.address,
                     column=_path_column(sources),
                     truncated="load",
-                    frames=self.settings.architecture.frames,
                     precisions=(self.settings.inputs.feature_precision,),
                     max_failed=1.0,  # training has its own message about missing images
                     on_event=self.on_event,
@@ -96,12 +95,14 @@ class Preparation:
             ) from error
         return CommittedIndex.open(out)
 
-    def tower_bundle(self, name: str, adapter: Adapter) -> Path:
-        """Make a bundle of the towers and `adapter` in the run folder, if it is missing. Return its path."""
+    def tower_bundle(self, name: str, adapter: AdapterConfig) -> Path:
+        """Make a bundle of the towers and a new `adapter` in the run folder, if it is missing. Return its path."""
+        from edje_index.models.adapter import build_adapter
+
         model = self.folder / name
         if not model.exists():
             notes = "computes features to train on; it cannot re-rank"
-            replace(self.start, adapter=adapter, notes=notes, info=None).save(model)
+            replace(self.start, adapter=build_adapter(adapter), notes=notes, info=None).save(model)
         return model
 
     def sources(self, name: str, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
@@ -138,7 +139,7 @@ def stored_features(job: Preparation, items: Sequence[CaptionedImage], given: Co
         assert start.info is not None
         kind = start.adapter.config.features(start.vision.num_patches).kind
         return check_encoder(given, feature_fingerprints(start.info, start.adapter.config), kind)
-    model = job.tower_bundle("features-model", start.adapter.features(start.vision.num_patches))
+    model = job.tower_bundle("features-model", start.adapter.config.features(start.vision.num_patches))
     return job.build("features.edje", model, job.sources("features.edje.jsonl", items), "features of the frozen tower")
 
 
@@ -153,7 +154,7 @@ def online_features(job: Preparation, items: Sequence[CaptionedImage]) -> Commit
         JobStopped: the build stopped before its end. Finished shards are kept.
     """
     from edje_index.images.input_lists import write_input_table
-    from edje_index.models.adapter import STRIDED, build_adapter
+    from edje_index.models.adapter import STRIDED
     from pipelines.sources import iter_all, open_sources
     from storage_formats.format.manifest import CommittedIndex
 
@@ -162,7 +163,7 @@ def online_features(job: Preparation, items: Sequence[CaptionedImage]) -> Commit
         return CommittedIndex.open(job.folder / name)
     sources = job.sources("images.edje.jsonl", items)
     features = start.adapter.config.features(start.vision.num_patches)
-    model = job.tower_bundle("images-model", build_adapter(replace(features, kind=STRIDED, num_tokens=1)))
+    model = job.tower_bundle("images-model", replace(features, kind=STRIDED, num_tokens=1))
     index = job.build(name, model, sources, "embeddings of the frozen tower")
     unchecked = table.with_name(f".{table.name}.part")
     rows = write_input_table(unchecked, iter_all(open_sources(sources, _path_column(sources))))
@@ -214,7 +215,7 @@ def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[Com
                     done += len(batch)
             paths = (view_path(files, photo, view) for photo in range(len(photos)) for view in range(count))
             write_bytes_atomic(view_list, "".join(json.dumps({"path": str(path)}) + "\n" for path in paths).encode())
-        model = job.tower_bundle("features-model", job.start.adapter.features(job.start.vision.num_patches))
+        model = job.tower_bundle("features-model", job.start.adapter.config.features(job.start.vision.num_patches))
         index = job.build(name, model, (os.fspath(view_list),), "features of the views")
     shutil.rmtree(files, ignore_errors=True)
     status = read_all_rows(index, ["status"])["status"].to_numpy(zero_copy_only=False)

@@ -16,7 +16,6 @@ OURS = "ours: neither the paper nor the published code says"
 LAST = "ours: what follows the training, no part of the paper"
 SOURCES = {  # every default with where it comes from
     "architecture.adapter": ("compressed", "paper, section Vision-language adapter layer"),
-    "architecture.frames": (None, OFF),
     "architecture.tokens": (64, "paper, tables of results"),
     "architecture.adapter_hidden": (8192, TABLE),
     "architecture.language_layers": (None, "paper, section Experimental Setup: all 12 of MiniLM-L12"),
@@ -113,8 +112,6 @@ def test_presets_are_valid(name):
         ("objective", {"mlm_probability": 1.5}, "objective.mlm_probability is 1.5"),
         ("objective", {"text_length": 65}, "objective.text_length is 65; input should be less than or equal to 64"),
         ("negatives", {"temperature": 0.1}, "negatives.temperature is set, but negatives.selection is 'top'"),
-        ("architecture", {"adapter": "frame-tokens"}, "architecture.adapter is 'frame-tokens' and architecture.frames"),
-        ("architecture", {"frames": 4}, "architecture.adapter is 'compressed' and architecture.frames is 4"),
     ],
 )
 def test_an_invalid_setting_is_named(group, values, words):
