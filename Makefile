@@ -14,9 +14,6 @@ BIN := $(VENV)/bin
 # scikit-image ships photos with its wheel, so the demo needs no network beyond the package registry.
 PHOTOS = $$($(BIN)/python -c "import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / 'data')")
 
-# The tests start hundreds of processes. Where Python writes no bytecode, each would compile the package again.
-export PYTHONDONTWRITEBYTECODE =
-
 .PHONY: demo docs release image test test-slow oracles lint clean
 
 $(VENV)/bin/python:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
 
+gc.disable()  # until all tests are imported, see `pytest_collection_finish`
+
+# The tests start hundreds of processes. Where Python writes no bytecode, each would compile the packages again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 REPO = Path(__file__).resolve().parents[1]
 MOST_WORKERS = 5  # each loads torch
 
@@ -38,6 +46,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if not is_default_suite or config.option.markexpr != "not slow":
         return 0
     return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector never visit what was imported: about a million objects."""
+    gc.freeze()
+    gc.enable()
 
 
 def random_blocks(rng: np.random.Generator, count: int, spec: IndexSpec) -> np.ndarray:
