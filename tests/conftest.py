@@ -32,6 +32,7 @@ gc.disable()  # until all tests are imported, see `pytest_collection_finish`
 # The tests start hundreds of processes. Where Python writes no bytecode, each would compile the packages again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait actively take the time of other processes
 
 REPO = Path(__file__).resolve().parents[1]
 MOST_WORKERS = 5  # each loads torch
@@ -45,6 +46,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     is_default_suite = {Path(name).resolve() for name in config.args} == {REPO / "tests"}
     if not is_default_suite or config.option.markexpr != "not slow":
         return 0
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
 
 
