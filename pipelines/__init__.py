@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipelines.api import train
-    from pipelines.jobs.add_rows import AppendResult, UpdateResult, append_index, update_index
+    from pipelines.jobs.add_rows import append_index, update_index
     from pipelines.jobs.build import BuildResult, build_index
     from pipelines.jobs.copy import CompactResult, CopyResult, MergeResult, compact_index, copy_index, merge_indexes
     from pipelines.jobs.quantize import QuantizeResult, quantize_index
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pipelines.progress.events import JobStopped
 
 _MODULES = {
-    "AppendResult": "pipelines.jobs.add_rows",
     "BuildResult": "pipelines.jobs.build",
     "CompactResult": "pipelines.jobs.copy",
     "CopyResult": "pipelines.jobs.copy",
@@ -30,7 +29,6 @@ _MODULES = {
     "QuantizeResult": "pipelines.jobs.quantize",
     "RepairResult": "pipelines.jobs.repair",
     "TrainResult": "pipelines.jobs.training.run",
-    "UpdateResult": "pipelines.jobs.add_rows",
     "append_index": "pipelines.jobs.add_rows",
     "build_index": "pipelines.jobs.build",
     "compact_index": "pipelines.jobs.copy",
@@ -44,7 +42,6 @@ _MODULES = {
 }
 
 __all__ = [
-    "AppendResult",
     "BuildResult",
     "CompactResult",
     "CopyResult",
@@ -54,7 +51,6 @@ __all__ = [
     "QuantizeResult",
     "RepairResult",
     "TrainResult",
-    "UpdateResult",
     "append_index",
     "build_index",
     "compact_index",

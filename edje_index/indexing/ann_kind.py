@@ -125,20 +125,19 @@ def ann_bytes(rows: int, width: int, memory: int | None = None) -> int:
     return rows * AnnKind.choose(rows, width, memory).vector_bytes(width)
 
 
-def extension_bytes(ann: Mapping[str, Any], rows: int, width: int, memory: int | None = None) -> int:
+def extension_bytes(ann: Mapping[str, Any], rows: int, width: int) -> int:
     """Return the memory in bytes that an extension of a nearest-neighbour index needs at its peak.
 
     Args:
         ann: description of the existing FAISS files, from the manifest.
         rows: number of new rows.
         width: width of the embeddings.
-        memory: see `AnnKind.choose`.
     """
     if not ann.get("files"):
         return 0
     loaded = int(ann["files"][0]["bytes"])  # it is loaded for its centroids
     factory = ann.get("factory")
-    kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width, memory)
+    kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)
     return max(loaded, kind.build_bytes(rows, width))
 
 

@@ -173,7 +173,7 @@ def build_ann(
     return {"kind": kind.name, "metric": "inner-product", "vectors": vectors, "files": [file], **measured}
 
 
-def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any], *, memory: int | None = None) -> dict[str, Any]:
+def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str, Any]:
     """Write the last segment of `spec` to a new FAISS file.
 
     If the first FAISS file has inverted lists, the new file uses the same centroids and codes.
@@ -182,7 +182,6 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any], *, memory: 
         layout: paths of the index.
         spec: shape of the index with the new rows.
         ann: description of the existing FAISS files, from the manifest.
-        memory: see `AnnKind.choose`. It chooses the kind of the new file if the first file has no inverted lists.
 
     Returns:
         The description of all FAISS files for the manifest. `ann` is returned unchanged if the index has no
@@ -201,7 +200,7 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any], *, memory: 
     if _lists(index):
         index.reset()  # keeps the centroids
     else:
-        index = _trained(AnnKind.choose(segment.rows, spec.embed_dim, memory), embeddings, segment.rows)
+        index = _trained(AnnKind.choose(segment.rows, spec.embed_dim), embeddings, segment.rows)
     _fill(index, embeddings)
     file = _write(layout, index, None, embeddings)
     return {**ann, "vectors": ann["vectors"] + file["vectors"], "files": [*files, file]}

@@ -36,9 +36,7 @@ from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
-    from pipelines.jobs.add_rows import AppendResult, UpdateResult
     from pipelines.jobs.build import BuildResult
-    from pipelines.jobs.dry_run import DryRun
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _NO_MODEL = (
@@ -119,7 +117,10 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
         del options["max_failed"]
         with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
             estimate = try_build(**options, on_event=on_event, should_stop=should_stop)
-        _print_dry_run(estimate, out, as_json=as_json)
+        if as_json:
+            print_json(estimate)
+        else:
+            _print_estimate(estimate, out)
         return
     with running_job(out, quiet=quiet) as (on_event, should_stop), naming_max_failed():
         result = build_index(**options, on_event=on_event, should_stop=should_stop)
@@ -157,7 +158,6 @@ def _new_rows_options(command: _Command) -> _Command:
         engine_option("ray"),
         click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']"),
         address_option,
-        memory_option,
         quiet_option,
         json_option,
     )
@@ -166,7 +166,7 @@ def _new_rows_options(command: _Command) -> _Command:
     return command
 
 
-def _note_failures(result: AppendResult | UpdateResult) -> None:
+def _note_failures(result: BuildResult) -> None:
     if result.failed:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
         note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures' lists them")
@@ -175,11 +175,8 @@ def _note_failures(result: AppendResult | UpdateResult) -> None:
 @click.command()
 @click.argument("root", type=location, metavar="INDEX")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@dry_run_option
 @_new_rows_options
-def append(
-    root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: bool, dry_run: bool, **options: Any
-) -> None:
+def append(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
     """Add the images of every SOURCE to INDEX.
 
     'edje-index build --help' describes SOURCE. New rows are encoded with the settings of INDEX. Images that INDEX
@@ -196,13 +193,7 @@ def append(
       edje-index append cc3m.edje 'cc3m/{00332..00340}.tar' --engine inline
     """
     from pipelines.jobs.add_rows import append_index
-    from pipelines.jobs.dry_run import try_append
 
-    if dry_run:
-        with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-            estimate = try_append(root, sources, **options, on_event=on_event, should_stop=should_stop)
-        _print_dry_run(estimate, root, as_json=as_json)
-        return
     with running_job(root, quiet=quiet) as (on_event, should_stop), naming_max_failed():
         result = append_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
     if as_json:
@@ -273,7 +264,7 @@ def update(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
         _note_failures(result)
 
 
-def _summary(result: UpdateResult) -> str:
+def _summary(result: BuildResult) -> str:
     inputs = (
         f"{counted(result.inputs, 'input')} = {result.unchanged:,} unchanged + {result.new:,} new + "
         f"{result.changed:,} changed + {result.duplicates:,} duplicates + {result.failed:,} failed; "
@@ -284,31 +275,17 @@ def _summary(result: UpdateResult) -> str:
     return f"{inputs}; would add {counted(result.rows, 'row')} and delete {counted(result.deleted, 'row')}"
 
 
-def _print_dry_run(estimate: DryRun, root: IndexLocation, *, as_json: bool) -> None:
-    if as_json:
-        print_json(asdict(estimate))
-        return
-    for line in _lines(estimate):
-        print_line(f"{root}: {line}")
+def _print_estimate(estimate: dict[str, Any], out: Path) -> None:
+    from pipelines.jobs.resources import described
 
-
-def _lines(estimate: DryRun) -> list[str]:
-    failed = sum(estimate.failed_by_reason.values())
-    to_encode = estimate.inputs - estimate.duplicates - failed
-    lines = [
-        f"{counted(estimate.inputs, 'input')} = {to_encode:,} to encode + {estimate.duplicates:,} duplicates + "
-        f"{failed:,} that cannot be read",
-        f"{counted(estimate.rows, 'row')} in {counted(estimate.shards, 'shard')}",
-    ]
-    if estimate.finished_shards:
-        lines[-1] += f", {estimate.finished_shards:,} finished"
-    lines.append(f"disk {_parts(estimate.disk_bytes)}; {human_bytes(estimate.free_disk_bytes)} free")
-    lines.append(
-        f"memory at least {_parts(estimate.memory_bytes)}; {human_bytes(estimate.free_memory_bytes)} available"
+    inputs, duplicates, shards = estimate["inputs"], estimate["duplicates"], estimate["shards"]
+    failed = sum(estimate["failed_by_reason"].values())
+    finished = f", {estimate['finished_shards']:,} finished" if estimate["finished_shards"] else ""
+    print_line(
+        f"{out}: {counted(inputs, 'input')} = {inputs - duplicates - failed:,} to encode + {duplicates:,} duplicates + "
+        f"{failed:,} that cannot be read"
     )
-    return lines
-
-
-def _parts(sizes: dict[str, int]) -> str:
-    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
-    return f"{human_bytes(sum(sizes.values()))} ({parts})" if parts else "0 B"
+    print_line(f"{out}: {counted(estimate['rows'], 'row')} in {counted(shards, 'shard')}{finished}")
+    free, available = human_bytes(estimate["free_disk_bytes"]), human_bytes(estimate["free_memory_bytes"])
+    print_line(f"{out}: disk {described(estimate['disk_bytes'])}; {free} free")
+    print_line(f"{out}: memory at least {described(estimate['memory_bytes'])}; {available} available")

@@ -45,7 +45,7 @@ def this_command() -> str:
 @contextlib.contextmanager
 def naming_max_failed() -> Iterator[None]:
     """Context manager that names the option `--max-failed` if too many inputs failed."""
-    from pipelines.jobs.shard_run import FailedInputsError
+    from pipelines.jobs.encode import FailedInputsError
 
     try:
         yield

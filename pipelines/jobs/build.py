@@ -6,10 +6,10 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipelines.jobs.encode import encode_rows
 from pipelines.jobs.plan import (
@@ -33,39 +33,54 @@ from storage_formats.format.object_store import local_path
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
-    from pipelines.jobs.shard_run import ShardRun
-    from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.format.manifest import Counts, Manifest
+    from storage_formats.format.receipts import ShardReceipt
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of a build.
+    """The result of a build, an append or an update.
 
     Attributes:
-        inputs: number of all inputs; the sum of indexed, duplicates and failed.
+        inputs: number of all inputs; the sum of indexed, duplicates, failed and unchanged.
         indexed: number of inputs that were encoded.
-        duplicates: number of inputs that are byte-identical to an earlier input.
-        failed: number of inputs that could not be encoded.
+        duplicates: number of inputs that are byte-identical to an earlier input or to a row of the index. After a
+            build, they have rows. Otherwise they get no row.
+        failed: number of inputs that could not be encoded; they have rows without tokens.
         failed_by_reason: number of failed inputs by reason.
-        rows: number of rows of the index.
-        shards: number of shards of the index.
+        rows: number of new rows.
+        shards: number of new shards.
+        first_row: row id of the first new row; None if there is no new row.
+        snapshot: number of the current snapshot.
         seconds: wall time of this run.
         images_per_second: rows that this run encoded per second after the listing; 0 if it encoded no row.
         bottleneck: stage in which the workers spent the most time; None if no times are known.
-        stage_seconds: seconds per stage, summed over all shards. In `wait` (for decoded images), `encode` (the model)
-            and `write`, they are seconds of the workers. `read` and `decode` are sums over the decoding threads. Empty
-            if an earlier run had finished the index.
-        already_finished: True if an earlier run had finished the index.
+        stage_seconds: seconds per stage, summed over all new shards. In `wait` (for decoded images), `encode` (the
+            model) and `write`, they are seconds of the workers. `read` and `decode` are sums over the decoding threads.
         truncated: number of indexed images that could be decoded only in part; None if an earlier run had finished the
-            index.
+            build.
         ignored: number of entries in the sources that are not inputs, by suffix or reason; None if an earlier run had
-            finished the index, because only the plan of an unfinished build counts them.
+            finished the build.
+        already_finished: True if an earlier run had finished the build.
+        unchanged: number of inputs of an update whose row did not change. This includes failed inputs that have not
+            changed.
+        new: number of indexed inputs whose name is new, or that failed before.
+        changed: number of indexed inputs whose content is new. The old rows of these inputs are deleted.
+        vanished: number of rows whose input no longer exists. An update deletes these rows.
+        deleted: number of deleted rows: vanished rows, and old rows of changed or of failed inputs.
+        dry_run: True if the update was only tried and nothing was changed. `failed` then counts only inputs that cannot
+            be read; other inputs may fail when they are decoded.
 
     Example:
-        >>> from pipelines import build_index
+        >>> from pathlib import Path
+        >>> from pipelines import build_index, update_index
         >>> result = build_index("photos", "new.edje", "model", engine="inline")
         >>> result.inputs == result.indexed + result.duplicates + result.failed == 6
         True
+        >>> Path("photos/0.jpg").unlink()
+        >>> result = update_index("new.edje", engine="inline")
+        >>> result.inputs, result.unchanged, result.vanished, result.snapshot
+        (5, 5, 1, 1)
     """
 
     inputs: int
@@ -75,13 +90,57 @@ class BuildResult:
     failed_by_reason: dict[str, int]
     rows: int
     shards: int
+    first_row: int | None
+    snapshot: int
     seconds: float
-    images_per_second: float
-    bottleneck: Bottleneck | None
-    stage_seconds: dict[str, float]
-    already_finished: bool = False
+    images_per_second: float = 0.0
+    bottleneck: Bottleneck | None = None
+    stage_seconds: Mapping[str, float] | None = None
     truncated: int | None = None
-    ignored: dict[str, int] | None = None
+    ignored: Mapping[str, int] | None = None
+    already_finished: bool = False
+    unchanged: int = 0
+    new: int = 0
+    changed: int = 0
+    vanished: int = 0
+    deleted: int = 0
+    dry_run: bool = False
+
+
+def result_of(
+    manifest: Manifest,
+    plan: Plan | None,
+    receipts: Sequence[ShardReceipt],
+    counts: Counts,
+    duplicates: int,
+    speed: float,
+    started: float,
+) -> BuildResult:
+    """Return the result of the run that encoded `receipts` at `speed` rows per second.
+
+    `counts` are those of the new rows, and `duplicates` is the number of inputs without a row.
+    """
+    stage_seconds: Counter[str] = Counter()
+    for receipt in receipts:
+        stage_seconds.update(receipt.seconds)
+    return BuildResult(
+        inputs=counts.inputs + duplicates,
+        indexed=counts.indexed,
+        duplicates=counts.duplicates + duplicates,
+        failed=counts.failed_total,
+        failed_by_reason=counts.failed,
+        rows=counts.inputs,
+        shards=len(receipts),
+        first_row=None if plan is None else plan.first_row,
+        snapshot=manifest.snapshot.number,
+        seconds=time.monotonic() - started,
+        images_per_second=speed,
+        bottleneck=bottleneck(stage_seconds),
+        stage_seconds=dict(stage_seconds),
+        truncated=sum(receipt.truncated for receipt in receipts),
+        ignored=None if plan is None else plan.ignored,
+        new=counts.indexed,
+    )
 
 
 def ignore(event: Event) -> None:
@@ -170,6 +229,7 @@ def build_index(
     """
     from edje_index.bundles.info import read_bundle_info
     from edje_index.indexing.faiss_index import AnnRequest, build_ann
+    from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
     from storage_formats.change import begin_change, begin_index
     from storage_formats.writing.publish import Provenance, new_manifest
 
@@ -178,89 +238,73 @@ def build_index(
     if any(os.path.realpath(spec) == os.path.realpath(out) for spec in specs):
         raise UsageError(f"{out} is also one of the sources; choose another output directory", parameter="out")
     info = read_bundle_info(local_path(model))
-
-    def settings_after(stored: BuildSettings | None) -> BuildSettings:
-        return BuildSettings.choose(
-            stored,
-            sources=specs,
-            column=column,
-            dedupe=dedupe,
-            shard_size=shard_size,
-            precisions=precisions,
-            max_pixels=max_pixels,
-            batch_size=batch_size,
-            threads=threads,
-            device=device,
-            dtype=dtype,
-            truncated=truncated,
-            frames=frames,
-        )
-
+    requested: dict[str, Any] = {
+        "sources": specs,
+        "column": column,
+        "dedupe": dedupe,
+        "shard_size": shard_size,
+        "precisions": precisions,
+        "max_pixels": max_pixels,
+        "batch_size": batch_size,
+        "threads": threads,
+        "device": device,
+        "dtype": dtype,
+        "truncated": truncated,
+        "frames": frames,
+    }
     if Layout(out).manifest.exists():
-        manifest = check_finished(out, info, settings_after, should_stop).manifest
-        return _result(manifest, None, None, time.monotonic() - started)
-    with begin_change(out, "build", is_new=True) as change:
-        stored = None if change.plan is None else Plan.from_json(change.plan)
-        settings = settings_after(stored.settings if stored else None)
-        if stored is not None:
-            refuse_differences(out, stored.model, stored.settings, info, settings)
+        manifest = check_finished(out, info, requested, should_stop)
+        result = result_of(manifest, None, (), manifest.counts, 0, 0.0, started)
+        return replace(
+            result, shards=manifest.spec.shards, first_row=0, truncated=None, stage_seconds={}, already_finished=True
+        )
+    with begin_change(out, "build", is_new=True) as change, stopping_on_full_disk(out):
+        plan = None if change.plan is None else Plan.from_json(change.plan)
+        settings = BuildSettings.choose(None if plan is None else plan.settings, **requested)
+        if plan is not None:
+            refuse_differences(out, plan.model, plan.settings, info, settings)
         workers = check_workers(settings, info, engine=engine, workers=workers, address=address, memory=memory)
-        with stopping_on_full_disk(out):
-            if stored is None:
-                plan = _plan(change.layout, settings, model_record(info), info.block_shape, info.embed_dim, on_event,
-                             should_stop)  # fmt: skip
-                check_index_size(out, plan.spec, memory)
-                change.store_plan(plan.to_json())
-            else:
-                check_ann_memory(stored.spec, memory)  # another limit than that of the first run may hold
-                check_inputs(out, stored, change.receipts(stored.shards, stored.fingerprint))
-                plan = replace(stored, model=model_record(info))  # the bundle may have moved
-            begin_index(out, plan.spec)
-            run = encode_rows(
-                change,
-                plan,
-                engine=engine,
-                workers=workers,
-                address=address,
-                max_failed=max_failed,
-                on_event=on_event,
-                should_stop=should_stop,
-            )
-            on_event(StatusMessage("building the nearest-neighbour index"))
-            ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
-            stored_settings = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}
-            provenance = Provenance(plan.model, stored_settings, plan.fingerprint)
-            manifest = new_manifest(change.layout, plan.spec, run.receipts, provenance, ann, plan.columns)
-            change.commit(manifest)
-    return _result(manifest, run, plan, time.monotonic() - started)
+        if plan is not None:
+            check_ann_memory(plan.spec, memory)  # another limit than that of the first run may hold
+            check_inputs(out, plan, change.receipts(plan.shards, plan.fingerprint))
+            plan = replace(plan, model=model_record(info))  # the bundle may have moved
+        else:
+            opened = open_sources(settings.sources, settings.column, clips=settings.frames is not None)
+            digest = hashlib.sha256()
+            refs = digested(iter_all(opened), digest, on_event, should_stop)
+            stored = store_inputs(change.layout, mark_duplicates(refs) if dedupe else refs, shard_size)
+            stored["ignored"] = {**count_ignored(opened), **stored["ignored"]}
+            rows = stored.pop("rows")
+            if not rows:
+                raise nothing_to_index(settings.sources, stored["ignored"])
+            spec = IndexSpec(rows, shard_size, info.block_shape, info.embed_dim, settings.precisions)
+            plan = Plan(spec, model_record(info), settings, digest.hexdigest(), **stored)
+            check_index_size(out, spec, memory)
+            change.store_plan(plan.to_json())
+        begin_index(out, plan.spec)
+        receipts, speed = encode_rows(
+            change,
+            plan,
+            engine=engine,
+            workers=workers,
+            address=address,
+            max_failed=max_failed,
+            on_event=on_event,
+            should_stop=should_stop,
+        )
+        on_event(StatusMessage("building the nearest-neighbour index"))
+        ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
+        provenance = Provenance(
+            plan.model, {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}, plan.fingerprint
+        )
+        manifest = new_manifest(change.layout, plan.spec, receipts, provenance, ann, plan.columns)
+        change.commit(manifest)
+    return result_of(manifest, plan, receipts, manifest.counts, 0, speed, started)
 
 
 def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     """Return the names of one or several sources."""
     return (str(sources),) if isinstance(sources, str | Path) else tuple(map(str, sources))
-
-
-def _plan(
-    layout: Layout,
-    settings: BuildSettings,
-    model: dict[str, object],
-    block_shape: tuple[int, int],
-    embed_dim: int,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> Plan:
-    """List the inputs of all sources, write them to `build/inputs/`, and return the plan."""
-    from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
-
-    opened = open_sources(settings.sources, settings.column, clips=settings.frames is not None)
-    digest = hashlib.sha256()
-    refs = digested(iter_all(opened), digest, on_event, should_stop)
-    lists = store_inputs(layout, mark_duplicates(refs) if settings.dedupe else refs, settings.shard_size)
-    ignored = {**count_ignored(opened), **lists.ignored}
-    if not lists.rows:
-        raise nothing_to_index(settings.sources, ignored)
-    spec = IndexSpec(lists.rows, settings.shard_size, block_shape, embed_dim, settings.precisions)
-    return Plan(spec, model, settings, digest.hexdigest(), lists.duplicates, ignored, lists.checksums, lists.columns)
 
 
 def nothing_to_index(sources: Sequence[str], ignored: dict[str, int]) -> UsageError:
@@ -270,16 +314,17 @@ def nothing_to_index(sources: Sequence[str], ignored: dict[str, int]) -> UsageEr
     return UsageError(f"there is nothing to index in {', '.join(sources)}: {reason}", parameter="sources")
 
 
-def check_finished(
-    out: Path, info: BundleInfo, settings_after: Callable[[BuildSettings], BuildSettings], should_stop: ShouldStop
-) -> CommittedIndex:
+def check_finished(out: Path, info: BundleInfo, requested: Mapping[str, Any], should_stop: ShouldStop) -> Manifest:
     """Check that a request asks for the finished index at `out`, and that its files and its sources have not changed.
 
     Args:
         out: directory of the index.
         info: the requested model.
-        settings_after: function that takes the settings of the index and returns the requested settings.
+        requested: the requested settings, arguments of `BuildSettings.choose`.
         should_stop: called before each input.
+
+    Returns:
+        The manifest of the index.
 
     Raises:
         UsageError: the model, the settings or the inputs differ.
@@ -293,13 +338,11 @@ def check_finished(
     finish_committed(out)
     index = CommittedIndex.open(out)
     stored = settings_of(out, index.manifest)
-    settings = settings_after(stored)
+    settings = BuildSettings.choose(stored, **requested)
     refuse_differences(out, index.manifest.model, stored, info, settings)
     check_files(index)
-    sources, digest = (
-        open_sources(settings.sources, settings.column, clips=settings.frames is not None),
-        hashlib.sha256(),
-    )
+    sources = open_sources(settings.sources, settings.column, clips=settings.frames is not None)
+    digest = hashlib.sha256()
     inputs = sum(1 for _ in digested(iter_all(sources), digest, ignore, should_stop))
     if digest.hexdigest() != index.manifest.settings.get("inputs_digest"):
         before = counted(index.manifest.counts.inputs, "input")
@@ -308,28 +351,4 @@ def check_finished(
             "names, sizes or metadata. Add new inputs with 'edje-index append', or choose another output directory",
             parameter="sources",
         )
-    return index
-
-
-def _result(manifest: Manifest, run: ShardRun | None, plan: Plan | None, seconds: float) -> BuildResult:
-    """Return the result of the build of `manifest`. `run` and `plan` are None if an earlier run finished the index."""
-    counts = manifest.counts
-    stage_seconds: Counter[str] = Counter()
-    for receipt in run.receipts if run else ():
-        stage_seconds.update(receipt.seconds)
-    return BuildResult(
-        inputs=counts.inputs,
-        indexed=counts.indexed,
-        duplicates=counts.duplicates,
-        failed=counts.failed_total,
-        failed_by_reason=counts.failed,
-        rows=manifest.spec.rows,
-        shards=manifest.spec.shards,
-        seconds=seconds,
-        images_per_second=run.rows / run.seconds if run and run.rows else 0.0,
-        bottleneck=bottleneck(stage_seconds),
-        stage_seconds=dict(stage_seconds),
-        already_finished=run is None,
-        truncated=sum(receipt.truncated for receipt in run.receipts) if run else None,
-        ignored=plan.ignored if plan else None,
-    )
+    return index.manifest

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.engines.base import TaskInterrupted, Worker, open_engine
+from pipelines.engines.base import TaskInterrupted, open_engine
 from pipelines.environment import free_disk
 from pipelines.jobs.build import ignore, never
 from pipelines.jobs.plan import (
@@ -27,7 +27,7 @@ from pipelines.jobs.plan import (
     with_sources,
 )
 from pipelines.jobs.resources import disk_need
-from pipelines.jobs.shard_run import ShardJob, run_shards
+from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShardState, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
@@ -734,17 +734,18 @@ def _copy_shards(
         except CopyInterrupted as error:
             raise TaskInterrupted from error
 
-    worker: Worker = run
-    job = ShardJob(
-        activity="copying",
-        shards=shards,
-        rows=rows,
-        make_worker=lambda: worker,
+    finished = run_shards(
+        "copying",
+        shards,
+        rows,
+        receipts,
+        engine=open_engine("inline", None),
+        make_worker=lambda: run,
         make_task=_Shard,
-        state_of_report=lambda report: report,
-        state_of_receipt=lambda receipt: ShardState(receipt.rows),
+        on_event=on_event,
+        should_stop=should_stop,
     )
-    return run_shards(job, receipts, open_engine("inline", None), on_event, should_stop).receipts
+    return sorted(finished, key=lambda receipt: receipt.shard)
 
 
 @dataclass(frozen=True)
@@ -756,7 +757,7 @@ class _Shard:
 
 def _check_disk(root: Path, spec: IndexSpec, rows: int) -> None:
     """Raise UsageError if the disk has no room for `rows` new rows of an index with the shape `spec`."""
-    need, free = disk_need(replaced(spec, rows=rows, segments=())).total, free_disk(root)
+    need, free = sum(disk_need(replaced(spec, rows=rows, segments=())).values()), free_disk(root)
     if need > free:
         raise UsageError(
             f"copying {counted(rows, 'row')} needs {human_bytes(need)} of disk space, but only {human_bytes(free)} are "

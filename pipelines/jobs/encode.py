@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import TaskInterrupted, Worker, WorkerFactory, open_engine
-from pipelines.jobs.plan import BuildSettings, Plan
-from pipelines.jobs.shard_run import FailedInputsError, ShardJob, ShardRun, run_shards
+from pipelines.jobs.plan import Plan
+from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.cpus import usable_cpus
@@ -35,6 +37,20 @@ _NAMED_FAILURES = 3
 _MAX_DECODE_THREADS = 16
 
 
+class FailedInputsError(EdjeError):
+    """No input could be indexed, or more inputs failed than allowed.
+
+    Attributes:
+        problem: the error message without advice.
+        over_limit: True if a larger `max_failed` lets the change continue.
+    """
+
+    def __init__(self, problem: str, remedy: str, *, over_limit: bool) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem = problem
+        self.over_limit = over_limit
+
+
 def encode_rows(
     change: Change,
     plan: Plan,
@@ -46,8 +62,8 @@ def encode_rows(
     needs_one: bool = True,
     on_event: OnEvent,
     should_stop: ShouldStop,
-) -> ShardRun:
-    """Encode the shards of `plan` that earlier runs of `change` did not finish. Return the receipts of all shards.
+) -> tuple[list[ShardReceipt], float]:
+    """Encode the shards of `plan` that earlier runs of `change` did not finish.
 
     Args:
         change: the change, which holds the lock of the index.
@@ -60,6 +76,9 @@ def encode_rows(
         on_event: receives the events of the job.
         should_stop: called often; the job stops once it returns True.
 
+    Returns:
+        The receipts of all shards, in the order of the shards, and the rows that this run encoded per second.
+
     Raises:
         UsageError, EngineUnavailableError: the engine cannot run with the requested workers or devices.
         FailedInputsError: too many inputs failed, or none could be indexed. In the second case, a change of a
@@ -68,61 +87,66 @@ def encode_rows(
         OSError: the index cannot be written.
     """
     layout, settings = change.layout, plan.settings
-    receipts = change.receipts(plan.shards, plan.fingerprint)
-    on_event(PlanReady(plan.rows, len(plan.shards), len(receipts), workers, plan.duplicates, plan.ignored))
+    earlier = change.receipts(plan.shards, plan.fingerprint)
+    on_event(PlanReady(plan.rows, len(plan.shards), len(earlier), workers, plan.duplicates, plan.ignored))
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
     limit = f"the {allowed:,} that may fail by default"
     if max_failed is not None:
         allowed = math.floor(max_failed * plan.rows + 1e-6)  # 0.29 * 100 is less than 29
         limit = f"the share of {max_failed:g} that may fail"
-    failed = Counter[str]()
-    finished: list[ShardReceipt] = []
-
-    def count(receipt: ShardReceipt) -> None:
-        finished.append(receipt)
-        failed.update(receipt.failed)
-        is_last = len(finished) == len(plan.shards)
-        reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(failed.items()))
-        if failed.total() > allowed:
-            done = sum(each.rows for each in finished)
-            so_far = "" if done == plan.rows else " so far"
-            raise FailedInputsError(
-                f"{failed.total():,} of {counted(done, 'input')} failed{so_far}, more than {limit} ({reasons}). The "
-                f"first are {_first_failures(layout, finished)}. {len(finished):,} of "
-                f"{counted(len(plan.shards), 'shard')} are finished and kept",
-                "raise max_failed to index the other inputs",
-                over_limit=True,
-            )
-        if needs_one and is_last and not any(each.indexed for each in finished):
-            restart = f"remove {layout.root}, and build again"  # until then, `failures` lists them
-            if change.index is not None:
-                change.abandon()
-                restart = "and run the command again"
-            raise FailedInputsError(
-                f"none of the {counted(failed.total(), 'input')} could be indexed ({reasons}). The first are "
-                f"{_first_failures(layout, finished)}",
-                f"correct the sources, {restart}",
-                over_limit=False,
-            )
-
-    job = ShardJob(
-        activity="indexing",
-        shards=plan.shards,
-        rows=plan.rows,
-        make_worker=on_shared_directory(
-            layout.root,
-            functools.partial(
-                open_worker, str(plan.model["bundle"]), settings.device, settings.threads, settings.dtype
-            ),
+    started, failed = time.monotonic(), Counter[str]()
+    receipts: list[ShardReceipt] = []
+    # If the model runs on the CPU, it shares its threads with the decoding. Otherwise the workers share all CPUs.
+    threads = settings.threads if settings.device == "cpu" else usable_cpus() // (workers or 1)
+    threads = min(max(1, threads), _MAX_DECODE_THREADS)
+    bundle = str(plan.model["bundle"])
+    run = run_shards(
+        "indexing",
+        plan.shards,
+        plan.rows,
+        earlier,
+        engine=open_engine(
+            engine, workers, cpus=settings.threads, gpus=1 if settings.device == "cuda" else 0, address=address
         ),
-        make_task=lambda shard: encoding_task(layout.root, plan, shard, decode_threads(settings, workers)),
-        state_of_report=_state_of_report,
-        state_of_receipt=lambda receipt: ShardState(receipt.rows, sum(receipt.failed.values()), receipt.seconds),
-        on_receipt=count,
+        make_worker=on_shared_directory(
+            layout.root, functools.partial(open_worker, bundle, settings.device, settings.threads, settings.dtype)
+        ),
+        make_task=lambda shard: encoding_task(layout.root, plan, shard, threads),
+        on_event=on_event,
+        should_stop=should_stop,
+        shows_failed=True,
     )
-    gpus = 1 if settings.device == "cuda" else 0
-    opened = open_engine(engine, workers, cpus=settings.threads, gpus=gpus, address=address)
-    return run_shards(job, receipts, opened, on_event, should_stop)
+    with contextlib.closing(run):
+        for receipt in run:
+            receipts.append(receipt)
+            failed.update(receipt.failed)
+            if failed.total() > allowed:
+                done = sum(each.rows for each in receipts)
+                so_far = "" if done == plan.rows else " so far"
+                raise FailedInputsError(
+                    f"{failed.total():,} of {counted(done, 'input')} failed{so_far}, more than {limit} "
+                    f"({_by_reason(failed)}). The first are {_first_failures(layout, receipts)}. {len(receipts):,} of "
+                    f"{counted(len(plan.shards), 'shard')} are finished and kept",
+                    "raise max_failed to index the other inputs",
+                    over_limit=True,
+                )
+    if needs_one and not any(receipt.indexed for receipt in receipts):
+        restart = f"remove {layout.root}, and build again"  # until then, `failures` lists them
+        if change.index is not None:
+            change.abandon()
+            restart = "and run the command again"
+        raise FailedInputsError(
+            f"none of the {counted(failed.total(), 'input')} could be indexed ({_by_reason(failed)}). The first are "
+            f"{_first_failures(layout, receipts)}",
+            f"correct the sources, {restart}",
+            over_limit=False,
+        )
+    encoded = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
+    return sorted(receipts, key=lambda receipt: receipt.shard), encoded / (time.monotonic() - started)
+
+
+def _by_reason(failed: Counter[str]) -> str:
+    return ", ".join(f"{reason} {number:,}" for reason, number in sorted(failed.items()))
 
 
 def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
@@ -153,18 +177,6 @@ def encoding_task(root: Path, plan: Plan, shard: int, threads: int = 1) -> Shard
     )
 
 
-def decode_threads(settings: BuildSettings, workers: int | None) -> int:
-    """Return the number of decoding threads per worker, at most 16."""
-    # If the model runs on the CPU, this is the number of threads of the model. Otherwise the workers share all CPUs.
-    threads = settings.threads if settings.device == "cpu" else usable_cpus() // (workers or 1)
-    return min(max(1, threads), _MAX_DECODE_THREADS)
-
-
-def _state_of_report(progress: StageProgress) -> tuple[int, ShardState]:
-    seconds = {"wait": progress.wait, "encode": progress.encode, "write": progress.write}
-    return progress.shard, ShardState(progress.done, progress.failed, seconds)
-
-
 @dataclass(frozen=True)
 class EncodeWorker:
     """Worker of an engine. Each call encodes one shard."""
@@ -172,14 +184,18 @@ class EncodeWorker:
     encoder: Any
 
     def __call__(
-        self, task: ShardTask, on_report: Callable[[StageProgress], None], should_stop: ShouldStop
+        self, task: ShardTask, on_report: Callable[[tuple[int, ShardState]], None], should_stop: ShouldStop
     ) -> ShardReceipt:
         from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
         from pipelines.engines.ray_engine import worker_machine
 
+        def report(progress: StageProgress) -> None:
+            seconds = {"wait": progress.wait, "encode": progress.encode, "write": progress.write}
+            on_report((progress.shard, ShardState(progress.done, progress.failed, seconds)))
+
         machine, alive = worker_machine()
         try:
-            return encode_shard(task, self.encoder, on_report, should_stop, machine=machine, alive=alive)
+            return encode_shard(task, self.encoder, report, should_stop, machine=machine, alive=alive)
         except EncodingInterrupted as error:
             raise TaskInterrupted from error
 

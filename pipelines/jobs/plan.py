@@ -36,7 +36,6 @@ SHARD_SIZE = 1024
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
 _FINGERPRINT_VERSION = 1  # of the rules by which a plan determines the stored bytes
-_LATER_SETTINGS = {"truncated": "fail", "frames": None}  # with the values that earlier versions used
 _CPU_BATCH = 8  # the activations of larger batches do not fit into the caches
 _CUDA_BATCH = 32
 _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
@@ -66,7 +65,7 @@ class BuildSettings:
     threads: int
     device: str
     dtype: str
-    truncated: str = "fail"
+    truncated: str = "fail"  # the default values are those of indexes that do not record them
     frames: int | None = None
 
     @classmethod
@@ -75,17 +74,14 @@ class BuildSettings:
         stored: BuildSettings | None,
         *,
         sources: Sequence[str],
-        column: str | None,
-        dedupe: bool,
-        shard_size: int,
         precisions: Sequence[str],
         max_pixels: int | None,
         batch_size: int | None,
         threads: int | None,
         device: str,
         dtype: str | None,
-        truncated: str,
         frames: int | None,
+        **others: Any,
     ) -> BuildSettings:
         """Return the settings of a request, with actual values instead of "auto" and other defaults.
 
@@ -120,17 +116,14 @@ class BuildSettings:
             batch_size = stored.batch_size if stored else _CPU_BATCH if device == "cpu" else _CUDA_BATCH
         return cls(
             sources=tuple(map(absolute_spec, sources)),
-            column=column,
-            dedupe=dedupe,
-            shard_size=shard_size,
             precisions=tuple(dict.fromkeys(precisions)),
             max_pixels=max_pixels or DEFAULT_MAX_PIXELS,
             batch_size=batch_size,
             threads=threads,
             device=device,
             dtype=dtype,
-            truncated=truncated,
             frames=frames,
+            **others,
         )
 
     @classmethod
@@ -140,10 +133,8 @@ class BuildSettings:
         Raises:
             KeyError, TypeError: `value` is not a JSON object with the settings of a plan.
         """
-        settings = {setting.name: value[setting.name] for setting in fields(cls) if setting.name not in _LATER_SETTINGS}
-        settings |= {name: value.get(name, default) for name, default in _LATER_SETTINGS.items()}
-        settings["sources"], settings["precisions"] = tuple(settings["sources"]), tuple(settings["precisions"])
-        return cls(**settings)
+        settings = {each.name: value[each.name] for each in fields(cls) if each.name in value}
+        return cls(**{**settings, "sources": tuple(value["sources"]), "precisions": tuple(value["precisions"])})
 
 
 def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
@@ -202,14 +193,10 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the stored bytes, in hexadecimal."""
-        values = asdict(self.settings)
-        for name, default in _LATER_SETTINGS.items():  # without them, plans of earlier versions keep their fingerprints
-            if values[name] == default:
-                del values[name]
         parts = {
             "version": _FINGERPRINT_VERSION,
             "encoder": self.model["fingerprint"],
-            "settings": values,
+            "settings": asdict(self.settings),
             "inputs": self.inputs_digest,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -263,25 +250,6 @@ def refuse_differences(
         )
 
 
-@dataclass(frozen=True)
-class InputLists:
-    """A summary of the lists of inputs in `build/inputs/`.
-
-    Attributes:
-        rows: number of inputs.
-        duplicates: number of inputs that are byte-identical to an earlier input.
-        ignored: number of values of source columns that are not stored, by reason.
-        checksums: see `Plan.input_checksums`.
-        columns: source columns of the index with these inputs.
-    """
-
-    rows: int
-    duplicates: int
-    ignored: dict[str, int]
-    checksums: dict[str, str]
-    columns: tuple[SourceColumn, ...]
-
-
 def store_inputs(
     layout: Layout,
     refs: Iterable[InputRef],
@@ -289,7 +257,7 @@ def store_inputs(
     *,
     first_shard: int = 0,
     earlier_columns: Iterable[SourceColumn] = (),
-) -> InputLists:
+) -> dict[str, Any]:
     """Write `refs` to `build/inputs/`. Existing files in this directory are removed.
 
     Args:
@@ -298,6 +266,10 @@ def store_inputs(
         shard_size: number of inputs per shard.
         first_shard: number of the first shard.
         earlier_columns: source columns of the existing rows of the index.
+
+    Returns:
+        The attributes `duplicates`, `ignored`, `input_checksums` and `columns` of the plan, and the number of `rows`.
+        `ignored` counts the values of source columns that are not stored.
 
     Raises:
         OSError: a file cannot be written.
@@ -321,8 +293,13 @@ def store_inputs(
 
     paths = write_input_lists(layout, counted_refs(), shard_size, first_shard=first_shard)
     fsync_paths([*paths, directory])
-    checksums = {path.name: to_hex(crc32c_file(path)[1]) for path in paths}
-    return InputLists(rows, duplicates, dict(columns.ignored), checksums, columns.columns())
+    return {
+        "rows": rows,
+        "duplicates": duplicates,
+        "ignored": dict(columns.ignored),
+        "input_checksums": {path.name: to_hex(crc32c_file(path)[1]) for path in paths},
+        "columns": columns.columns(),
+    }
 
 
 def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> None:

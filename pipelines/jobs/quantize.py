@@ -14,7 +14,7 @@ from pipelines.environment import free_disk
 from pipelines.jobs.build import ignore, never
 from pipelines.jobs.encode import on_shared_directory
 from pipelines.jobs.plan import stopping_on_full_disk
-from pipelines.jobs.shard_run import ShardJob, run_shards
+from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.change import write_array_shapes
@@ -125,20 +125,20 @@ def quantize_index(
                 write_array_shapes(layout, replace(spec, precisions=(*spec.precisions, *missing)))
                 on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
                 location = str(layout.root) if copy.remote is None else copy.remote.url
-                job = ShardJob(
-                    activity="converting",
-                    shards=shards,
-                    rows=spec.used_rows,
+                run = run_shards(
+                    "converting",
+                    shards,
+                    spec.used_rows,
+                    receipts,
+                    engine=open_engine("inline" if workers is None else "ray", workers, address=address),
                     make_worker=on_shared_directory(layout.root, open_converter),
                     make_task=lambda shard: ConversionTask(
                         location, str(layout.root), shard, spec, read, missing, plan
                     ),
-                    state_of_report=lambda report: (report[0], ShardState(report[1])),
-                    state_of_receipt=lambda receipt: ShardState(receipt.rows),
+                    on_event=on_event,
+                    should_stop=should_stop,
                 )
-                engine = open_engine("inline" if workers is None else "ray", workers, address=address)
-                run = run_shards(job, receipts, engine, on_event, should_stop)
-                manifest = with_precisions(change.index, missing, run.receipts, source=read)
+                manifest = with_precisions(change.index, missing, list(run), source=read)
             dropped = tuple(name for name in before.spec.precisions if name in drop)
             if dropped:
                 manifest = without_precisions(layout, manifest, dropped)
@@ -266,6 +266,6 @@ def _convert_shard(
     from storage_formats.writing.conversion import ConversionInterrupted, convert_shard
 
     try:
-        return convert_shard(task, lambda done: on_progress((task.shard, done)), should_stop)
+        return convert_shard(task, lambda done: on_progress((task.shard, ShardState(done))), should_stop)
     except ConversionInterrupted as error:
         raise TaskInterrupted from error

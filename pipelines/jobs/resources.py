@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
     from pipelines.jobs.plan import BuildSettings
     from storage_formats.format.manifest import Manifest
 
+Need = dict[str, int]
+"""The required memory or disk space in bytes, by purpose."""
+
 _ANN = "nearest-neighbour index"
 _SLACK = 1.02  # metadata, and what the file system adds
 _FILES_PER_SHARD = 5  # tokens, checksums, embeddings, rows; during the build also the receipt
@@ -27,20 +29,10 @@ _CHANNELS = 3
 _FLOAT32_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Need:
-    """The required memory or disk space in bytes, by purpose."""
-
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Number of bytes for all purposes together."""
-        return sum(self.parts.values())
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in self.parts.items())
-        return f"{human_bytes(self.total)} ({parts})"
+def described(need: Need) -> str:
+    """Return the sum of a need and its parts as text."""
+    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in need.items())
+    return f"{human_bytes(sum(need.values()))} ({parts})"
 
 
 def usable_memory(limit: int | None) -> int:
@@ -56,7 +48,7 @@ def check_workers(
     engine: str,
     workers: int | None,
     address: str | None,
-    memory: int | None,
+    memory: int | None = None,
 ) -> int | None:
     """Check the device and the memory. Return the number of worker processes; None lets the Ray cluster choose it.
 
@@ -79,18 +71,20 @@ def check_workers(
         workers = 1
     elif workers is None:
         wanted = cuda_devices() if settings.device == "cuda" else usable_cpus() // settings.threads
-        worker_bytes = model_memory_need(1, settings, info).total
+        worker_bytes = sum(workers_memory(1, settings, info).values())
         workers = max(1, min(wanted, usable_memory(memory) // worker_bytes))
-    need = model_memory_need(workers, settings, info)
+    need = workers_memory(workers, settings, info)
     _check_memory(need, memory, "use fewer workers or a smaller batch size", parameter="workers")
     return workers
 
 
-def model_memory_need(workers: int | None, settings: BuildSettings, info: BundleInfo) -> Need:
+def workers_memory(workers: int | None, settings: BuildSettings, info: BundleInfo) -> Need:
     """Return a lower bound of the memory that all workers need together. If `workers` is None, assume one worker."""
     height, width = info.vision["image_size"]
     images = max(settings.batch_size, settings.frames or 1)
-    return worker_memory_need(workers or 1, info.encoder_weights_bytes, images, int(height) * int(width))
+    batches = _BATCHES_IN_MEMORY * images * _CHANNELS * int(height) * int(width) * _FLOAT32_BYTES
+    parts = {"libraries": _PROCESS_BYTES, "weights": info.encoder_weights_bytes, "batches": batches}
+    return {name: (workers or 1) * size for name, size in parts.items()}
 
 
 def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
@@ -112,19 +106,15 @@ def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
     from edje_index.indexing.ann_kind import AnnKind
 
     need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(spec.rows, spec.embed_dim)
-    advice = "split the sources over several indexes"
-    _check_memory(Need({_ANN: need}), memory, advice, parameter="sources")
+    _check_memory({_ANN: need}, memory, "split the sources over several indexes", parameter="sources")
 
 
-def check_extension_memory(manifest: Manifest, rows: int, memory: int | None) -> None:
-    """Raise UsageError if the memory is too small to add `rows` rows to the nearest-neighbour index.
-
-    `pipelines.build_index` describes `memory`.
-    """
+def check_extension_memory(manifest: Manifest, rows: int) -> None:
+    """Raise UsageError if the memory is too small to add `rows` rows to the nearest-neighbour index."""
     from edje_index.indexing.ann_kind import extension_bytes
 
-    need = extension_bytes(manifest.ann, rows, manifest.spec.embed_dim, memory)
-    _check_memory(Need({_ANN: need}), memory, "split the index", parameter="sources")
+    need = extension_bytes(manifest.ann, rows, manifest.spec.embed_dim)
+    _check_memory({_ANN: need}, None, "split the index", parameter="sources")
 
 
 def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
@@ -132,14 +122,13 @@ def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
 
     Args:
         root: directory of the index.
-        spec: shape of the index.
+        spec: shape of the index, or of its new rows.
         memory: see `pipelines.build_index`.
     """
-    need = disk_need(spec, memory)
-    free = free_disk(root)
-    if need.total > free:
+    need, free = disk_need(spec, memory), free_disk(root)
+    if sum(need.values()) > free:
         raise UsageError(
-            f"the index of {counted(spec.rows, 'input')} needs {need} of disk, but only "
+            f"the index of {counted(spec.rows, 'input')} needs {described(need)} of disk, but only "
             f"{human_bytes(free)} are free at {root}; free some space, or choose an output directory on "
             "another disk",
             parameter="out",
@@ -151,27 +140,15 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
     from edje_index.indexing.ann_kind import ann_bytes
     from storage_formats.codecs import codec
 
-    tokens = sum(_token_bytes(spec, codec(name, spec.block_shape).record_bytes) for name in spec.precisions)
+    last, tokens = len(spec.shard_rows(spec.shards - 1)), spec.rows * CRC_BYTES * len(spec.precisions)
+    for record_bytes in (codec(name, spec.block_shape).record_bytes for name in spec.precisions):
+        tokens += (spec.shards - 1) * padded_shard_bytes(spec.shard_size, spec.shard_size, record_bytes)[1]
+        tokens += padded_shard_bytes(last, spec.shard_size, record_bytes)[1]
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
     rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES  # files end in a partial disk block
     ann = ann_bytes(spec.rows, spec.embed_dim, memory)
     parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann}
-    return Need({name: int(size * _SLACK) for name, size in parts.items()})
-
-
-def worker_memory_need(workers: int, weights_bytes: int, batch_size: int, image_pixels: int) -> Need:
-    """Return a lower bound of the memory that all workers need together."""
-    batches = _BATCHES_IN_MEMORY * batch_size * _CHANNELS * image_pixels * _FLOAT32_BYTES
-    parts = {"libraries": _PROCESS_BYTES, "weights": weights_bytes, "batches": batches}
-    return Need({name: workers * size for name, size in parts.items()})
-
-
-def _token_bytes(spec: IndexSpec, record_bytes: int) -> int:
-    last = len(spec.shard_rows(spec.shards - 1))
-    full_shard, last_shard = (
-        padded_shard_bytes(rows, spec.shard_size, record_bytes)[1] for rows in (spec.shard_size, last)
-    )
-    return (spec.shards - 1) * full_shard + last_shard + spec.rows * CRC_BYTES
+    return {name: int(size * _SLACK) for name, size in parts.items()}
 
 
 def _check_clips(info: BundleInfo) -> None:
@@ -190,11 +167,12 @@ def _check_clips(info: BundleInfo) -> None:
 
 def _check_memory(need: Need, limit: int | None, advice: str, *, parameter: str) -> None:
     available = usable_memory(limit)
-    if need.total > available:
+    if sum(need.values()) > available:
         state = "free"
         if available == limit:
             state, advice, parameter = "allowed", f"allow more, or {advice}", "memory"
         raise UsageError(
-            f"the build needs at least {need} of memory, but only {human_bytes(available)} are {state}; {advice}",
+            f"the build needs at least {described(need)} of memory, but only {human_bytes(available)} are {state}; "
+            f"{advice}",
             parameter=parameter,
         )

@@ -6,10 +6,9 @@ A shard is finished once its receipt is stored. A resumed job runs only shards w
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pipelines.engines.base import (
     Engine,
@@ -27,88 +26,57 @@ from storage_formats.errors import EdjeError, UsageError
 if TYPE_CHECKING:
     from storage_formats.format.receipts import ShardReceipt
 
-    Receipts = dict[int, ShardReceipt]
 
+def run_shards(
+    activity: str,
+    shards: Sequence[int],
+    rows: int,
+    earlier: Mapping[int, ShardReceipt],
+    *,
+    engine: Engine,
+    make_worker: WorkerFactory,
+    make_task: Callable[[int], Task],
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+    shows_failed: bool = False,
+    unit: str = "row",
+) -> Generator[ShardReceipt, None, None]:
+    """Run the tasks of the shards that have no receipt in `earlier`. Yield the receipts of all shards.
 
-class FailedInputsError(EdjeError):
-    """No input could be indexed, or more inputs failed than allowed.
-
-    Attributes:
-        problem: the error message without advice.
-        over_limit: True if a larger `max_failed` lets the change continue.
-    """
-
-    def __init__(self, problem: str, remedy: str, *, over_limit: bool) -> None:
-        super().__init__(f"{problem}; {remedy}")
-        self.problem = problem
-        self.over_limit = over_limit
-
-
-@dataclass(frozen=True)
-class ShardJob:
-    """A job that runs one task for each shard of an index, or of the captions to train on.
-
-    Attributes:
+    Args:
         activity: name of the job in progress events, such as "indexing".
         shards: numbers of the shards, ascending.
         rows: number of rows in all `shards`.
-        make_worker: function that returns the worker of a process; see `pipelines.engines.base`.
+        earlier: receipts of earlier runs, by shard. They are yielded first.
+        engine: runs the tasks.
+        make_worker: function that returns the worker of a process; see `pipelines.engines.base`. The worker reports
+            pairs (shard number, `ShardState`).
         make_task: function that takes a shard number and returns the task.
-        state_of_report: function that takes a progress report of a worker and returns (shard number, shard state).
-        state_of_receipt: function that takes the receipt of a finished shard and returns the shard state.
-        on_receipt: function that is called with every receipt, including receipts of earlier runs. This function may
-            raise FailedInputsError.
+        on_event: receives the events of the job.
+        should_stop: called often; the job stops once it returns True.
+        shows_failed: whether the failed rows of the receipts are part of the progress.
         unit: word for one row in messages, in the singular.
-    """
-
-    activity: str
-    shards: Sequence[int]
-    rows: int
-    make_worker: WorkerFactory
-    make_task: Callable[[int], Task]
-    state_of_report: Callable[[Any], tuple[int, ShardState]]
-    state_of_receipt: Callable[[ShardReceipt], ShardState]
-    on_receipt: Callable[[ShardReceipt], None] = lambda receipt: None
-    unit: str = "row"
-
-
-@dataclass(frozen=True)
-class ShardRun:
-    """The result of `run_shards`.
-
-    Attributes:
-        receipts: the receipt of every shard, in the order of the shards.
-        rows: number of rows that this run finished. Rows that an earlier run stored do not count.
-        seconds: wall time of this run.
-    """
-
-    receipts: list[ShardReceipt]
-    rows: int
-    seconds: float
-
-
-def run_shards(
-    job: ShardJob, earlier: Receipts, engine: Engine, on_event: OnEvent, should_stop: ShouldStop
-) -> ShardRun:
-    """Run the shards of `job` that have no receipt in `earlier`. Return the receipts of all shards.
 
     Raises:
         JobStopped: `should_stop()` returned True, a shard failed, or the engine failed. Finished shards are kept.
         UsageError, EngineUnavailableError: the engine cannot run as requested.
-        FailedInputsError: `job.on_receipt` raised this error.
     """
-    started = time.monotonic()
-    receipts = dict(earlier)
-    missing = [shard for shard in job.shards if shard not in earlier]
-    with _stopped_by_errors(job, receipts):
-        meter = ShardMeter(job.activity, job.rows, len(job.shards))
-        for receipt in earlier.values():  # the times of earlier runs do not count
-            meter.finish(receipt.shard, replace(job.state_of_receipt(receipt), stage_seconds={}))
-            job.on_receipt(receipt)
+    meter = ShardMeter(activity, rows, len(shards))
+    finished = finished_rows = 0
+
+    def state(receipt: ShardReceipt) -> ShardState:
+        return ShardState(receipt.rows, sum(receipt.failed.values()) if shows_failed else 0, receipt.seconds)
+
+    try:
+        for receipt in earlier.values():
+            meter.finish(receipt.shard, replace(state(receipt), stage_seconds={}))  # times of earlier runs do not count
+            finished, finished_rows = finished + 1, finished_rows + receipt.rows
+            yield receipt
+        missing = [shard for shard in shards if shard not in earlier]
         outcomes = engine.run(
-            job.make_worker,
-            map(job.make_task, missing),
-            on_progress=lambda report: on_event(meter.update(*job.state_of_report(report))),
+            make_worker,
+            map(make_task, missing),
+            on_progress=lambda report: on_event(meter.update(*report)),
             should_stop=should_stop,
         )
         with contextlib.closing(outcomes):
@@ -117,34 +85,20 @@ def run_shards(
                     on_event(StatusMessage(outcome.message, outcome.is_warning))
                     continue
                 if isinstance(outcome, TaskFailure):
-                    raise _failure(outcome)
+                    error = EdjeError(f"shard {outcome.task.shard}: {outcome.message}")
+                    if outcome.trace:
+                        error.add_note(outcome.trace)
+                    raise error
                 receipt = outcome.result
-                receipts[receipt.shard] = receipt
-                on_event(meter.finish(receipt.shard, job.state_of_receipt(receipt)))
-                job.on_receipt(receipt)
-        if len(receipts) < len(job.shards):
+                finished, finished_rows = finished + 1, finished_rows + receipt.rows
+                on_event(meter.finish(receipt.shard, state(receipt)))
+                yield receipt
+        if finished < len(shards):
             raise JobStopped("stopped")
-    rows = sum(receipts[shard].rows for shard in missing)
-    return ShardRun([receipts[shard] for shard in sorted(receipts)], rows, time.monotonic() - started)
-
-
-@contextlib.contextmanager
-def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
-    """Context manager that converts an error to JobStopped if a second run may succeed."""
-    try:
-        yield
-    except (UsageError, EngineUnavailableError, FailedInputsError):
+    except (UsageError, EngineUnavailableError):
         raise
-    except (EdjeError, OSError) as error:
-        rows = sum(receipt.rows for receipt in receipts.values())
+    except (EdjeError, OSError) as error:  # a second run may succeed
         raise JobStopped(
-            f"{describe_error(error)}; {rows:,} of {counted(job.rows, job.unit)} are kept, {len(receipts):,} of "
-            f"{counted(len(job.shards), 'shard')} are finished"
+            f"{describe_error(error)}; {finished_rows:,} of {counted(rows, unit)} are kept, {finished:,} of "
+            f"{counted(len(shards), 'shard')} are finished"
         ) from error
-
-
-def _failure(failure: TaskFailure) -> EdjeError:
-    error = EdjeError(f"shard {failure.task.shard}: {failure.message}")
-    if failure.trace:
-        error.add_note(failure.trace)
-    return error

@@ -11,7 +11,6 @@ import pytest
 
 from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from edje_index.indexing import ann_kind, shard_encoding
-from edje_index.indexing.faiss_index import build_ann, extend_ann
 from pipelines import append_index, quantize_index, update_index
 from pipelines.jobs.plan import Plan
 from pipelines.jobs.snapshots import history
@@ -112,32 +111,26 @@ def test_the_advice_on_a_stopped_append_discards_it_and_keeps_the_index(config, 
 
 
 def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_encodes(
-    config, run, monkeypatch, photos, tmp_path
+    config, monkeypatch, photos, tmp_path
 ):
     new, root = tmp_path / "new", config().out
     for seed in range(10, 18):
         write_photo(new / f"{seed}.jpg", seed)
-    arguments = [photos, "--out", root, "--model", config().model, "--shard-size", 4, "--batch-size", 2, "--threads", 1]
-    build = ["build", *arguments, "--device", "cpu", "--max-failed", 1]
-    append = ["append", root, new]
-    jobs = (
-        (build, lambda **events: run_build(config(), **events)),
-        (append, lambda **events: append_index(root, new, engine="inline", **events)),
-    )
-    for command, job in jobs:
-        stop_after_one_shard(job)
-        for options in ([], ["--dry-run"]):
-            with monkeypatch.context() as patch:
-                patch.setattr(ann_kind, "_PEAK", 10.0**7)
-                patch.setattr(shard_encoding, "encode_shard", None)
-                code, _, message = run(*command, *options, "--engine", "inline", "--memory", "1G", "--quiet")
-            assert code == 2
-            assert re.search(r"--memory: .*nearest-neighbour index .* of memory, but only 1\.0 GB are allowed", message)
-        assert run(*command, "--engine", "inline", "--quiet")[0] == 0
+    for request, job in (
+        (config(memory=10**9), run_build),
+        (root, lambda root, **events: append_index(root, new, engine="inline", **events)),
+    ):
+        stop_after_one_shard(job, request)
+        with monkeypatch.context() as patch:
+            patch.setattr(ann_kind, "_PEAK", 10.0**10)
+            patch.setattr(shard_encoding, "encode_shard", None)
+            with pytest.raises(UsageError, match=r"nearest-neighbour index .* of memory, but only"):
+                job(request)
+        job(request)
     photos.joinpath("07.jpg").write_bytes(new.joinpath("10.jpg").read_bytes() + b" ")
-    monkeypatch.setattr(ann_kind, "_PEAK", 10.0**7)
+    monkeypatch.setattr(ann_kind, "_PEAK", 10.0**10)
     with pytest.raises(UsageError, match="nearest-neighbour index"):
-        update_index(root, retry_failed=True, engine="inline", memory=10**9)
+        update_index(root, retry_failed=True, engine="inline")
 
 
 def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
@@ -150,22 +143,3 @@ def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
     monkeypatch.undo()
     assert finished_before(config()) == 3
     assert len(read_rows(config().out)) == 10
-
-
-def test_the_memory_limit_reaches_the_nearest_neighbour_index(config, run, monkeypatch, photos):
-    limits = []
-
-    def build(*arguments, request, **options):
-        limits.append(request.memory)
-        return build_ann(*arguments, request=request, **options)
-
-    def extend(*arguments, memory):
-        limits.append(memory)
-        return extend_ann(*arguments, memory=memory)
-
-    monkeypatch.setattr("edje_index.indexing.faiss_index.build_ann", build)
-    monkeypatch.setattr("edje_index.indexing.faiss_index.extend_ann", extend)
-    run_build(config(memory=900_000_000))
-    write_photo(photos / "new.jpg", 40)
-    assert run("append", config().out, photos, "--engine", "inline", "--memory", "800M", "--quiet")[0] == 0
-    assert limits == [900_000_000, 800_000_000]

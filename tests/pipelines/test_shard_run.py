@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from pipelines.engines.base import EngineUnavailableError, Notice, TaskDone, TaskFailure
-from pipelines.jobs.shard_run import ShardJob, run_shards
-from pipelines.progress.events import JobStopped, ShardState, StatusMessage
+from pipelines.jobs.shard_run import run_shards
+from pipelines.progress.events import JobStopped, StatusMessage
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.receipts import ShardReceipt
@@ -47,26 +47,33 @@ class Engine:
 def run(engine, earlier=(), should_stop=lambda: False):
     """Run with the receipts of an earlier run that spent its time waiting; returns the result and the events."""
     events = []
-    state = lambda done: ShardState(done.rows, 0, done.seconds)  # noqa: E731
-    job = ShardJob("testing", range(SPEC.shards), SPEC.rows, None, Task, None, state)
-    receipts = {shard: receipt(shard, "wait") for shard in earlier}
-    return run_shards(job, receipts, engine, events.append, should_stop), events
+    finished = run_shards(
+        "testing",
+        range(SPEC.shards),
+        SPEC.rows,
+        {shard: receipt(shard, "wait") for shard in earlier},
+        engine=engine,
+        make_worker=None,
+        make_task=Task,
+        on_event=events.append,
+        should_stop=should_stop,
+    )
+    return list(finished), events
 
 
 def test_only_shards_without_a_receipt_run():
     engine = Engine()
-    result, events = run(engine, earlier=[1])
+    receipts, events = run(engine, earlier=[1])
     assert engine.shards == [0, 2]
-    assert [done.shard for done in result.receipts] == [0, 1, 2]
-    assert result.rows == 6
+    assert [done.shard for done in receipts] == [1, 0, 2]
     assert (events[-1].activity, events[-1].done, events[-1].total) == ("testing", 10, 10)
     assert events[-1].finished_shards == 3
 
 
 def test_nothing_runs_if_all_shards_are_finished():
     engine = Engine()
-    result, events = run(engine, earlier=[0, 1, 2])
-    assert (engine.shards, result.rows, events) == ([], 0, [])
+    receipts, events = run(engine, earlier=[0, 1, 2])
+    assert (engine.shards, len(receipts), events) == ([], 3, [])
 
 
 def test_times_of_earlier_runs_do_not_make_the_bottleneck():

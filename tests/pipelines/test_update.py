@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from edje_index.images.transient import TransientInputError
-from pipelines import UpdateResult, append_index, delete_rows, update_index
+from pipelines import BuildResult, append_index, delete_rows, update_index
 from pipelines.jobs.snapshots import history
 from pipelines.progress.events import JobStopped
 from storage_formats import EdjeError, Manifest, TokenStore, UsageError, read_rows, verify_index
@@ -23,7 +23,7 @@ from storage_formats.format.layout import Layout
 from tests.pipelines.conftest import run_build, write_photo
 
 
-def update(root: Path, *sources: Path, **options: Any) -> UpdateResult:
+def update(root: Path, *sources: Path, **options: Any) -> BuildResult:
     result = update_index(root, sources, engine="inline", **options)
     parts = (result.unchanged, result.new, result.changed, result.duplicates, result.failed)
     assert sum(parts) == result.inputs
@@ -300,7 +300,7 @@ def test_the_command(built, photos, run):
     assert "lists no images" in json.loads(output)["error"]
 
 
-def retry(root: Path, **options: Any) -> UpdateResult:
+def retry(root: Path, **options: Any) -> BuildResult:
     return update(root, retry_failed=True, **options)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import TaskInterrupted, Worker, describe_error, open_engine
 from pipelines.jobs.plan import default_device, default_threads
-from pipelines.jobs.shard_run import ShardJob, run_shards
+from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShardState, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from storage_formats.atomic import make_directories
@@ -86,23 +86,26 @@ def prepare_captions(
         content = [_VERSION, digest, bundles, index.manifest.model["fingerprint"]]
         plan = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         count = captions.pairs("captions")
-        job = ShardJob(
-            activity="preparing captions",
-            shards=range(-(-count // shards.SHARD_CAPTIONS)),
-            rows=count,
+        numbers = range(-(-count // shards.SHARD_CAPTIONS))
+        amount = f"{counted(count, 'caption')} in {counted(len(numbers), 'shard')}"
+        on_event(StatusMessage(f"preparing {amount}, {counted(run.workers if on_ray else 1, 'worker')} on {device}"))
+        gpus = 1 if device == "cuda" else 0
+        finished = run_shards(
+            "preparing captions",
+            numbers,
+            count,
+            read_receipts(Layout(root), numbers, plan),
+            engine=open_engine(
+                "ray" if on_ray else "inline", run.workers, cpus=threads, gpus=gpus, address=run.address
+            ),
             make_worker=functools.partial(open_worker, bundle, miner, index, device=device, threads=threads),
             make_task=lambda shard: shards.CaptionTask(str(root), shard, plan),
-            state_of_report=lambda report: (report[0], ShardState(report[1])),
-            state_of_receipt=lambda receipt: ShardState(receipt.rows, stage_seconds=receipt.seconds),
+            on_event=on_event,
+            should_stop=should_stop,
             unit="caption",
         )
-        amount = f"{counted(count, 'caption')} in {counted(len(job.shards), 'shard')}"
-        on_event(StatusMessage(f"preparing {amount}, {counted(run.workers if on_ray else 1, 'worker')} on {device}"))
-        finished = read_receipts(Layout(root), job.shards, plan)
-        gpus = 1 if device == "cuda" else 0
-        engine = open_engine("ray" if on_ray else "inline", run.workers, cpus=threads, gpus=gpus, address=run.address)
         with threads_kept():
-            receipts = run_shards(job, finished, engine, on_event, should_stop).receipts
+            receipts = sorted(finished, key=lambda receipt: receipt.shard)
         shards.join_shards(root, receipts, captions, folder, stoppable_progress(on_event, should_stop))
     except OSError as error:
         raise JobStopped(f"cannot write {folder}: {describe_error(error)}; finished shards are kept") from error
@@ -134,7 +137,7 @@ class CaptionWorker:
         def report(done: int) -> None:
             if should_stop():
                 raise TaskInterrupted
-            on_report((task.shard, done))
+            on_report((task.shard, ShardState(done)))
 
         return prepare_shard(task, self.models, report)
 

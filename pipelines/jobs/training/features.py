@@ -64,7 +64,7 @@ class Preparation:
         """
         from edje_index.models.devices import threads_kept
         from pipelines.jobs.build import build_index
-        from pipelines.jobs.shard_run import FailedInputsError
+        from pipelines.jobs.encode import FailedInputsError
         from storage_formats.format.manifest import CommittedIndex
 
         self.on_event(StatusMessage(f"computing {content}, once"))
