@@ -51,7 +51,7 @@ demo: $(VENV)/.demo
 	$(BIN)/edje-index search $(DEMO)/photos.edje "a motorcycle" -k 5 --html $(DEMO)/motorcycle.html
 	@echo
 	@echo "Open $(DEMO)/motorcycle.html in a browser: the photos before and after re-ranking. Then try:"
-	@echo "  $(BIN)/edje-index search $(DEMO)/photos.edje \"a cup of coffee\" --html coffee.html --open"
+	@echo "  $(BIN)/edje-index search $(DEMO)/photos.edje \"a cup of coffee\" --html coffee.html"
 	@echo "  $(BIN)/edje-index build ~/Pictures --out pictures.edje --model $(DEMO)/model"
 
 # Each extra has a clean environment, in which commands run that need the extra.

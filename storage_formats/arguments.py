@@ -42,19 +42,6 @@ def as_text(value: object, name: str) -> str:
     return str(value)
 
 
-def as_flag(value: object, name: str) -> bool:
-    """Return `value`, True or False, as a bool.
-
-    Raises:
-        UsageError: `value` is not a boolean.
-    """
-    import numpy as np  # the help text of the command line loads without NumPy
-
-    if not isinstance(value, bool | np.bool_):
-        raise UsageError(f"{name} must be True or False, got {shown(value)}", parameter=name)
-    return bool(value)
-
-
 def as_list(values: object, name: str, what: str) -> list[Any]:
     """Return the items of `values`, a sequence, an array or an iterator.
 

@@ -30,7 +30,7 @@ HOMES = {
     "pydantic": ["edje_index/training/config.py", "pipelines/jobs/training", "pipelines/service"],
     "fastapi": ["pipelines/service"],
     "uvicorn": ["pipelines/service"],
-    "matplotlib": ["edje_index/evaluation/plots.py", "benchmarks"],
+    "matplotlib": ["benchmarks"],
 }
 
 

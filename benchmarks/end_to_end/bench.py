@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.end_to_end.collection import Collection, sample_queries, write_collection
 from benchmarks.end_to_end.systems import SYSTEMS, FinalScoreSearch
+from benchmarks.plots import COLOURS, new_figure, save_figure
 from benchmarks.report import Say, machine, table
-from edje_index.evaluation.plots import COLOURS, new_figure, save_figure
 from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
 from storage_formats.errors import UsageError

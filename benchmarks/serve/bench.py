@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.disk import evict
+from benchmarks.plots import COLOURS, new_figure, save_figure
 from benchmarks.report import Say, machine, table
 from benchmarks.serve.load import Searches, closed_loop, open_loop, poisson_times, running_service, summary
 from benchmarks.serve.overload import overload
-from edje_index.evaluation.plots import COLOURS, new_figure, save_figure
 from pipelines.environment import environment
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest

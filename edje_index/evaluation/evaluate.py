@@ -1,51 +1,210 @@
-"""Measures the recall of one or more indexes on captioned images."""
+"""Measures the recall of an index on captioned images."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from edje_index.bundles.info import matching_bundle
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
-from edje_index.evaluation.bootstrap import ClusterBootstrap, Estimate
 from edje_index.evaluation.pool_scores import score_pools
-from edje_index.evaluation.protocol import EvaluationSet, full_set, split_set
-from edje_index.evaluation.recall import Floats, Ints, embedding_pools, hits, ranks_after_reranking
-from edje_index.evaluation.results import Evaluation, EvaluationConfig, Inputs, Result, System
-from edje_index.evaluation.token_sources import TokenSource, token_sources
+from edje_index.evaluation.protocol import full_set, split_set
+from edje_index.evaluation.recall import (
+    ClusterBootstrap,
+    Estimate,
+    Floats,
+    Ints,
+    embedding_pools,
+    hits,
+    ranks_after_reranking,
+)
+from edje_index.evaluation.token_sources import token_sources
 from edje_index.models.text_encoder import embed_texts
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import reads_tokens
-from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS, IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights, parse_score
+from edje_index.scoring.weights import (
+    BUNDLE_SCORE,
+    DIRECTIONS,
+    EMBEDDING,
+    IMAGE_TO_TEXT,
+    TEXT_TO_IMAGE,
+    ScoreWeights,
+    parse_score,
+)
 from edje_index.search.search_model import SearchModel
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
 
-NOT_IN_OTHER = "not-in-another-index"
+_CUTOFFS, _FULL_CUTOFFS = (1, 5, 10), (5, 10, 20)
+_POOLS, _FULL_POOLS = (10, 20, 50), (100,)
 _PERCENT = 100.0
 _REFERENCE = "bf16"
 
 
-def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity, done, total: None) -> Evaluation:
-    """Measure the recall of one or more indexes on captioned images.
+@dataclass(frozen=True)
+class Inputs:
+    """How many images and captions an evaluation uses. ``missing`` counts unused images by reason."""
+
+    images: int
+    used: int
+    missing: dict[str, int]
+    captions: int
+    captions_used: int
+
+
+@dataclass(frozen=True)
+class System:
+    """The index and the bundle that were evaluated.
+
+    Attributes:
+        name: file name of the index.
+        index: path of the index.
+        bundle: path of the bundle.
+        fingerprint: fingerprint of the bundle.
+        trained: False if the weights of the bundle are random.
+        block_shape: shape of a block, (m, d): number of tokens and width of a token.
+        weights: weights of the final score by direction, see `scoring.weights.ScoreWeights`.
+        candidates: number of candidates by direction.
+        queries: number of queries by direction.
+        dtype: data type of matrix products in the joint encoder.
+    """
+
+    name: str
+    index: str
+    bundle: str
+    fingerprint: str
+    trained: bool
+    block_shape: tuple[int, int]
+    weights: dict[str, dict[str, Any]]
+    candidates: dict[str, int]
+    queries: dict[str, int]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """Recall in percent, for one direction, precision and pool size.
+
+    In the result for the embeddings alone, `precision` and all fields after it are None.
+
+    Attributes:
+        direction: "t2i" or "i2t".
+        recall: R@k by cutoff k.
+        precision: precision of the tokens.
+        simulated_from: stored precision that was converted to `precision` in memory; None if `precision` is stored.
+        bytes_per_image: length of one record in bytes.
+        pool: number of candidates that were re-ranked.
+        in_pool: percentage of queries with a relevant candidate in the pool.
+        gain: R@k minus R@k of the embeddings alone, by cutoff k.
+        change: R@k minus R@k with the precision `change_from`, by cutoff k.
+        change_from: reference precision of `change`; None if `precision` is the reference precision.
+    """
+
+    direction: str
+    recall: dict[int, Estimate]
+    precision: str | None = None
+    simulated_from: str | None = None
+    bytes_per_image: int | None = None
+    pool: int | None = None
+    in_pool: Estimate | None = None
+    gain: dict[int, Estimate] | None = None
+    change: dict[int, Estimate] | None = None
+    change_from: str | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The settings and results of an evaluation."""
+
+    protocol: str
+    captions: str
+    split: str | None
+    cutoffs: tuple[int, ...]
+    pools: tuple[int, ...]
+    resamples: int
+    seed: int
+    inputs: Inputs
+    system: System
+    results: tuple[Result, ...]
+    pairs: int
+    seconds: float
+    joint_pool: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the evaluation as plain JSON values. Recall is in percent."""
+        value = asdict(self)
+        system = value.pop("system")
+        results = [
+            {
+                name: {str(key): entry for key, entry in member.items()} if isinstance(member, dict) else member
+                for name, member in {"system": system["name"], **result}.items()
+                if member is not None
+            }
+            for result in value["results"]
+        ]
+        return {**value, "systems": [system], "results": results, "unit": "percent"}
+
+
+def evaluate(
+    index: str | Path,
+    captions: str | Path,
+    *,
+    model: Path | None = None,
+    images: Path | None = None,
+    split: str | None = None,
+    precisions: Sequence[str] = (),
+    pools: Sequence[int] = (),
+    directions: Sequence[str] = DIRECTIONS,
+    full: bool = False,
+    score: str | ScoreWeights = BUNDLE_SCORE,
+    joint_pool: int | None = None,
+    resamples: int = 1000,
+    queries: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "float32",
+    cache: Path | None = None,
+    on_progress: OnProgress = lambda activity, done, total: None,
+) -> Evaluation:
+    """Measure the recall of an index on captioned images, by embedding alone and after re-ranking.
+
+    Args:
+        index: directory of the index.
+        captions: caption file, see `captions.reading.read_captions`.
+        model: directory of the bundle; None for the bundle that built the index.
+        images: base directory of relative image paths.
+        split: split of the caption file to take queries from; None for the whole file.
+        precisions: precisions to measure; empty for all precisions stored in the index. Stored tokens are converted in
+            memory to a precision that is not stored.
+        pools: pool sizes; empty for the default pool sizes.
+        directions: search directions: "t2i", "i2t" or both.
+        full: use the full-dataset protocol instead of the split protocol, see `edje_index.evaluation.protocol`.
+        score: final score for re-ranking, see `scoring.weights.parse_score`. With the score "embedding", nothing is
+            re-ranked.
+        joint_pool: number of candidates per query that the joint encoder scores, see `scoring.final_score`.
+            None for all.
+        resamples: number of bootstrap resamples; 0 for no confidence intervals.
+        queries: maximum number of queries per direction, sampled at random; None for all queries.
+        seed: seed of the query sample and of the bootstrap.
+        device: "auto", "cpu" or "cuda".
+        dtype: data type of matrix products in the joint encoder: "auto", "float32" or "bfloat16".
+        cache: directory for computed scores, from which an interrupted evaluation resumes; None stores no scores.
+        on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
     Example:
         >>> from pathlib import Path
-        >>> from edje_index import EvaluationConfig, evaluate
-        >>> config = EvaluationConfig(
-        ...     systems=((Path("photos.edje"), None),),
-        ...     captions=Path("captions.jsonl"),
-        ...     images=Path("photos"),
-        ...     pools=(3,),
-        ...     resamples=0,
-        ... )
-        >>> for result in evaluate(config).results:
+        >>> from edje_index import evaluate
+        >>> evaluation = evaluate("photos.edje", "captions.jsonl", images=Path("photos"), pools=(3,), resamples=0)
+        >>> for result in evaluation.results:
         ...     print(result.direction, result.precision, result.pool, 0 <= result.recall[5].value <= 100)
         t2i None None True
         t2i bf16 3 True
@@ -53,150 +212,92 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
         i2t bf16 3 True
 
     Raises:
-        UsageError: settings contradict each other, the captions cannot be read, no caption matches an image, or an
-            index lacks a requested precision.
-        ModelError: a bundle is missing, did not build the index, or cannot compute the score.
+        UsageError: an argument is invalid, the captions cannot be read, no caption matches an image, or the index
+            lacks a requested precision.
+        ModelError: the bundle is missing, did not build the index, or cannot compute the score.
     """
     began = time.monotonic()
-    _check(config)
-    all_items = read_captions(config.captions, config.images)
-    items = all_items if config.split is None else read_captions(config.captions, config.images, config.split)
-    # Every index is opened before a model is loaded, so that an index that cannot be evaluated fails early.
-    indexes = [CommittedIndex.open(root) for root, _ in config.systems]
-    sources = [token_sources(index, config.precisions) if config.rerank else [] for index in indexes]
-    tables = [read_all_rows(index, NAME_COLUMNS) for index in indexes]
-    matched = [match_items(index.root, table, items) for index, table in zip(indexes, tables, strict=True)]
-    used = np.logical_and.reduce([rows.rows >= 0 for rows in matched])
-    if not used.any():
-        raise UsageError("no image with captions is in all indexes: evaluate each index alone")
-    used_items = [item for item, is_used in zip(items, used, strict=True) if is_used]
-    reasons = Counter(matched[0].reasons[position] or NOT_IN_OTHER for position in np.flatnonzero(~used).tolist())
+    cutoffs = _FULL_CUTOFFS if full else _CUTOFFS
+    pools = tuple(sorted(set(pools or (_FULL_POOLS if full else _POOLS))))
+    if not directions or not set(directions) <= set(DIRECTIONS):
+        given = ", ".join(directions) or "none"
+        raise UsageError(f"directions must contain one or both of {', '.join(DIRECTIONS)}; got {given}")
+    if pools[0] < 1:
+        raise UsageError(f"every pool size must be at least 1, got {pools[0]}")
+    parse_score(score, ScoreWeights())  # raises an error for an invalid score before anything is read
+    all_items = read_captions(captions, images)
+    items = all_items if split is None else read_captions(captions, images, split)
+    opened = CommittedIndex.open(index)
+    sources = token_sources(opened, precisions)
+    table = read_all_rows(opened, NAME_COLUMNS)
+    matched = match_items(opened.root, table, items)
+    used_items, used_rows = matched.indexed(items)
     inputs = Inputs(
         images=len(items),
         used=len(used_items),
-        missing=dict(sorted(reasons.items())),
+        missing=matched.missing(),
         captions=sum(len(item.captions) for item in items),
         captions_used=sum(len(item.captions) for item in used_items),
     )
-    stems = [root.resolve().stem for root, _ in config.systems]
-    names = [
-        stem if stems.count(stem) == 1 else f"{stem} {stems[: at + 1].count(stem)}" for at, stem in enumerate(stems)
-    ]
-    systems: list[System] = []
-    results: list[Result] = []
-    pairs = 0
-    for at, (name, index) in enumerate(zip(names, indexes, strict=True)):
-        model = SearchModel(matching_bundle(index, config.systems[at][1]), device=config.device, dtype=config.dtype)
-        eval_set = split_set(used_items, matched[at].rows[used])
-        if config.full:
-            others = all_items if config.split is not None else []
-            rows = match_items(index.root, tables[at], others, allow_none=True)
-            eval_set = full_set(index, eval_set, others, rows)
-        if config.queries is not None:
-            eval_set = eval_set.subsampled(config.queries, config.seed)
-        system, its_results, its_pairs = _evaluate_index(
-            config, index, name, str(config.systems[at][0]), eval_set, model, sources[at], on_progress
-        )
-        systems.append(system)
-        results += its_results
-        pairs += its_pairs
-    return Evaluation(
-        protocol="full" if config.full else "split",
-        captions=str(config.captions),
-        split=config.split,
-        cutoffs=config.cutoffs,
-        pools=config.pool_sizes if config.rerank else (),
-        joint_pool=config.joint_pool,
-        resamples=config.resamples,
-        seed=config.seed,
-        inputs=inputs,
-        systems=tuple(systems),
-        results=tuple(results),
-        pairs=pairs,
-        seconds=time.monotonic() - began,
-    )
+    bundle = SearchModel(matching_bundle(opened, model), device=device, dtype=dtype)
+    eval_set = split_set(used_items, used_rows)
+    if full:
+        others = all_items if split is not None else []
+        eval_set = full_set(opened, eval_set, others, match_items(opened.root, table, others, allow_none=True))
+    if queries is not None:
+        eval_set = eval_set.subsampled(queries, seed)
 
-
-def _check(config: EvaluationConfig) -> None:
-    if not config.directions or not set(config.directions) <= set(DIRECTIONS):
-        given = ", ".join(config.directions) or "none"
-        raise UsageError(f"directions must contain one or both of {', '.join(DIRECTIONS)}; got {given}")
-    if min((*config.pool_sizes, 1)) < 1:
-        raise UsageError(f"every pool size must be at least 1, got {min(config.pool_sizes)}")
-    if config.score != BUNDLE_SCORE and not config.rerank:
-        raise UsageError(
-            "score has no effect without re-ranking: set rerank to True, or leave score out", parameter="score"
-        )
-    if config.joint_pool is not None and not config.rerank:
-        raise UsageError(
-            "joint_pool has no effect without re-ranking: set rerank to True, or leave joint_pool out",
-            parameter="joint_pool",
-        )
-    parse_score(config.score, ScoreWeights())  # raises an error for an invalid score before anything is read
-
-
-def _evaluate_index(
-    config: EvaluationConfig,
-    index: CommittedIndex,
-    name: str,
-    path: str,
-    eval_set: EvaluationSet,
-    model: SearchModel,
-    sources: list[TokenSource],
-    on_progress: OnProgress,
-) -> tuple[System, list[Result], int]:
-    """Evaluate one index. Return the description of the system, the results, and the number of scored pairs."""
-    weights = {direction: model.weights(direction, config.score) for direction in config.directions}
-    scores = {direction: FinalScore.of(weights[direction], config.joint_pool) for direction in config.directions}
-    if config.rerank and any(reads_tokens(score.parts, direction) for direction, score in scores.items()):
-        model.check_reranks()
+    weights = {direction: bundle.weights(direction, score) for direction in directions}
+    scores = {direction: FinalScore.of(weights[direction], joint_pool) for direction in directions}
+    if any(reads_tokens(final.parts, direction) for direction, final in scores.items()):
+        bundle.check_reranks()
+    if all(final.parts == (EMBEDDING,) for final in scores.values()):
+        pools, sources = (), []
 
     # If images are the only candidates, only the captions that are queries are embedded.
-    text_queries = eval_set.query_captions
-    captions = eval_set.captions
-    if IMAGE_TO_TEXT not in config.directions:
-        captions, text_queries = tuple(captions[at] for at in text_queries), np.arange(len(text_queries))
-    texts = embed_texts(model.text, captions, on_progress)
-    images = read_embeddings(index, eval_set.rows)
-    size = max(config.pool_sizes) if config.rerank else 1
+    text_queries, texts_used = eval_set.query_captions, eval_set.captions
+    if IMAGE_TO_TEXT not in directions:
+        texts_used, text_queries = tuple(texts_used[at] for at in text_queries), np.arange(len(text_queries))
+    texts = embed_texts(bundle.text, texts_used, on_progress)
+    image_embeddings = read_embeddings(opened, eval_set.rows)
     query_images = {TEXT_TO_IMAGE: eval_set.caption_rows[eval_set.query_captions], IMAGE_TO_TEXT: eval_set.query_rows}
-    pools = {}
-    for direction in config.directions:
-        labels = query_images[direction]
-        if direction == TEXT_TO_IMAGE:
-            pools[direction] = embedding_pools(texts[text_queries], images, labels, eval_set.rows, size)
-        else:
-            queries = images[np.searchsorted(eval_set.rows, eval_set.query_rows)]
-            pools[direction] = embedding_pools(queries, texts, labels, eval_set.caption_rows, size)
+    nearest = {}
+    for direction in directions:
+        vectors, candidates, labels = texts[text_queries], image_embeddings, eval_set.rows
+        if direction == IMAGE_TO_TEXT:
+            vectors = image_embeddings[np.searchsorted(eval_set.rows, eval_set.query_rows)]
+            candidates, labels = texts, eval_set.caption_rows
+        nearest[direction] = embedding_pools(vectors, candidates, query_images[direction], labels, max((*pools, 1)))
 
-    manifest, pairs = index.manifest, 0
+    pairs, compute_dtype = 0, str(bundle.joint.compute_dtype).removeprefix("torch.")
     finals: dict[str, dict[str, dict[int, Floats]]] = {}
     for source in sources:
+        key = {
+            "bundle": bundle.fingerprint,
+            "index": [opened.manifest.plan, opened.manifest.model["fingerprint"], opened.manifest.spec.rows],
+            "precision": [source.precision, source.simulated_from],
+            "dtype": compute_dtype,
+        }
         finals[source.precision], scored = score_pools(
-            model.score_models,
+            bundle.score_models,
             weights,
             eval_set,
-            (texts, images),
-            pools,
+            (texts, image_embeddings),
+            nearest,
             source,
-            joint_pool=config.joint_pool,
-            pool_sizes=config.pool_sizes,
-            cache=config.cache,
-            key={
-                "bundle": model.fingerprint,
-                "index": [manifest.plan, manifest.model["fingerprint"], manifest.spec.rows],
-                "precision": [source.precision, source.simulated_from],
-                "dtype": _dtype(model),
-            },
+            joint_pool=joint_pool,
+            pool_sizes=pools,
+            cache=cache,
+            key=key,
             on_progress=on_progress,
         )
         pairs += scored
 
     results = []
-    for direction, pool in pools.items():
-        bootstrap = ClusterBootstrap(query_images[direction], config.resamples, config.seed)
-        results.append(Result(name, direction, _recall(config, bootstrap, pool.ranks)))
-        for size in config.pool_sizes if finals else ():
+    for direction, pool in nearest.items():
+        bootstrap = ClusterBootstrap(query_images[direction], resamples, seed)
+        results.append(Result(direction, _recall(bootstrap, cutoffs, pool.ranks)))
+        for size in pools:
             in_pool = bootstrap.estimates(_PERCENT * (pool.ranks < size)[:, None])[0]
             ranks = {
                 precision: ranks_after_reranking(values[direction][size], pool.relevant, size, pool.ranks)
@@ -206,46 +307,54 @@ def _evaluate_index(
             for source in sources:
                 its_ranks, is_reference = ranks[source.precision], source.precision == reference
                 result = Result(
-                    system=name,
                     direction=direction,
-                    recall=_recall(config, bootstrap, its_ranks),
+                    recall=_recall(bootstrap, cutoffs, its_ranks),
                     precision=source.precision,
                     simulated_from=source.simulated_from,
                     bytes_per_image=source.bytes_per_image,
                     pool=size,
                     in_pool=in_pool,
-                    gain=_recall(config, bootstrap, its_ranks, pool.ranks),
-                    change=None if is_reference else _recall(config, bootstrap, its_ranks, ranks[reference]),
+                    gain=_recall(bootstrap, cutoffs, its_ranks, pool.ranks),
+                    change=None if is_reference else _recall(bootstrap, cutoffs, its_ranks, ranks[reference]),
                     change_from=None if is_reference else reference,
                 )
                 results.append(result)
 
-    candidates = {TEXT_TO_IMAGE: len(eval_set.rows), IMAGE_TO_TEXT: len(eval_set.captions)}
+    counts = {TEXT_TO_IMAGE: len(eval_set.rows), IMAGE_TO_TEXT: len(eval_set.captions)}
     system = System(
-        name=name,
-        index=path,
-        bundle=str(model.info.path),
-        fingerprint=model.fingerprint,
-        trained=model.trained,
-        block_shape=manifest.spec.block_shape,
+        name=Path(index).resolve().stem,
+        index=str(index),
+        bundle=str(bundle.info.path),
+        fingerprint=bundle.fingerprint,
+        trained=bundle.trained,
+        block_shape=opened.manifest.spec.block_shape,
         weights={direction: its_weights.to_json() for direction, its_weights in weights.items()},
-        candidates={direction: candidates[direction] for direction in pools},
-        queries={direction: len(pool.ranks) for direction, pool in pools.items()},
-        dtype=_dtype(model) if config.rerank else None,
+        candidates={direction: counts[direction] for direction in nearest},
+        queries={direction: len(pool.ranks) for direction, pool in nearest.items()},
+        dtype=compute_dtype,
     )
-    return system, results, pairs
+    return Evaluation(
+        protocol="full" if full else "split",
+        captions=str(captions),
+        split=split,
+        cutoffs=cutoffs,
+        pools=pools,
+        joint_pool=joint_pool,
+        resamples=resamples,
+        seed=seed,
+        inputs=inputs,
+        system=system,
+        results=tuple(results),
+        pairs=pairs,
+        seconds=time.monotonic() - began,
+    )
 
 
 def _recall(
-    config: EvaluationConfig, bootstrap: ClusterBootstrap, ranks: Ints, reference: Ints | None = None
+    bootstrap: ClusterBootstrap, cutoffs: Sequence[int], ranks: Ints, reference: Ints | None = None
 ) -> dict[int, Estimate]:
     """Return R@k by k, or the difference to R@k of the ranks `reference`."""
-    values = hits(ranks, config.cutoffs).astype(np.float64)
+    values = hits(ranks, cutoffs).astype(np.float64)
     if reference is not None:
-        values -= hits(reference, config.cutoffs)
-    return dict(zip(config.cutoffs, bootstrap.estimates(_PERCENT * values), strict=True))
-
-
-def _dtype(model: SearchModel) -> str:
-    """Return the name of the data type of matrix products in the joint encoder."""
-    return str(model.joint.compute_dtype).removeprefix("torch.")
+        values -= hits(reference, cutoffs)
+    return dict(zip(cutoffs, bootstrap.estimates(_PERCENT * values), strict=True))

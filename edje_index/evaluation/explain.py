@@ -47,8 +47,7 @@ from storage_formats.format.rows import INDEXED, read_all_rows, read_rows
 from storage_formats.row_ids import as_indices
 from storage_formats.token_store import TokenStore
 
-DEFAULT_SAMPLE = 1000
-DEFAULT_ROWS = 6
+_ROWS = 6
 _BATCH = 64
 _BINS = 30
 _CHUNK = 1024  # tokens compared at a time: 125 MB of similarities with 30,522 words
@@ -87,22 +86,6 @@ class WordCounts:
 
 
 @dataclass(frozen=True)
-class RowAttention:
-    """The attention of the m queries over the image of one row, or the reason why there is none.
-
-    Attributes:
-        weights: attention weights over the grid of patches, averaged over the heads, float32 [m, rows, columns]. The
-            weights of a query sum to 1. None if they cannot be computed.
-        pixels: the image as the vision tower reads it, uint8 [height, width, 3]; None without weights.
-        problem: reason why there are no weights; empty if there are weights.
-    """
-
-    weights: NDArray[np.float32] | None
-    pixels: NDArray[np.uint8] | None
-    problem: str = ""
-
-
-@dataclass(frozen=True)
 class ExplainedRow:
     """A row of the index, with the nearest words of the tokens of this row.
 
@@ -111,14 +94,19 @@ class ExplainedRow:
         uri: name of the image in the rows table.
         words: how often each word is the nearest word of a token of this row.
         token_words: nearest word of each of the m tokens.
-        attention: attention of the m queries over the image, from which the m tokens were computed.
+        attention: attention weights of the m queries over the grid of patches, averaged over the heads, float32
+            [m, rows, columns]. The weights of a query sum to 1. None if they cannot be computed.
+        pixels: the image as the vision tower reads it, uint8 [height, width, 3]; None without `attention`.
+        no_attention: reason why there is no `attention`; empty if there is.
     """
 
     row_id: int
     uri: str
     words: WordCounts
     token_words: tuple[str, ...]
-    attention: RowAttention
+    attention: NDArray[np.float32] | None
+    pixels: NDArray[np.uint8] | None
+    no_attention: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,7 +193,7 @@ def explain_index(
     *,
     model: Path | None = None,
     precision: str | None = None,
-    sample: int = DEFAULT_SAMPLE,
+    sample: int = 1000,
     captions: Path | None = None,
     images: Path | None = None,
     split: str | None = None,
@@ -219,7 +207,7 @@ def explain_index(
 
     Args:
         root: directory of the index.
-        row_ids: row ids of single rows to explain. If empty, the first `DEFAULT_ROWS` rows of the random sample.
+        row_ids: row ids of single rows to explain. If empty, the first 6 rows of the random sample.
         model: directory of the bundle; None for the bundle that built the index.
         precision: precision of the tokens; None for the first precision of the index.
         sample: number of rows in the random sample.
@@ -244,7 +232,7 @@ def explain_index(
     if not len(indexed):
         raise UsageError(f"the index {root} has no tokens, because all inputs failed; choose another index")
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:sample])
-    shown = row_ids or sampled[:DEFAULT_ROWS].tolist()
+    shown = row_ids or sampled[:_ROWS].tolist()
     alignment = None
     if captions is not None:
         compared = [(opened, store, joint)]
@@ -256,18 +244,22 @@ def explain_index(
     for start in range(0, len(sampled), _BATCH):
         on_progress("looking up nearest words, images", start, len(sampled))
         nearest += vocabulary.nearest(store.fetch(sampled[start : start + _BATCH])).ravel().tolist()
-    attention = row_attention(root, info, shown, on_progress)
+    kind, encoder = info.adapter["kind"], None
+    if kind == COMPRESSED:
+        verify_files(info, ENCODER_FILES)
+        encoder = ImageEncoder.of(info, device="cpu", dtype="float32")
     ids_of_rows = vocabulary.nearest(store.fetch(shown)).tolist()
-    rows = [
-        ExplainedRow(
-            row_id=row_id,
-            uri=str(table["uri"][row_id]),
-            words=vocabulary.count(ids),
-            token_words=tuple(vocabulary.words[token_id] for token_id in ids),
-            attention=its_attention,
-        )
-        for row_id, ids, its_attention in zip(shown, ids_of_rows, attention, strict=True)
-    ]
+    rows: list[ExplainedRow] = []
+    photos = read_rows(root, shown, PHOTO_COLUMNS).to_pylist()
+    for row_id, row, ids in zip(shown, photos, ids_of_rows, strict=True):
+        on_progress("computing attention, images", len(rows), len(shown))
+        attention, pixels = None, None
+        problem = f"the adapter is {kind}, and only a {COMPRESSED} adapter has queries over patches"
+        if encoder is not None:
+            attention, pixels, problem = _attention(encoder, row)
+        token_words = tuple(vocabulary.words[token_id] for token_id in ids)
+        words, uri = vocabulary.count(ids), str(row["uri"])
+        rows.append(ExplainedRow(row_id, uri, words, token_words, attention, pixels, problem))
     return Explanation(
         root=root,
         precision=store.precision,
@@ -337,49 +329,25 @@ class Vocabulary:
         )
 
 
-def row_attention(
-    root: Path, bundle: BundleInfo, row_ids: Sequence[int], on_progress: OnProgress
-) -> list[RowAttention]:
-    """Return the attention of each row in `row_ids`. An image that cannot be read raises no error.
-
-    Args:
-        root: directory of the index.
-        bundle: bundle that built the index.
-        row_ids: rows with tokens.
-        on_progress: called with the progress.
-
-    Raises:
-        ModelError: a file of the bundle is damaged.
-    """
-    kind = bundle.adapter["kind"]
-    if kind != COMPRESSED:
-        problem = f"the adapter is {kind}, and only a {COMPRESSED} adapter has queries over patches"
-        return [RowAttention(None, None, problem)] * len(row_ids)
-    verify_files(bundle, ENCODER_FILES)
-    encoder = ImageEncoder.of(bundle, device="cpu", dtype="float32")
-    made: list[RowAttention] = []
-    for row in read_rows(root, row_ids, PHOTO_COLUMNS).to_pylist():
-        on_progress("computing attention, images", len(made), len(row_ids))
-        made.append(_attention_of(encoder, row))
-    return made
-
-
 @torch.inference_mode()
-def _attention_of(encoder: ImageEncoder, row: dict[str, Any]) -> RowAttention:
+def _attention(
+    encoder: ImageEncoder, row: dict[str, Any]
+) -> tuple[NDArray[np.float32] | None, NDArray[np.uint8] | None, str]:
+    """Return the members `attention`, `pixels` and `no_attention` of `ExplainedRow`."""
     try:
         data = read_photo(row)
         if is_clip(data):
-            return RowAttention(None, None, "the row is a clip, and attention is shown for images only")
+            return None, None, "the row is a clip, and attention is shown for images only"
         image = decode_partial(data, DEFAULT_MAX_PIXELS)[0]
         pixels, resized = encoder.preprocess(image), encoder.preprocess.resize(image)
     except PHOTO_ERRORS as error:
-        return RowAttention(None, None, describe_photo_error(error))
+        return None, None, describe_photo_error(error)
     assert isinstance(encoder.adapter, CompressionAdapter)
     patches, _ = encoder.vision.encode(pixels.unsqueeze(0))
     weights = encoder.adapter.query_attention(patches)[0].float().cpu().numpy()
     height, width = encoder.vision.image_size
     rows = round(math.sqrt(weights.shape[1] * height / width))  # patches are squares
-    return RowAttention(weights.reshape(len(weights), rows, -1), np.asarray(resized))
+    return weights.reshape(len(weights), rows, -1), np.asarray(resized), ""
 
 
 def _measure_alignment(

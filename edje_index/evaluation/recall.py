@@ -1,6 +1,10 @@
-"""Finds the pools of many queries by an exact search over the embeddings, and computes ranks and recall.
+"""Finds the pools of many queries by an exact search over the embeddings, and computes ranks, recall and intervals.
 
 The rank of a query is the rank of the best relevant candidate, counted from 0. Equal scores keep the input order.
+
+Confidence intervals are those of the percentile bootstrap over clusters of queries. A cluster contains all queries of
+one image, because these queries are not independent (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
+chapter 13). All statistics use the same resamples, so a difference between two statistics also has an interval.
 
 Shape letters: q queries, c candidates, p candidates in a pool.
 """
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +23,8 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _CHUNK_NUMBERS = 1 << 24  # similarities in memory at a time
+_CHUNK_DRAWS = 1 << 22  # draws in memory at a time
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -109,3 +116,62 @@ def hits(ranks: Ints, cutoffs: Sequence[int]) -> Bools:
     """Return which queries have a rank less than each cutoff, bool [q, len(cutoffs)]. The mean of a column is R@k."""
     below: Bools = ranks[:, None] < np.array(cutoffs)
     return below
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with the bounds of the 95 % confidence interval. The bounds are None without resamples."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class ClusterBootstrap:
+    """Bootstrap resamples of clusters of queries.
+
+    Attributes:
+        clusters: number of the cluster of each query, int64 [q].
+        resamples: number of resamples. If it is 0, estimates have no confidence intervals.
+        seed: seed of the random resamples.
+    """
+
+    clusters: NDArray[np.int64]
+    resamples: int = 1000
+    seed: int = 0
+
+    def estimates(self, values: NDArray[np.floating]) -> list[Estimate]:
+        """Return the mean and the confidence interval of each column of `values` [q, s]."""
+        means = values.mean(axis=0, dtype=np.float64)
+        if not self.resamples:
+            return [Estimate(float(mean)) for mean in means]
+        tail = 50 * (1 - _CONFIDENCE)
+        low, high = np.percentile(self.means(values), [tail, 100 - tail], axis=0)
+        return [Estimate(*map(float, triple)) for triple in zip(means, low, high, strict=True)]
+
+    def means(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Compute the mean of each column of `values` [q, s] in each resample, float64 [resamples, s]."""
+        cluster_of_query, multiplicities = self._resampled
+        sums = np.zeros((multiplicities.shape[1], values.shape[1] + 1))
+        np.add.at(sums, cluster_of_query, np.column_stack([values, np.ones(len(values))]))
+        chunk = max(1, _CHUNK_DRAWS // len(sums))
+        totals = np.concatenate(
+            [multiplicities[at : at + chunk].astype(np.float64) @ sums for at in range(0, self.resamples, chunk)]
+        )
+        result: NDArray[np.float64] = totals[:, :-1] / totals[:, -1:]
+        return result
+
+    @cached_property
+    def _resampled(self) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+        """Return the cluster of each query [q], and how often each resample contains each cluster."""
+        labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
+        count = len(labels)
+        rng = np.random.default_rng(self.seed)
+        drawn = np.empty((self.resamples, count), dtype=np.uint16)
+        chunk = max(1, _CHUNK_DRAWS // count)
+        for at in range(0, self.resamples, chunk):
+            part = drawn[at : at + chunk]
+            cells = rng.integers(0, count, part.shape) + np.arange(len(part))[:, None] * count
+            part[:] = np.bincount(cells.ravel(), minlength=part.size).reshape(part.shape)
+        return cluster_of_query, drawn

@@ -1,146 +1,111 @@
-"""Writes evaluation reports as plain text, Markdown, JSON and plots."""
+"""Writes reports of evaluations and of precisions as JSON and Markdown, whose tables are aligned for a terminal."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edje_index.evaluation.bootstrap import Estimate
-from edje_index.evaluation.plots import write_figures
-from edje_index.evaluation.results import Evaluation, Result, System
 from edje_index.scoring.weights import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights
 from storage_formats.errors import UsageError
 
-NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}
+if TYPE_CHECKING:
+    from edje_index.evaluation.evaluate import Evaluation
+    from edje_index.evaluation.quantization import Distribution, QuantizationReport
+    from edje_index.evaluation.recall import Estimate
+
+_NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}
 _CANDIDATES = {TEXT_TO_IMAGE: "images", IMAGE_TO_TEXT: "captions"}
+_RANKING = ("top-1 kept", "Kendall tau", "tau p5", "overlap@10", "score change", "in std")
+_DISTRIBUTION = ("p1", "p5", "p50", "mean", "p95", "p99", "worst")
 
 
-def to_json(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the evaluation as plain JSON values. Recall is in percent."""
-    value = asdict(evaluation)
-    value["unit"] = "percent"
-    value["results"] = [
-        {name: _keyed(member) for name, member in result.items() if member is not None} for result in value["results"]
-    ]
-    return value
-
-
-def text_report(evaluation: Evaluation) -> str:
-    """Return the evaluation as plain text."""
-    lines = [*_preface(evaluation)]
-    for title, header, rows in _tables(evaluation):
-        lines += ["", title, *_aligned([header, *rows])]
-    return "\n".join([*lines, "", *_notes(evaluation)]).rstrip() + "\n"
-
-
-def markdown_report(evaluation: Evaluation, figures: Sequence[str] = ()) -> str:
-    """Return the evaluation as Markdown. `figures` are the file names of plots to include."""
-    lines = ["# Recall", "", *(f"- {line}" for line in _preface(evaluation))]
-    for title, header, rows in _tables(evaluation):
-        marks = ["---", "---", *["---:"] * (len(header) - 2)]
-        lines += ["", f"## {title}", "", *(f"| {' | '.join(row)} |" for row in (header, marks, *rows))]
-    lines += ["", *(f"- {line}" for line in _notes(evaluation))]
-    for name in figures:
-        lines += ["", f"![{Path(name).stem.replace('-', ' ')}]({name})"]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def write_report(evaluation: Evaluation, folder: str | Path) -> list[Path]:
-    """Write `report.md`, `report.json` and plots to the directory `folder`. Return the paths of all files.
+def write_report(folder: Path, markdown: str, value: dict[str, Any]) -> None:
+    """Write `report.md` and `report.json` to the directory `folder`. A missing directory is created.
 
     Raises:
         UsageError: the files cannot be written.
     """
-    out = Path(folder)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        figures = write_figures(evaluation, out)
-        (out / "report.json").write_text(json.dumps(to_json(evaluation), indent=2, sort_keys=True) + "\n")
-        names = [path.name for path in figures]
-        (out / "report.md").write_text(markdown_report(evaluation, names), encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.md").write_text(markdown, encoding="utf-8")
+        (folder / "report.json").write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write the report into {out}: {error.strerror}; choose another directory") from error
-    return [out / "report.md", out / "report.json", *figures]
+        raise UsageError(f"cannot write the report to {folder}: {error.strerror}; choose another directory") from error
 
 
-def _keyed(member: Any) -> Any:
-    """Convert the keys of a dictionary to strings, as in JSON. Return any other value unchanged."""
-    return {str(key): value for key, value in member.items()} if isinstance(member, dict) else member
-
-
-def _preface(evaluation: Evaluation) -> list[str]:
-    inputs = evaluation.inputs
+def evaluation_report(evaluation: Evaluation) -> str:
+    """Return an evaluation as Markdown."""
+    inputs, system, cutoffs = evaluation.inputs, evaluation.system, evaluation.cutoffs
     split = f", split {evaluation.split}" if evaluation.split else ""
     missing = ", ".join(f"{reason} {count:,}" for reason, count in inputs.missing.items())
-    lines = [
+    preface = [
         f"captions {evaluation.captions}{split}: {inputs.images:,} images with {inputs.captions:,} captions",
         f"used {inputs.used:,} images with {inputs.captions_used:,} captions, "
         f"missing {inputs.images - inputs.used:,} images{f' ({missing})' if missing else ''}",
     ]
     if evaluation.protocol == "full":
-        lines.append("full-dataset protocol: candidates are all images of the index and the captions of all splits")
+        preface.append("full-dataset protocol: candidates are all images of the index and the captions of all splits")
     if evaluation.joint_pool is not None:
-        lines.append(f"the joint encoder scores the best {evaluation.joint_pool:,} candidates of each query")
-    return lines + [_described(system) for system in evaluation.systems]
-
-
-def _described(system: System) -> str:
+        preface.append(f"the joint encoder scores the best {evaluation.joint_pool:,} candidates of each query")
     m, d = system.block_shape
-    untrained = "" if system.trained else ", untrained: expect the recall of a random order"
-    rounded = "" if system.dtype in (None, "float32") else f", logits in {system.dtype}"
-    return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{_score(system)}{rounded}{untrained}"
-
-
-def _score(system: System) -> str:
-    """Describe the final score in words. Return "" if the final score is the logit alone."""
     scores = {direction: ScoreWeights.from_json(weights) for direction, weights in system.weights.items()}
-    terms = {direction: weights.described() for direction, weights in scores.items()}
-    distinct = set(terms.values())
-    if distinct <= {ScoreWeights().described()}:
-        return ""
-    if len(distinct) == 1:
-        return f", score = {distinct.pop()}"
-    return "".join(f", {NAMES[direction].lower()} score = {text}" for direction, text in terms.items())
+    preface.append(
+        f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}"
+        + "".join(f", {_NAMES[name].lower()} score = {weights.described()}" for name, weights in scores.items())
+        + ("" if system.dtype == "float32" else f", logits in {system.dtype}")
+        + ("" if system.trained else ", untrained: expect the recall of a random order")
+    )
+    lines = ["# Recall", "", *(f"- {line}" for line in preface)]
 
-
-def _tables(evaluation: Evaluation) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return (title, header, rows) of each table. There is one table per direction."""
-    cutoffs = evaluation.cutoffs
-    header = ["index", "tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
+    header = ["tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
     if evaluation.pools:
         header += ["in pool", f"gain R@{cutoffs[0]}", f"change R@{cutoffs[0]}"]
-    tables = []
-    for direction in dict.fromkeys(result.direction for result in evaluation.results):
-        systems = [system for system in evaluation.systems if direction in system.queries]
-        queries = " / ".join(dict.fromkeys(f"{system.queries[direction]:,}" for system in systems))
-        candidates = " / ".join(dict.fromkeys(f"{system.candidates[direction]:,}" for system in systems))
-        title = f"{NAMES[direction]}: {queries} queries, {candidates} {_CANDIDATES[direction]}"
-        results = [result for result in evaluation.results if result.direction == direction]
-        tables.append((title, header, [_row(evaluation, result) for result in results]))
-    return tables
+    for direction, queries in system.queries.items():
+        rows = []
+        for result in evaluation.results:
+            if result.direction != direction:
+                continue
+            recall = [_shown(result.recall[k]) for k in cutoffs]
+            if result.precision is None:
+                rows.append(["embedding only", "-", "-", *recall, *(["-"] * 3 if evaluation.pools else [])])
+                continue
+            assert result.bytes_per_image is not None
+            assert result.gain is not None
+            rows.append(
+                [
+                    result.precision + ("*" if result.simulated_from else ""),
+                    f"{result.bytes_per_image / 1000:.3g}",
+                    str(result.pool),
+                    *recall,
+                    "-" if result.in_pool is None else f"{result.in_pool.value:.1f}",
+                    _shown(result.gain[cutoffs[0]], "{:+.1f}"),
+                    "-" if result.change is None else _shown(result.change[cutoffs[0]], "{:+.2f}"),
+                ]
+            )
+        candidates = f"{system.candidates[direction]:,} {_CANDIDATES[direction]}"
+        lines += ["", f"## {_NAMES[direction]}: {queries:,} queries, {candidates}", "", *_table(header, rows)]
 
-
-def _row(evaluation: Evaluation, result: Result) -> list[str]:
-    first = evaluation.cutoffs[0]
-    recall = [_shown(result.recall[k]) for k in evaluation.cutoffs]
-    if result.precision is None:
-        return [result.system, "embedding only", "-", "-", *recall, *(["-"] * 3 if evaluation.pools else [])]
-    name = result.precision + ("*" if result.simulated_from else "")
-    assert result.bytes_per_image is not None
-    assert result.gain is not None
-    return [
-        result.system,
-        name,
-        f"{result.bytes_per_image / 1000:.3g}",
-        str(result.pool),
-        *recall,
-        "-" if result.in_pool is None else f"{result.in_pool.value:.1f}",
-        _shown(result.gain[first], "{:+.1f}"),
-        "-" if result.change is None else _shown(result.change[first], "{:+.2f}"),
-    ]
+    notes = ["R@k: percentage of queries with a relevant candidate among the first k."]
+    if evaluation.resamples:
+        notes.append(
+            f"In brackets: 95 % confidence interval from {evaluation.resamples:,} bootstrap resamples of images, "
+            f"seed {evaluation.seed}. Differences are paired."
+        )
+    if evaluation.pools:
+        notes.append(
+            "In pool: percentage of queries with a relevant candidate in the pool. "
+            "Gain: R@k minus R@k of embedding only."
+        )
+        references = sorted({result.change_from for result in evaluation.results if result.change_from})
+        notes += [f"Change: R@k minus R@k of {name} with the same pool." for name in references]
+    simulated = {f"{each.precision} from {each.simulated_from}" for each in evaluation.results if each.simulated_from}
+    if simulated:
+        notes.append(f"* not stored in the index, converted in memory: {', '.join(sorted(simulated))}.")
+    if evaluation.pairs:
+        notes.append(f"{evaluation.pairs:,} pairs scored, {evaluation.seconds:.0f} s in total.")
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
 def _shown(estimate: Estimate, number: str = "{:.1f}") -> str:
@@ -150,33 +115,73 @@ def _shown(estimate: Estimate, number: str = "{:.1f}") -> str:
     return f"{text} [{number.format(estimate.low)}, {number.format(estimate.high)}]"
 
 
-def _notes(evaluation: Evaluation) -> list[str]:
-    notes = ["R@k: percentage of queries with a relevant candidate among the first k."]
-    if evaluation.resamples:
-        notes.append(
-            f"In brackets: 95 % confidence interval from {evaluation.resamples:,} bootstrap resamples of images, "
-            f"seed {evaluation.seed}. Differences are paired."
+def quantization_report(report: QuantizationReport) -> str:
+    """Return the comparison of precisions as Markdown."""
+    m, d = report.block_shape
+    left_out = f"; {report.holes:,} of them are holes and were left out" if report.holes else ""
+    notes = [
+        f"{report.rows:,} rows, blocks of {m} x {d}.",
+        f"Tokens: a sample of {report.sampled_rows:,} rows{left_out}.",
+    ]
+    if not report.queries:
+        notes.append(f"Re-ranking was not measured: {report.ranking_left_out}.")
+    else:
+        source = f"{report.queries:,} queries ({report.query_source})"
+        notes.append(f"Re-ranking: {source}, {report.pool:,} candidates each.")
+        if not report.trained:
+            notes.append("The model is untrained: changes of the ranking have no meaning.")
+    if report.reference != "bf16":
+        notes.append(f"The reference is {report.reference}. Its own errors are not included.")
+    elif lossy := [name for name in report.reference_encoded_from if name != "bf16"]:
+        origin = ", ".join(lossy)
+        notes.append(f"The reference bf16 was converted from {origin}. Errors of that conversion are not included.")
+    notes += [f"Not possible: {reason}." for reason in report.impossible.values()]
+    lines = [f"# What each precision costs on {report.index}", "", *(f"- {note}" for note in notes)]
+
+    sizes = [[report.reference, f"{report.reference_bytes_per_image:,}", "1.00", "yes"]]
+    errors, cosines, rankings = [], [], []
+    for cost in report.precisions:
+        share = cost.bytes_per_image / report.reference_bytes_per_image
+        stored = "yes" if cost.stored else "no: encoded in memory"
+        sizes.append([cost.name, f"{cost.bytes_per_image:,}", f"{share:.2f}", stored])
+        if cost.tokens is not None:
+            error, cosine = cost.tokens.relative_error, cost.tokens.cosine
+            errors.append([cost.name, *_spread(error, ".4g", error.highest)])
+            cosines.append([cost.name, *_spread(cosine, ".6f", cosine.lowest)])
+        if (ranking := cost.ranking) is not None:
+            taus = [f"{ranking.kendall_tau.mean:.4f}", f"{ranking.kendall_tau.p5:.4f}"]
+            changes = [f"{ranking.score_change:.5f}", f"{ranking.score_change_relative:.4f}"]
+            overlap = f"{ranking.overlap_at_10:.3f}"
+            rankings.append([cost.name, f"{ranking.top1_kept:.3f}", *taus, overlap, *changes])
+    name = report.reference
+    lines += ["", "## Size", "", *_table(("precision", "bytes per image", f"of {name}", "stored"), sizes)]
+    lines += ["", f"## Relative error of a token, |token - {name}| / |{name}|", ""]
+    lines += _table(("precision", *_DISTRIBUTION), errors)
+    lines += ["", f"## Cosine similarity of a token with {name}", "", *_table(("precision", *_DISTRIBUTION), cosines)]
+    if rankings:
+        lines += ["", f"## Re-ranking, against {name}", "", *_table(("precision", *_RANKING), rankings), ""]
+        lines.append(
+            "Tau p5: 5 % quantile of Kendall's tau over the queries. Score change: mean absolute change of a score.\n"
+            "In std: mean absolute change of a score, divided by the standard deviation of the query's scores."
         )
-    if evaluation.pools:
-        references = sorted({result.change_from for result in evaluation.results if result.change_from})
-        notes.append(
-            "In pool: percentage of queries with a relevant candidate in the pool. "
-            "Gain: R@k minus R@k of embedding only."
-        )
-        notes += [f"Change: R@k minus R@k of {name} with the same pool." for name in references]
-    simulated = {f"{each.precision} from {each.simulated_from}" for each in evaluation.results if each.simulated_from}
-    if simulated:
-        notes.append(f"* not stored in the index, converted in memory: {', '.join(sorted(simulated))}.")
-    if evaluation.pairs:
-        notes.append(f"{evaluation.pairs:,} pairs scored, {evaluation.seconds:.0f} s in total.")
-    return notes
+    return "\n".join(lines) + "\n"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+def _spread(values: Distribution, form: str, worst: float) -> list[str]:
+    numbers = (values.p1, values.p5, values.p50, values.mean, values.p95, values.p99, worst)
+    return [format(number, form) for number in numbers]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table. All columns but the first are aligned to the right."""
+    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
+    marks = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [
+        "| "
+        + " | ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |"
+        for row in (header, marks, *rows)
+    ]

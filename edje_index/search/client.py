@@ -94,7 +94,6 @@ class Client:
         k: int = 10,
         pool: int = 100,
         *,
-        rerank: bool = True,
         score: str | None = None,
         where: str | None = None,
         joint_pool: int | None = None,
@@ -107,7 +106,6 @@ class Client:
                 the index.
             k: number of hits.
             pool: number of candidates to re-rank; values below `k` are raised to `k`.
-            rerank: as in `TokenIndex.search`.
             score: as in `TokenIndex.search`.
             where: as in `TokenIndex.search`.
             joint_pool: as in `TokenIndex.search`.
@@ -120,7 +118,7 @@ class Client:
         from edje_index.search.hits import Hit
 
         by = {"image": _base64(query)} if isinstance(query, bytes) else {"query": query_text(query, "query")}
-        options = {"rerank": rerank, "score": score, "where": where, "joint_pool": joint_pool, "precision": precision}
+        options = {"score": score, "where": where, "joint_pool": joint_pool, "precision": precision}
         body = {**by, **_counts(k, pool), **options, "index": self._index}
         names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]

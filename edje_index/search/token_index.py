@@ -33,7 +33,7 @@ from edje_index.search.hits import Hit, Hits, Stages, TextHit
 from edje_index.search.query import hit_counts, query_text, query_texts, requested_rows
 from edje_index.search.row_filters import RowFilters
 from edje_index.search.search_model import SearchModel
-from storage_formats.arguments import as_count, as_flag, as_list
+from storage_formats.arguments import as_count, as_list
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
@@ -214,7 +214,6 @@ class TokenIndex:
         k: int = ...,
         pool: int = ...,
         *,
-        rerank: bool = ...,
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
         joint_pool: int | None = ...,
@@ -227,7 +226,6 @@ class TokenIndex:
         k: int = ...,
         pool: int = ...,
         *,
-        rerank: bool = ...,
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
         joint_pool: int | None = ...,
@@ -239,7 +237,6 @@ class TokenIndex:
         k: int = 10,
         pool: int = 100,
         *,
-        rerank: bool = True,
         score: str | ScoreWeights | None = None,
         where: str | None = None,
         joint_pool: int | None = None,
@@ -254,8 +251,8 @@ class TokenIndex:
             k: number of hits per query.
             pool: number of candidates to re-rank per query; at least `k`. The candidates are the rows with the nearest
                 embeddings.
-            rerank: False sorts the hits by embedding similarity only.
-            score: final score to sort by, see `open`; None selects the score that was given to `open`.
+            score: final score to sort by, see `open`; None selects the score that was given to `open`. The score
+                "embedding" keeps the order of the embeddings and reads no tokens.
             where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. The candidates are
                 exactly the nearest rows that pass the filter. None lets all rows pass.
             joint_pool: number of candidates per query that the joint encoder scores. The other parts of the score
@@ -280,25 +277,14 @@ class TokenIndex:
         texts = [query_text(text)] if isinstance(text, str) else query_texts(text)
         k, pool = hit_counts(k, pool)
         stages = Stages()
-        if as_flag(rerank, "rerank"):
-            weights, final = self._final_score(score, joint_pool)
-        else:
-            for name, value in (("score", score), ("joint_pool", joint_pool)):
-                if value is not None:
-                    raise UsageError(
-                        f"{name} has no effect without re-ranking: leave out {name}, or set rerank to True",
-                        parameter=name,
-                    )
+        weights, final = self._final_score(score, joint_pool)
         if not texts:
             return []
         passing = None if where is None else self.filters.passing(where)
         with stages.timed("text_tower"):
             embeddings = self.model.text.encode(texts)
         with stages.timed("nearest"):
-            nearest = self._ann.nearest_to_each(embeddings, pool if rerank else k, passing)
-        if not rerank:
-            hits = self._hits([_by_embedding(candidates) for candidates in nearest], k, stages)
-            return hits[0] if isinstance(text, str) else hits
+            nearest = self._ann.nearest_to_each(embeddings, pool, passing)
         scored: list[ScoredCandidates] = []
         queries_at_once = max(1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest)))
         for start in range(0, len(texts), queries_at_once):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -78,9 +77,11 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _NUMBER, _TEXT, _TRUTH, _TIME, _TEXTS = "number", "text", "boolean", "timestamp", "list of texts"
 _EXAMPLE = "write conditions such as width > 800 and uri like '%.jpg'"
-_TIME_EXAMPLE = "a date and time in quotes, such as '2026-01-31T12:00'"
 _SHOWN = 30
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+_Constant: TypeAlias = bool | int | float | str
+_Operand: TypeAlias = pa.Field | _Constant
 
 
 @dataclass(frozen=True)
@@ -143,68 +144,46 @@ def _error(message: str) -> UsageError:
     return UsageError(f"invalid filter: {message}", parameter="where")
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A column of the rows table."""
+def _kind(operand: _Operand) -> str:
+    """Return the kind of the values: "number", "text", "boolean", "timestamp" or "list of texts"."""
+    if not isinstance(operand, pa.Field):
+        return _TRUTH if isinstance(operand, bool) else _TEXT if isinstance(operand, str) else _NUMBER
+    if pa.types.is_boolean(operand.type):
+        return _TRUTH
+    if pa.types.is_list(operand.type):
+        return _TEXTS
+    if pa.types.is_timestamp(operand.type):
+        return _TIME
+    return _TEXT if pa.types.is_string(operand.type) else _NUMBER
 
-    name: str
-    arrow_type: pa.DataType
 
-    @property
-    def kind(self) -> str:
-        """Kind of the values: "number", "text", "boolean", "timestamp" or "list of texts"."""
-        if pa.types.is_boolean(self.arrow_type):
-            return _TRUTH
-        if pa.types.is_list(self.arrow_type):
-            return _TEXTS
-        if pa.types.is_timestamp(self.arrow_type):
-            return _TIME
-        return _TEXT if pa.types.is_string(self.arrow_type) else _NUMBER
+def _named(operand: _Operand) -> str:
+    """Return how an error message names `operand`."""
+    if isinstance(operand, pa.Field):
+        return f"the column {operand.name} ({type_name(operand.type)})"
+    return f"the constant {str(operand).lower() if isinstance(operand, bool) else repr(operand)}"
 
-    def __str__(self) -> str:
-        return f"the column {self.name} ({type_name(self.arrow_type)})"
 
-    def scalar(self, constant: _Constant) -> pa.Scalar:
-        """Convert `constant` to a scalar that can be compared with the values of this column."""
-        kind = _TEXT if self.kind in (_TEXTS, _TIME) else self.kind
-        if constant.kind != kind:
-            wanted = _TIME_EXAMPLE if self.kind == _TIME else f"a {kind}"
-            raise _error(f"{self} cannot be compared with {constant}; give {wanted}")
-        if self.kind == _NUMBER and not pa.types.is_integer(self.arrow_type):
-            if float(constant.value) != constant.value:
-                raise _error(
-                    f"{self} cannot be compared with {constant}, which float64 cannot represent exactly; round the "
-                    "number"
-                )
-            return pa.scalar(float(constant.value))
-        if self.kind != _TIME:
-            return pa.scalar(constant.value)
-        try:
-            moment = datetime.datetime.fromisoformat(str(constant.value))
+def _scalar(column: pa.Field, constant: _Constant) -> pa.Scalar:
+    """Convert `constant` to a scalar that can be compared with the values of `column`."""
+    kind = _kind(column)
+    try:
+        if _kind(constant) != (_TEXT if kind in (_TEXTS, _TIME) else kind):
+            raise ValueError("another kind")
+        if kind == _TIME:
+            moment = datetime.datetime.fromisoformat(str(constant))
             moment = moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
-            return pa.scalar(moment.astimezone(datetime.UTC), self.arrow_type)
-        except (ValueError, OverflowError) as error:
-            raise _error(f"{self} cannot be compared with {constant}; give {_TIME_EXAMPLE}") from error
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """A constant in an expression: a number, a text, true or false."""
-
-    value: bool | int | float | str
-
-    @property
-    def kind(self) -> str:
-        """Kind of the value: "number", "text" or "boolean"."""
-        if isinstance(self.value, bool):
-            return _TRUTH
-        return _TEXT if isinstance(self.value, str) else _NUMBER
-
-    def __str__(self) -> str:
-        return f"the constant {str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)}"
-
-
-_Operand: TypeAlias = _Column | _Constant
+            return pa.scalar(moment.astimezone(datetime.UTC), column.type)
+        if kind == _NUMBER:  # the cast refuses a number that it would round
+            return pa.scalar(constant).cast(pa.int64() if pa.types.is_integer(column.type) else pa.float64())
+        return pa.scalar(constant)
+    except (ValueError, OverflowError) as error:
+        wanted = {
+            _TIME: "a date and time in quotes, such as '2026-01-31T12:00'",
+            _NUMBER: "a whole number" if pa.types.is_integer(column.type) else "a number of 64 bits",
+            _TRUTH: "true or false",
+        }.get(kind, "a text")
+        raise _error(f"{_named(column)} cannot be compared with {_named(constant)}; give {wanted}") from error
 
 
 @v_args(inline=True)
@@ -221,64 +200,62 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
         self._parts = 0
         self.columns: set[str] = set()
 
-    def column(self, name: Token) -> _Column:
+    def column(self, name: Token) -> pa.Field:
         return self._column(str(name), "; write 'is null'" if name.lower() == "null" else "")
 
-    def quoted_column(self, name: Token) -> _Column:
+    def quoted_column(self, name: Token) -> pa.Field:
         return self._column(name[1:-1].replace('""', '"'), "; a text is written in single quotes")
 
-    def _column(self, name: str, hint: str) -> _Column:
+    def _column(self, name: str, hint: str) -> pa.Field:
         if name not in self._schema.names:
             columns = ", ".join(f"{field.name} ({type_name(field.type)})" for field in self._schema)
             raise _error(f"there is no column {name}{hint}; the columns are {columns}")
         self.columns.add(name)
-        return _Column(name, self._schema.field(name).type)
+        return self._schema.field(name)
 
-    def text(self, text: Token) -> _Constant:
-        return _Constant(text[1:-1].replace("''", "'"))
+    def text(self, text: Token) -> str:
+        return text[1:-1].replace("''", "'")
 
-    def integer(self, digits: Token) -> _Constant:
+    def integer(self, digits: Token) -> int:
         if len(digits) > 20 or not _INT64_MIN <= int(digits) <= _INT64_MAX:
             raise _error(f"the number {digits[:_SHOWN]} does not fit in 64 bits; write a number of at most 18 digits")
-        return _Constant(int(digits))
+        return int(digits)
 
-    def fraction(self, digits: Token) -> _Constant:
-        return _Constant(float(digits))
+    def fraction(self, digits: Token) -> float:
+        return float(digits)
 
-    def true(self) -> _Constant:
-        return _Constant(True)
+    def true(self) -> bool:
+        return True
 
-    def false(self) -> _Constant:
-        return _Constant(False)
+    def false(self) -> bool:
+        return False
 
     def comparison(self, left: _Operand, token: Token, right: _Operand) -> Condition:
         self._count()
         operator = str(token)
-        if isinstance(left, _Constant):
-            if isinstance(right, _Constant):
-                raise _error(f"{left} is compared with {right}; name a column on one side")
+        if not isinstance(left, pa.Field):
+            if not isinstance(right, pa.Field):
+                raise _error(f"{_named(left)} is compared with {_named(right)}; name a column on one side")
             left, operator, right = right, _MIRRORED.get(operator, operator), left
-        if left.kind == _TRUTH and operator in _MIRRORED:
-            raise _error(f"{left} can be compared only with = and !=")
-        name = left.name
-        if isinstance(right, _Constant):
-            constant = left.scalar(right)
-            if pa.types.is_integer(left.arrow_type):
-                operator, constant = _among_integers(operator, constant.as_py())
-            compare = _COMPARISONS[operator]
+        kind, name, compare = _kind(left), left.name, _COMPARISONS[operator]
+        if kind == _TRUTH and operator in _MIRRORED:
+            raise _error(f"{_named(left)} can be compared only with = and !=")
+        if not isinstance(right, pa.Field):
+            constant = _scalar(left, right)
             return lambda table: _any_text(lambda array: compare(array, constant), table[name])
-        if left.kind != right.kind or left.kind == _TEXTS:
-            raise _error(f"{left} cannot be compared with {right}; compare numbers with numbers, or texts with texts")
-        compare, other, wider = _COMPARISONS[operator], right.name, left.arrow_type
-        if left.kind == _NUMBER:
-            integers = pa.types.is_integer(left.arrow_type) and pa.types.is_integer(right.arrow_type)
+        if kind != _kind(right) or kind == _TEXTS:
+            problem = f"{_named(left)} cannot be compared with {_named(right)}"
+            raise _error(f"{problem}; compare numbers with numbers, or texts with texts")
+        other, wider = right.name, left.type
+        if kind == _NUMBER:
+            integers = pa.types.is_integer(left.type) and pa.types.is_integer(right.type)
             wider = pa.int64() if integers else pa.float64()
         return lambda table: compare(table[name].cast(wider, safe=False), table[other].cast(wider, safe=False))
 
     def truth(self, operand: _Operand) -> Condition:
         self._count()
-        if not isinstance(operand, _Column) or operand.kind != _TRUTH:
-            raise _error(f"{operand} is not a condition; {_EXAMPLE}")
+        if not isinstance(operand, pa.Field) or _kind(operand) != _TRUTH:
+            raise _error(f"{_named(operand)} is not a condition; {_EXAMPLE}")
         return lambda table: table[operand.name]
 
     def is_null(self, operand: _Operand) -> Condition:
@@ -290,24 +267,19 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
 
     def one_of(self, operand: _Operand, *constants: _Constant) -> Condition:
         column = self._only_column(operand)
-        values = [column.scalar(constant).as_py() for constant in constants]
-        if column.kind != _NUMBER:
-            value_set = pa.array(values, pa.string() if column.kind == _TEXTS else column.arrow_type)
-        elif pa.types.is_integer(column.arrow_type):
-            value_set = pa.array([int(value) for value in values if _is_int64(value)], pa.int64())
-        else:
-            value_set = pa.array([float(value) for value in values], pa.float64())
+        scalars = [_scalar(column, constant) for constant in constants]
+        values = pa.array([scalar.as_py() for scalar in scalars], scalars[0].type)
 
         def is_in(array: Any) -> Any:
-            present = pc.is_in(array.cast(value_set.type), value_set=value_set)
+            present = pc.is_in(array.cast(values.type), value_set=values)
             return pc.if_else(pc.is_valid(array), present, pa.scalar(None, pa.bool_()))
 
         return lambda table: _any_text(is_in, table[column.name])
 
     def like(self, operand: _Operand, pattern: _Constant) -> Condition:
-        column, text = self._only_column(operand), str(pattern.value)
-        if column.kind not in (_TEXT, _TEXTS):
-            raise _error(f"'like' needs a column of texts, not {column}")
+        column, text = self._only_column(operand), str(pattern)
+        if _kind(column) not in (_TEXT, _TEXTS):
+            raise _error(f"'like' needs a column of texts, not {_named(column)}")
         if sum(map(text.count, "%_")) > MAX_WILDCARDS:
             raise _error(f"the pattern {text[:_SHOWN]!r} has more than {MAX_WILDCARDS} wildcards; use fewer")
         return lambda table: _any_text(lambda array: pc.match_like(array, text), table[column.name])
@@ -335,10 +307,10 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
         if self._parts > MAX_PARTS:
             raise _error(f"the filter has more than {MAX_PARTS} conditions; shorten the filter")
 
-    def _only_column(self, operand: _Operand) -> _Column:
+    def _only_column(self, operand: _Operand) -> pa.Field:
         self._count()
-        if not isinstance(operand, _Column):
-            raise _error(f"{operand} is not a column; {_EXAMPLE}")
+        if not isinstance(operand, pa.Field):
+            raise _error(f"{_named(operand)} is not a column; {_EXAMPLE}")
         return operand
 
 
@@ -354,27 +326,3 @@ def _any_text(condition: Callable[[Any], Any], values: Any) -> Any:
     result = np.zeros(len(lists), dtype=np.bool_)
     result[pc.list_parent_indices(lists).to_numpy()[holds]] = True
     return pa.chunked_array([pa.array(result, mask=pc.is_null(lists).to_numpy(zero_copy_only=False))])
-
-
-def _among_integers(operator: str, number: int | float) -> tuple[str, pa.Scalar]:
-    """Replace a comparison with any number by an equivalent comparison with a 64-bit integer.
-
-    Args:
-        operator: operator of the comparison `column operator number`. The column contains 64-bit integers.
-        number: right side of the comparison.
-
-    Returns:
-        (operator, 64-bit integer) of a comparison with the same result for every 64-bit integer.
-    """
-    if _is_int64(number):
-        return operator, pa.scalar(int(number))
-    is_upper = operator in ("<", "<=")
-    beyond = not _INT64_MIN <= number <= _INT64_MAX
-    if operator in ("=", "!=", "<>") or beyond:
-        always = operator in ("!=", "<>") or (operator != "=" and is_upper == (number > 0))
-        return ">=" if always else "<", pa.scalar(_INT64_MIN)
-    return ("<=", pa.scalar(math.floor(number))) if is_upper else (">=", pa.scalar(math.ceil(number)))
-
-
-def _is_int64(number: int | float) -> bool:
-    return _INT64_MIN <= number <= _INT64_MAX and int(number) == number

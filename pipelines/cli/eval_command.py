@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ from pipelines.cli.options import (
     model_option,
     quiet_option,
     score_option,
-    seed_option,
 )
 from pipelines.cli.output import note, print_json, this_command
-from storage_formats.errors import UsageError
 
 
 @click.command("eval")
@@ -36,12 +33,6 @@ from storage_formats.errors import UsageError
     help="Use only this split of CAPTIONS. With --full, the split limits only the queries.  [default: all splits]",
 )
 @model_option
-@click.option(
-    "--also",
-    multiple=True,
-    metavar="INDEX[=MODEL]",
-    help="Another index to evaluate, and optionally its model bundle; repeatable.",
-)
 @click.option(
     "--precision",
     "precisions",
@@ -71,7 +62,6 @@ from storage_formats.errors import UsageError
 )
 @joint_pool_option
 @score_option
-@click.option("--rerank/--no-rerank", default=True, help="Evaluate with re-ranking, or evaluate the embeddings alone.")
 @click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.  [default: all queries]")
 @click.option(
     "--bootstrap",
@@ -81,18 +71,17 @@ from storage_formats.errors import UsageError
     show_default=True,
     help="Number of bootstrap resamples for confidence intervals; 0 computes no intervals.",
 )
-@seed_option
 @click.option("--cache", type=PATH, help="Directory for computed scores. A later evaluation reuses these scores.")
-@click.option("--report", type=PATH, help="Directory for report.md, report.json and plots.")
+@click.option("--report", type=PATH, help="Directory for report.md and report.json.")
 @device_option
 @dtype_option
 @quiet_option
 @json_option
 def evaluate(
     index: Path,
-    model: Path | None,
-    also: tuple[str, ...],
+    captions: Path,
     direction: str,
+    cache: Path | None,
     report: Path | None,
     quiet: bool,
     as_json: bool,
@@ -112,52 +101,31 @@ def evaluate(
       edje-index eval photos.edje captions.jsonl --split dev --precision bf16 --precision fp8 --report out
       edje-index eval photos.edje dataset_flickr30k.json --images flickr30k-images --split test --pool 10
       edje-index eval photos.edje captions.jsonl --score logit --cache scores
-      edje-index eval m64.edje captions.jsonl --also m32.edje --queries 500 --cache scores
+      edje-index eval photos.edje captions.jsonl --score embedding
+      edje-index eval photos.edje captions.jsonl --queries 500 --cache scores
       edje-index eval photos.edje dataset_coco.json --split test --full
     """
-    if report is not None:
-        try:  # now, and not after a long evaluation
-            report.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=report):
-                pass
-        except OSError as error:
-            problem = f"cannot write the report to {report}: {error.strerror}"
-            raise UsageError(f"{problem}; choose another directory") from error
     from edje_index.evaluation.evaluate import evaluate as measure
-    from edje_index.evaluation.report import text_report, to_json, write_report
-    from edje_index.evaluation.results import EvaluationConfig
+    from edje_index.evaluation.report import evaluation_report, write_report
     from pipelines.progress.display import progress_display
     from pipelines.progress.events import progress_callback
 
-    config = EvaluationConfig(
-        systems=((index, model), *map(index_and_model, also)),
-        directions=DIRECTIONS if direction == "both" else (direction,),
-        **settings,
-    )
+    directions = DIRECTIONS if direction == "both" else (direction,)
     try:
         with progress_display(quiet=quiet) as on_event:
-            result = measure(config, progress_callback(on_event))
+            on_progress = progress_callback(on_event)
+            result = measure(index, captions, directions=directions, cache=cache, on_progress=on_progress, **settings)
     except KeyboardInterrupt:
-        if config.cache is not None:
+        if cache is not None:
             note(f"stopped; finished scores are kept. To resume: {this_command()}")
         raise
-    for system in result.systems:
-        if not system.trained:
-            note(f"note: the model of {system.name} is untrained, so the order of its hits is random")
+    if not result.system.trained:
+        note("note: the model is untrained, so the order of its hits is random")
+    text = evaluation_report(result)
     if as_json:
-        print_json(to_json(result))
+        print_json(result.to_json())
     else:
-        click.echo(text_report(result), nl=False)
+        click.echo(text, nl=False)
     if report is not None:
-        for path in write_report(result, report):
-            note(f"wrote {path}")
-
-
-def index_and_model(text: str) -> tuple[Path, Path | None]:
-    """Parse "INDEX" or "INDEX=MODEL". An existing path that contains "=" is read as "INDEX"."""
-    index, equals, model = text.rpartition("=")
-    if not equals or Path(text).exists():
-        return Path(text), None
-    if not index or not model:
-        raise UsageError(f"give INDEX or INDEX=MODEL, got '{text}'")
-    return Path(index), Path(model)
+        write_report(report, text, result.to_json())
+        note(f"report written to {report}")

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.eval_command import index_and_model
 from pipelines.cli.options import (
     PATH,
-    POSITIVE,
     html_page_option,
     json_option,
     model_option,
@@ -29,13 +27,6 @@ _FREQUENT = 10
 @html_page_option("explain.html")
 @model_option
 @read_precision_option
-@click.option(
-    "--sample",
-    type=POSITIVE,
-    default=1000,
-    show_default=True,
-    help="Number of images in the random sample.",
-)
 @click.option(
     "--captions",
     type=PATH,
@@ -61,7 +52,6 @@ def explain(
     out: Path,
     model: Path | None,
     precision: str | None,
-    sample: int,
     captions: Path | None,
     images: Path | None,
     split: str | None,
@@ -86,19 +76,26 @@ def explain(
     if captions is None and (images or split or against):
         raise UsageError("--images, --split and --against need --captions; add --captions FILE")
     from edje_index.evaluation.explain import explain_index
-    from pipelines.pages.explain_page import explain_page
+    from pipelines.pages import explain_page
     from pipelines.progress.display import progress_display
     from pipelines.progress.events import progress_callback
     from storage_formats.atomic import write_bytes_atomic
 
-    other, other_model = (None, None) if against is None else index_and_model(against)
+    other, other_model = None, None
+    if against is not None:
+        path, equals, bundle = against.rpartition("=")
+        if not equals or Path(against).exists():
+            other = Path(against)
+        elif path and bundle:
+            other, other_model = Path(path), Path(bundle)
+        else:
+            raise UsageError(f"give INDEX or INDEX=MODEL, got '{against}'")
     with progress_display(quiet=quiet) as on_event:
         explanation = explain_index(
             index,
             rows,
             model=model,
             precision=precision,
-            sample=sample,
             captions=captions,
             images=images,
             split=split,
@@ -110,7 +107,14 @@ def explain(
     note(f"page: {out}")
     if as_json:  # of the attention, only the reason why it is missing
         explained = [
-            {**vars(row), "words": asdict(row.words), "attention": row.attention.problem} for row in explanation.rows
+            {
+                "row_id": row.row_id,
+                "uri": row.uri,
+                "words": asdict(row.words),
+                "token_words": row.token_words,
+                "attention": row.no_attention,
+            }
+            for row in explanation.rows
         ]
         value = {**asdict(replace(explanation, rows=())), "root": str(explanation.root), "rows": explained}
         print_json({**value, "against": against, "page": str(out)})

@@ -93,7 +93,7 @@ def quantize(
         if not isinstance(index, Path):
             raise UsageError(f"--report needs an index on a file system; copy {index} to a directory first")
         from edje_index.evaluation.quantization import measure_precisions
-        from pipelines.jobs.quantization_report import table, write_report
+        from edje_index.evaluation.report import quantization_report, write_report
         from pipelines.jobs.quantize import precision_to_read
         from pipelines.progress.events import progress_callback, stop_at_events
         from storage_formats.format.manifest import Manifest
@@ -102,10 +102,11 @@ def quantize(
         with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
             on_progress = progress_callback(stop_at_events(on_event, should_stop, "stopped before the report was done"))
             measured = measure_precisions(index, reference, to, queries=queries, model=model, on_progress=on_progress)
+        text = quantization_report(measured)
         if report != _PRINT_ONLY:
-            write_report(measured, report)
+            write_report(report, text, asdict(measured))
         if not as_json:
-            for line in table(measured):
+            for line in text.splitlines():
                 print_line(line)
             if report != _PRINT_ONLY:
                 print_line(f"report written to {report}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edje_index.scoring.weights import BUNDLE_SCORE, EMBEDDING
+from edje_index.scoring.weights import BUNDLE_SCORE
 from pipelines.cli.options import (
     FILE,
     POSITIVE,
@@ -56,11 +56,6 @@ _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".t
 @click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
 @joint_pool_option
 @score_option
-@click.option(
-    "--rerank/--no-rerank",
-    default=True,
-    help="Sort the candidates by the final score, or by embedding similarity alone.",
-)
 @where_option
 @read_precision_option
 @model_option
@@ -71,7 +66,6 @@ _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".t
     type=FILE,
     help="Also write an HTML page that shows the hits before and after re-ranking.",
 )
-@click.option("--open", "open_page", is_flag=True, help="Open the page of --html in the browser.")
 @json_option
 def search(
     index: Path | str,
@@ -83,20 +77,19 @@ def search(
     pool: int,
     joint_pool: int | None,
     score: str,
-    rerank: bool,
     where: str | None,
     precision: str | None,
     model: Path | None,
     device: str,
     dtype: str,
     html: Path | None,
-    open_page: bool,
     as_json: bool,
 ) -> None:
     """Find the images that match TEXT best. Give TEXT, --queries or --image.
 
     The candidates are the rows whose embeddings are nearest to the embedding of TEXT. The candidates are then sorted by
     the final score, a weighted sum of several scores. The weights are in the model bundle; --score sets other weights.
+    With --score embedding, the candidates are not re-ranked.
 
     With --json, each hit has the final score and its parts before weighting. `embedding_score` is the cosine similarity
     of the embeddings. `joint_score` is the weighted sum of logit, late interaction and pooled similarity. With
@@ -108,39 +101,33 @@ def search(
     Examples:
       edje-index search photos.edje "two dogs play in the snow"
       edje-index search photos.edje "a red car" -k 3 --pool 500 --json
+      edje-index search photos.edje "a red car" --score embedding
       edje-index search photos.edje "a red car" --score logit
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
       edje-index search photos.edje "a red car" --joint-pool 20
       edje-index search photos.edje "a red car" --precision fp8
       edje-index search photos.edje "a red car" --where "width > 800 and licence = 'cc0'"
-      edje-index search photos.edje "a red car" --html car.html --open
+      edje-index search photos.edje "a red car" --html car.html
       edje-index search photos.edje --queries queries.txt --json
       edje-index search photos.edje --image car.jpg
       edje-index search photos.edje --image car.jpg --texts captions.txt
     """
     if sum(query is not None for query in (text, queries, image)) != 1:
         raise UsageError("give one of TEXT, --queries FILE and --image FILE")
-    by_embedding = not rerank or (image is not None and texts is None)
-    why = "with --no-rerank" if not rerank else "with --image, which compares embeddings alone"
-    is_given = {
-        "--score": score != BUNDLE_SCORE,
-        "--joint-pool": joint_pool is not None,
-        "--where": where is not None,
-        "--precision": precision is not None,
-        "--html": html is not None,
-    }
-    useless = [("--score", why), ("--joint-pool", why), ("--html", why)] if by_embedding else []
-    useless += [("--precision", "with --image, which is encoded now")] if image is not None else []
-    useless += [(option, "with --texts") for option in ("--where", "--joint-pool") if texts is not None]
-    useless += [("--html", "without TEXT, whose hits it shows")] if text is None else []
-    for option, reason in useless:
-        if is_given[option]:
-            raise UsageError(f"{option} has no effect {reason}: leave out {option}")
     if texts is not None and image is None:
         raise UsageError("--texts are ranked for an image: add --image FILE")
-    if open_page and html is None:
-        raise UsageError("--open opens the page that --html writes: add --html FILE")
-    if rerank and pool < k:
+    useless = {
+        "--score": score != BUNDLE_SCORE and image is not None and texts is None,
+        "--joint-pool": joint_pool is not None and image is not None,
+        "--precision": precision is not None and image is not None,
+        "--where": where is not None and texts is not None,
+        "--html": html is not None and text is None,
+    }
+    for option, is_useless in useless.items():
+        if is_useless:
+            with_ = "--texts" if texts is not None else "--image" if image is not None else "--queries"
+            raise UsageError(f"{option} has no effect with {with_}: leave out {option}")
+    if pool < k:
         raise UsageError(f"--pool {pool} is smaller than -k {k}: only candidates can become hits, so raise --pool")
 
     from edje_index.search.query import read_queries
@@ -157,41 +144,32 @@ def search(
     loading = time.perf_counter() - started
     if not opened.model.trained:
         note("note: this model is untrained: the order of these hits has no meaning")
-    pool = max(pool, k)
     if image is not None and choices:
-        _show_texts(
-            str(image), opened.search_texts(image, choices, k, pool, score=score if rerank else EMBEDDING), as_json
-        )
+        _show_texts(str(image), opened.search_texts(image, choices, k, pool, score=score), as_json)
         return
     if image is not None:
         _show(str(image), opened.search_image(image, k, where=where), as_json)
         return
     for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
         batch = query_texts[start : start + _QUERIES_AT_ONCE]
-        results = opened.search(
-            batch,
-            k if html is None else pool,
-            pool,
-            rerank=rerank,
-            score=score if rerank else None,
-            where=where,
-            joint_pool=joint_pool,
-        )
+        results = opened.search(batch, k if html is None else pool, pool, where=where, joint_pool=joint_pool)
         for query, hits in zip(batch, results, strict=True):
             if queries is not None and not as_json:
                 print_line(f"query: {query}")
             _show(query, hits.first(k), as_json)
-    if rerank and not as_json:
+    if not as_json:
         note(
             f"score = {opened.model.weights('t2i', score).described()}; scores order the hits of one query and cannot "
             "be compared between queries. joint: share of the score from logit, late interaction and pooled "
             "similarity. embedding: cosine similarity of the embeddings."
         )
     if html is not None:
-        from pipelines.pages.search_page import SearchContext, search_page
+        from pipelines.pages import search_page
         from storage_formats.atomic import write_bytes_atomic
 
-        context = SearchContext(
+        page = search_page(
+            results[0],
+            k,
             root=opened.root,
             query=query_texts[0],
             precision=opened.precision,
@@ -199,10 +177,8 @@ def search(
             trained=opened.model.trained,
             timings={"load index and model": loading, **results[0].stages},
         )
-        write_bytes_atomic(html, search_page(results[0], k, context).encode())
+        write_bytes_atomic(html, page.encode())
         note(f"page: {html}")
-        if open_page:
-            click.launch(str(html.resolve()))
 
 
 def _show(query: str, hits: Hits, as_json: bool) -> None:

@@ -21,6 +21,7 @@ from prometheus_client import generate_latest
 from edje_index import __version__
 from edje_index.images.decode import ImageError, decode_rgb
 from edje_index.images.thumbnails import read_thumbnails
+from edje_index.scoring.weights import EMBEDDING
 from edje_index.search.hits import embedding_order, rank_hits
 from edje_index.search.query import requested_rows
 from edje_index.search.query_image import encode_images
@@ -224,7 +225,6 @@ async def search(state: State, body: schemas.SearchRequest) -> schemas.SearchAns
         if body.pool > state.limits.pool:
             raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}; set a smaller pool")
         options: dict[str, Any] = {
-            "rerank": body.rerank,
             "score": body.score,
             "where": where,
             "joint_pool": body.joint_pool,
@@ -235,16 +235,17 @@ async def search(state: State, body: schemas.SearchRequest) -> schemas.SearchAns
             hits_of_each = index.search(texts, max(counts), body.pool, **options)
             return [hits.first(count) for hits, count in zip(hits_of_each, counts, strict=True)]
 
-        pairs = min(body.joint_pool or body.pool, body.pool) if body.rerank else 1
+        is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
+        pairs = min(body.joint_pool or body.pool, body.pool) if is_reranked else 1
         hits, timing = await state.batcher.submit(
-            (body.query, body.pool if body.embedding_order and body.rerank else body.k),
+            (body.query, body.pool if body.embedding_order else body.k),
             search_texts,
             cost=pairs * tokens,
             kind=("search", id(index), body.pool, *options.values()),
         )
     best = [schemas.HitAnswer(**vars(hit), rank=rank) for rank, hit in enumerate(hits, 1)]
     by_embedding = None
-    if body.query is not None and body.rerank and body.embedding_order and hits:
+    if body.query is not None and body.embedding_order and hits:
         ranked = rank_hits(hits)
         best, by_embedding = (
             [schemas.HitAnswer(**vars(each.hit), rank=each.rank, embedding_rank=each.embedding_rank) for each in order]

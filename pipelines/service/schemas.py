@@ -31,7 +31,9 @@ class _Search(_Request):
     k: Count = Field(10, description="Number of hits.")
     pool: Count = Field(100, description="Number of candidates to re-rank, at least k.")
     score: str | None = Field(
-        None, max_length=200, description="Score to sort by; the default is the score of the bundle."
+        None,
+        max_length=200,
+        description="Score to sort by, for example embedding; the default is the score of the bundle.",
     )
     index: Name | None = Field(None, description="Name of the index; the default is the first index in /info.")
     precision: Name | None = Field(
@@ -55,7 +57,6 @@ class SearchRequest(_Search):
         description="Number of candidates that the joint encoder scores: those that are best by the other parts of the "
         "score. A small number is faster, but may change the order of the hits. The default is all candidates.",
     )
-    rerank: bool = Field(True, description="False keeps the order by embedding similarity, without re-ranking.")
     where: str | None = Field(
         None,
         min_length=1,

@@ -84,10 +84,8 @@ def left_out(line: str) -> bool:
 
 
 def words_of(line: str, home: Path) -> list[str]:
-    """Arguments of a command, as the shell gives them, without Ray and without a browser."""
-    words = [
-        re.sub(r"^(~|/mnt)/", f"{home}/", word) for word in shlex.split(line, comments=True)[1:] if word != "--open"
-    ]
+    """Arguments of a command, as the shell gives them, without Ray."""
+    words = [re.sub(r"^(~|/mnt)/", f"{home}/", word) for word in shlex.split(line, comments=True)[1:]]
     command = cli.get_command(click.Context(cli), words[0])
     options = [name for parameter in command.params for name in parameter.opts] if command else []
     return [*words, "--engine", "inline"] if "--engine" in options and "--engine" not in words else words

@@ -15,7 +15,6 @@ from benchmarks.rerank import bench_rerank
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.evaluation import evaluate as evaluation
 from edje_index.evaluation.quantization import measure_precisions
-from edje_index.evaluation.results import EvaluationConfig
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import PART_NAMES, ScoreWeights
@@ -60,18 +59,17 @@ def evaluation_scores(
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "score_pools", capture)
         evaluation.evaluate(
-            EvaluationConfig(
-                systems=((INDEX, MODEL),),
-                captions=captions,
-                images=Path("/photos"),
-                precisions=("bf16",),
-                pools=(20,),
-                directions=("t2i",),
-                full=True,
-                score=weights,
-                joint_pool=joint_pool,
-                resamples=0,
-            )
+            INDEX,
+            captions,
+            model=MODEL,
+            images=Path("/photos"),
+            precisions=("bf16",),
+            pools=(20,),
+            directions=("t2i",),
+            full=True,
+            score=weights,
+            joint_pool=joint_pool,
+            resamples=0,
         )
     ((candidates, scores),) = captured
     return scores[0][np.argsort(candidates[0])]

@@ -243,7 +243,7 @@ def test_search_shows_both_scores_and_says_that_random_weights_mean_nothing(run,
     assert [hit["joint_score"] for hit in hits] == sorted((hit["joint_score"] for hit in hits), reverse=True)
     rounded = json.loads(run("search", index, "a photo", "-k", 3, "--dtype", "bfloat16", "--json")[1])["hits"]
     assert {hit["joint_score"] for hit in rounded}.isdisjoint({hit["joint_score"] for hit in hits})
-    plain = json.loads(run("search", index, "a photo", "-k", 3, "--no-rerank", "--json")[1])["hits"]
+    plain = json.loads(run("search", index, "a photo", "-k", 3, "--score", "embedding", "--json")[1])["hits"]
     assert all(hit["joint_score"] is None for hit in plain)
     assert len(run("search", index, "a photo", "-k", 3)[1].splitlines()) == 4
 

@@ -75,7 +75,7 @@ def test_texts_are_ranked_for_a_photo(run, root, tmp_path):
     index = TokenIndex.open(root)
     for options, score, pool in (
         ([], "bundle", 100),
-        (["--no-rerank"], "embedding", 100),
+        (["--score", "embedding"], "embedding", 100),
         (["--pool", 2], "bundle", 2),
     ):
         (answer,) = hits_of(run, *command, "-k", 2, *options)
@@ -96,6 +96,11 @@ def test_options_of_a_text_search(run, root):
     assert exact["stages_ms"]["total"] >= exact["stages_ms"]["joint_encoder"] > 0
     (answer,) = hits_of(run, *command, "--joint-pool", 2)
     assert ["logit" in hit["parts"] for hit in answer["hits"]] == [True, True, False, False]
+    (filtered,) = hits_of(run, *command, "--where", "row_id = 7")
+    assert [hit["row_id"] for hit in filtered["hits"]] == [7]
+    code, _, err = run("search", root, "a dog", "--where", "size > 'a'")
+    assert code == 2
+    assert "the column size (int64) cannot be compared with the constant 'a'; give a whole number" in err
     code, _, err = run("search", root, "a dog", "--precision", "fp8")
     assert code == 2
     assert "does not have precision 'fp8'; choose one of: bf16" in err
@@ -106,13 +111,10 @@ def test_options_of_a_text_search(run, root):
     [
         ([], "give one of TEXT, --queries FILE and --image FILE"),
         (["text", "--image", "x.jpg"], "give one of TEXT, --queries FILE and --image FILE"),
-        (["--queries", "q.txt", "--html", "x.html"], "--html has no effect without TEXT"),
-        (["text", "--no-rerank", "--html", "x.html"], "--html has no effect with --no-rerank"),
-        (["text", "--open"], "--open opens the page that --html writes"),
+        (["--queries", "q.txt", "--html", "x.html"], "--html has no effect with --queries"),
         (["text", "--pool", "3"], "--pool 3 is smaller than -k 10"),
-        (["--image", "x.jpg", "--score", "logit"], "compares embeddings alone: leave out --score"),
-        (["--image", "x.jpg", "--joint-pool", "3"], "compares embeddings alone: leave out --joint-pool"),
-        (["text", "--no-rerank", "--joint-pool", "3"], "--joint-pool has no effect with --no-rerank"),
+        (["--image", "x.jpg", "--score", "logit"], "--score has no effect with --image"),
+        (["--image", "x.jpg", "--joint-pool", "3"], "--joint-pool has no effect with --image"),
         (["text", "--joint-pool", "3"], "joint_pool needs a score with other parts than the logit"),
         (["--image", "x.jpg", "--precision", "bf16"], "--precision has no effect with --image"),
         (["text", "--texts", "x.txt"], "--texts are ranked for an image: add --image FILE"),

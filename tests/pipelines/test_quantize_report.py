@@ -12,9 +12,9 @@ import pytest
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.evaluation.quantization import compare_tokens, measure_precisions
+from edje_index.evaluation.report import quantization_report, write_report
 from edje_index.models.adapter import build_adapter
 from pipelines.cli import main
-from pipelines.jobs.quantization_report import markdown, table, write_report
 from storage_formats import IndexSpec, Manifest, TokenStore, codec
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import Layout
@@ -69,7 +69,7 @@ def test_token_errors_of_stored_and_unstored_precisions(synthetic):
         assert cost.tokens.cosine.lowest == cosines.min()
         assert cost.ranking is None
     assert report.ranking_left_out == "the index was not built by a model"
-    assert "re-ranking was not measured: the index was not built by a model." in table(report)
+    assert "Re-ranking was not measured: the index was not built by a model." in quantization_report(report)
 
 
 def test_what_is_stored_is_measured_and_not_what_would_be(tmp_path):
@@ -101,7 +101,7 @@ def test_a_sample_is_the_same_for_the_same_seed(synthetic):
 def test_a_reference_that_is_not_bf16_is_told(synthetic):
     report = measure_precisions(synthetic[0], "fp8")
     assert report.reference == "fp8"
-    assert "the reference is fp8. Its own errors are not included." in table(report)
+    assert "The reference is fp8. Its own errors are not included." in quantization_report(report)
 
 
 def test_rankings_of_an_index_with_a_model(built, tmp_path):
@@ -117,14 +117,13 @@ def test_rankings_of_an_index_with_a_model(built, tmp_path):
     assert found["int8"].score_change == pytest.approx(
         np.mean([by_hand, _scores_by_hand(built, "a cat", 12)]), rel=1e-3
     )
-    write_report(report, tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.json", "report.md", "quality.png"}
+    page = quantization_report(report)
+    write_report(tmp_path / "out", page, asdict(report))
+    assert (tmp_path / "out/report.md").read_text() == page
     assert json.loads((tmp_path / "out/report.json").read_text()) == json.loads(json.dumps(asdict(report)))
-    assert (tmp_path / "out/quality.png").read_bytes()[:4] == b"\x89PNG"
-    page = markdown(report)
-    widths = {line.count("|") for line in page if line.startswith("| nvfp4")}
+    widths = {line.count("|") for line in page.splitlines() if line.startswith("| nvfp4")}
     assert widths == {5, 9, 8}  # cells of the tables of sizes, distributions and rankings
-    assert any("have no meaning" in line for line in table(report))
+    assert "have no meaning" in page
 
 
 def _scores_by_hand(root, text, pool):
@@ -166,7 +165,7 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
     before = files(root)
     assert main(["quantize", str(root), "--report", "--quiet"]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0].split()[:2] == ["precision", "bytes/image"]
+    assert "| precision | bytes per image |" in out
     assert main(["quantize", str(root), "--report", str(tmp_path / "out"), "--json", "--quiet"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out/report.json").read_text())
@@ -180,7 +179,10 @@ def test_a_reference_of_lossy_origin_is_named(tmp_path):
     run_here("quantize", tmp_path, "--to", "bf16", "--from", "int8", "--drop", "int8")
     report = measure_precisions(tmp_path, "bf16", ("int8",))
     assert (report.reference, report.reference_encoded_from) == ("bf16", ("int8",))
-    assert "The reference bf16 was converted from int8. Errors of that conversion are not included." in markdown(report)
+    assert (
+        "The reference bf16 was converted from int8. Errors of that conversion are not included."
+        in quantization_report(report)
+    )
 
 
 def test_the_command_reports_before_it_converts(tmp_path, capsys):

@@ -14,7 +14,6 @@ from edje_index import TokenIndex, evaluate
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.import_checkpoint import bundle_of_open_clip
 from edje_index.errors import ModelError
-from edje_index.evaluation.results import EvaluationConfig
 from edje_index.models.weights import save_weights
 from pipelines import build_index
 from storage_formats.errors import UsageError
@@ -70,9 +69,9 @@ def test_search_follows_the_embeddings_without_tokens(index: Path, tower: Path) 
 
 
 def test_an_evaluation_measures_the_embeddings(index: Path, tower: Path) -> None:
-    config = EvaluationConfig(((index, None),), index.parent / "captions.jsonl", index.parent / "photos", resamples=0)
     expected = similarities(index, tower)
-    for result in evaluate(config).results:
+    evaluation = evaluate(index, index.parent / "captions.jsonl", images=index.parent / "photos", resamples=0)
+    for result in evaluation.results:
         ranks = (expected if result.direction == "t2i" else expected.T).argmax(axis=1)
         assert result.recall[1].value == pytest.approx(100 * float((ranks == np.arange(6)).mean()))
 

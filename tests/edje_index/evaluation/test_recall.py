@@ -1,12 +1,21 @@
-"""Ranks and recall against an independent count in plain Python."""
+"""Ranks and recall against an independent count in plain Python, and intervals against SciPy's bootstrap."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
-from edje_index.evaluation.recall import embedding_pools, hits, nearest, ranks_after_reranking, ranks_by_similarity
+from edje_index.evaluation.recall import (
+    ClusterBootstrap,
+    embedding_pools,
+    hits,
+    nearest,
+    ranks_after_reranking,
+    ranks_by_similarity,
+)
 
 FEW = st.integers(-2, 2)  # so few values that ties are everywhere
 
@@ -36,6 +45,7 @@ def test_ranks_equal_those_of_plain_sorting(search):
     similarity = np.array(similarities, dtype=np.float32)
     relevant = np.array(asked)[:, None] == np.array(labels)
     plain = ranks_by_similarity(similarity, relevant)
+    assert hits(plain, (1, 3)).tolist() == [[rank < 1, rank < 3] for rank in plain]
     kept = nearest(similarity, pool)
     score = np.take_along_axis(np.array(scores, dtype=np.float32), kept, axis=1)
     reranked = ranks_after_reranking(score, np.take_along_axis(relevant, kept, axis=1), pool, plain)
@@ -44,11 +54,6 @@ def test_ranks_equal_those_of_plain_sorting(search):
         assert kept[query].tolist() == order[:pool]
         assert plain[query] == rank
         assert reranked[query] == by_hand(similarities[query], scores[query], label, labels, pool)[1]
-
-
-def test_recall_counts_ranks_below_the_cutoff():
-    found = hits(np.array([0, 1, 4, 5, 9, 10]), (1, 5, 10))
-    np.testing.assert_allclose(found.mean(axis=0), [1 / 6, 3 / 6, 5 / 6])
 
 
 def test_pools_do_not_depend_on_how_queries_are_cut(monkeypatch):
@@ -68,3 +73,37 @@ def test_pools_do_not_depend_on_how_queries_are_cut(monkeypatch):
         assert whole.candidates[query].tolist() == order[:6]
         assert whole.similarities[query].tolist() == [similarities[place] for place in order[:6]]
         assert whole.ranks[query] == rank
+
+
+RNG = np.random.default_rng(5)
+CLUSTERS = RNG.integers(0, 40, 150) * 7
+HITS = (RNG.random((150, 3)) < [0.2, 0.5, 0.55]).astype(float)
+
+
+def test_intervals_are_those_of_scipy_on_the_same_draws(monkeypatch):
+    """SciPy resamples the ratio of two sums over clusters, which is the mean over their members."""
+    monkeypatch.setattr("edje_index.evaluation.recall._CHUNK_DRAWS", 300)
+    labels = np.unique(CLUSTERS)
+    counts = np.array([(label == CLUSTERS).sum() for label in labels])
+    for column, estimate in enumerate(ClusterBootstrap(CLUSTERS, 500, 3).estimates(HITS)):
+        sums = np.array([HITS[label == CLUSTERS, column].sum() for label in labels])
+        interval = stats.bootstrap(
+            (sums, counts),
+            lambda left, right, axis=-1: left.sum(axis=axis) / right.sum(axis=axis),
+            n_resamples=500,
+            paired=True,
+            vectorized=True,
+            method="percentile",
+            rng=np.random.default_rng(3),
+        ).confidence_interval
+        assert estimate.value == pytest.approx(HITS[:, column].mean())
+        assert (estimate.low, estimate.high) == pytest.approx((interval.low, interval.high))
+    assert ClusterBootstrap(CLUSTERS, 0).estimates(HITS)[0].low is None
+
+
+def test_a_difference_is_paired():
+    bootstrap = ClusterBootstrap(CLUSTERS, 400, 1)
+    difference = bootstrap.estimates(HITS[:, 1:2] - HITS[:, :1])[0]
+    means = bootstrap.means(HITS)
+    expected = np.percentile(means[:, 1] - means[:, 0], [2.5, 97.5])
+    assert (difference.low, difference.high) == pytest.approx(tuple(expected))

@@ -80,7 +80,7 @@ def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
     assert [(hit.row_id, hit.embedding_score) for hit in hits] == [hit[:2] for hit in best]
     assert [hit.joint_score for hit in hits] == pytest.approx([logit for _, _, logit in best], abs=1e-4)
     assert [Path(hit.uri) for hit in hits] == [photo(root, hit.row_id) for hit in hits]
-    plain = opened.search("a red canoe", k=4, pool=6, rerank=False)
+    plain = opened.search("a red canoe", k=4, pool=6, score="embedding")
     assert [(hit.row_id, hit.joint_score) for hit in plain] == [(row, None) for row, _, _ in expected[:4]]
     assert [hit.score for hit in plain] == [hit.embedding_score for hit in plain]
     assert sorted(rows_of(opened.search("anything", k=100, pool=100))) == SOUND, "holes are never found"
@@ -101,7 +101,7 @@ def test_hits_carry_their_parts(index, monkeypatch):
             row: {part: pytest.approx(value, abs=1e-5)} for row, value in whole.items()
         }
         assert [hit.score for hit in alone] == pytest.approx(sorted((2 * v for v in whole.values()), reverse=True))
-    plain = index.search("a red canoe", k=4, pool=6, rerank=False)
+    plain = index.search("a red canoe", k=4, pool=6, score="embedding")
     monkeypatch.setattr(TokenStore, "fetch", None)
     assert index.search("a red canoe", k=4, pool=6, score="embedding") == plain, "no tokens are read"
 
@@ -169,12 +169,9 @@ def test_requests_without_sense_are_refused(index, built, monkeypatch):
     for text, k, pool in (("", 1, 1), ("  ", 1, 1), ("x", 0, 1), ("x", 2, 1), (["a dog", " "], 1, 1), ([3], 1, 1)):
         with pytest.raises(UsageError):
             index.search(text, k=k, pool=pool)
-    for score, joint_pool in (("logit", 3), ("late", 3), ("bundle", 0)):
+    for score, joint_pool in (("logit", 3), ("late", 3), ("bundle", 0), ("embedding", 3)):
         with pytest.raises(UsageError, match="joint_pool"):
             index.search("a dog", score=score, joint_pool=joint_pool)
-    for option in ({"joint_pool": 3}, {"score": "logit"}):
-        with pytest.raises(UsageError, match="no effect without re-ranking"):
-            index.search("a dog", rerank=False, **option)
     with pytest.raises(ModelError, match="no hubness correction: use only the parts logit, late, embedding"):
         TokenIndex.open(built[0], score="logit=1,hubness=1")
     with pytest.raises(UsageError, match="unknown part 'joint'"):
@@ -186,7 +183,7 @@ def test_features_to_train_on_are_not_reranked(built, monkeypatch):
     monkeypatch.setattr(SearchModel, "adapter_config", AdapterConfig(PATCHES, 16, 32, 32, hidden_dim=0))
     with pytest.raises(ModelError, match="stores features for training"):
         opened.search("anything", k=1, pool=1)
-    assert len(opened.search("anything", k=2, pool=2, rerank=False)) == 2
+    assert len(opened.search("anything", k=2, pool=2, score="embedding")) == 2
 
 
 def test_only_the_model_that_built_an_index_searches_it(built, tmp_path):
@@ -329,7 +326,10 @@ RERANKED = ["text_tower", "nearest", "fetch", "joint_encoder", "other_parts", "h
     [
         (lambda index: index.search("a dog", 3, 6), RERANKED),
         (lambda index: index.search("a dog", 3, 6, score="logit"), [name for name in RERANKED if name[:5] != "other"]),
-        (lambda index: index.search("a dog", 3, rerank=False), ["text_tower", "nearest", "hits", "total"]),
+        (
+            lambda index: index.search("a dog", 3, score="embedding"),
+            ["text_tower", "nearest", "other_parts", "hits", "total"],
+        ),
         (lambda index: index.rerank("a dog", [4, 0]), [name for name in RERANKED if name != "nearest"]),
         (lambda index: index.search_row(4, 3), ["nearest", "hits", "total"]),
     ],

@@ -49,7 +49,7 @@ def test_search_gives_the_hits_of_the_library(client, library):
     assert same_hits(hits, expected)
     assert [asdict(hit).keys() for hit in hits] == [asdict(hit).keys() for hit in expected]
     assert [hit.uri for hit in hits] == [hit.uri for hit in expected]
-    assert same_hits(client.search("a red canoe", rerank=False), library.search("a red canoe", rerank=False))
+    assert same_hits(client.search("a red canoe", score="embedding"), library.search("a red canoe", score="embedding"))
     rough = library.with_precision("nvfp4").search("a red canoe", 5)
     assert same_hits(client.search("a red canoe", 5, precision="nvfp4"), rough)
     assert not same_hits(client.search("a red canoe", 5), rough)
@@ -96,12 +96,12 @@ def test_a_joint_pool_is_that_of_the_library(client, library, http):
     assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in expected]
     assert [hit["parts"].keys() for hit in answer["hits"]] == [hit.parts.keys() for hit in expected]
     assert sum("logit" in hit["parts"] for hit in answer["hits"]) == 3
-    assert client.search("a dog", rerank=False, joint_pool=None) == client.search("a dog", rerank=False)
+    assert client.search("a dog", score="embedding", joint_pool=None) == client.search("a dog", score="embedding")
 
 
 def test_search_returns_both_orders(http, library):
     answer = http.post("/search", json={"query": "a dog", "k": 4, "pool": 9, "embedding_order": True}).json()
-    before = library.search("a dog", 4, rerank=False)
+    before = library.search("a dog", 4, score="embedding")
     assert [hit["row_id"] for hit in answer["by_embedding"]] == [hit.row_id for hit in before]
     assert [hit["embedding_rank"] for hit in answer["by_embedding"]] == [1, 2, 3, 4]
     assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search("a dog", 4, 9)]
