@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from edje_index.bundles.random_bundle import create_untrained_bundle as create_untrained_bundle
     from edje_index.errors import HubUnreachableError as HubUnreachableError
     from edje_index.errors import ModelError as ModelError
-    from edje_index.evaluation.evaluate import Evaluation as Evaluation
     from edje_index.evaluation.evaluate import evaluate as evaluate
     from edje_index.fetching.device_fetcher import DeviceFetcher as DeviceFetcher
     from edje_index.fetching.token_dataset import TokenDataset as TokenDataset
@@ -52,7 +51,7 @@ _NAMES = {
     "edje_index.bundles.published_checkpoint": "PublishedModel load_published_checkpoint",
     "edje_index.bundles.random_bundle": "create_untrained_bundle",
     "edje_index.errors": "HubUnreachableError ModelError",
-    "edje_index.evaluation.evaluate": "Evaluation evaluate",
+    "edje_index.evaluation.evaluate": "evaluate",
     "edje_index.fetching.device_fetcher": "DeviceFetcher",
     "edje_index.fetching.token_dataset": "TokenDataset",
     "edje_index.indexing.faiss_index": "add_ann",
