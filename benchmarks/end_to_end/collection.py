@@ -22,7 +22,7 @@ from torch.nn import functional
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
 from edje_index.models.joint_scorer import JointScorer
-from edje_index.scoring.late_interaction import content_token_mask
+from edje_index.scoring.parts import content_token_mask
 from edje_index.search.late_interaction_search import max_sim
 from edje_index.search.token_index import TokenIndex
 from storage_formats.codecs import Blocks

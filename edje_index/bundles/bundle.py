@@ -42,9 +42,7 @@ from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.text_tower import TextTower, save_text_tokenizer, text_tokenizer
 from edje_index.models.vision_tower import VisionTower, vision_tower
 from edje_index.models.weights import check_finite, distinct_tensors, save_tensors, save_weights
-from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.parts import ScoreModels
-from edje_index.scoring.pooled_similarity import PooledSimilarity
+from edje_index.scoring.parts import HubnessBank, PooledSimilarity, ScoreModels
 from edje_index.scoring.weights import DirectionWeights
 
 
@@ -190,7 +188,7 @@ class ModelBundle:
             self.joint.tokenizer.save(joint_folder)
             write_json(staging / JOINT_CONFIG, self.joint.config.to_dict())
             if self.hubness_bank is not None:
-                self.hubness_bank.save(staging / BANK_WEIGHTS)
+                save_weights(self.hubness_bank, staging / BANK_WEIGHTS)
                 joint["hubness_bank"] = self.hubness_bank.sizes
             vision = {
                 "name": self.clip_config.name,

@@ -28,9 +28,7 @@ from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.models.safety import read_configuration
 from edje_index.models.weights import assign_weights, limited_by, read_weights
-from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.parts import ScoreModels
-from edje_index.scoring.pooled_similarity import PooledSimilarity
+from edje_index.scoring.parts import HubnessBank, PooledSimilarity, ScoreModels
 from edje_index.scoring.weights import DirectionWeights, check_parts
 
 if TYPE_CHECKING:
@@ -129,7 +127,11 @@ def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
         raise ModelError(
             f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole bundle directory, or make the bundle again"
         )
-    return HubnessBank.load(info.path / BANK_WEIGHTS, info.embed_dim, sizes)
+    path = info.path / BANK_WEIGHTS
+    with limited_by(path):
+        bank = HubnessBank(embed_dim=info.embed_dim, **sizes)
+    assign_weights(bank, read_weights(path), str(path))
+    return bank
 
 
 def check_scorer_fit(adapter: AdapterConfig, models: ScoreModels, score: DirectionWeights) -> None:

@@ -1,29 +1,330 @@
 """The parts of the final score. A part is one number per pair of a caption and an image.
 
+- ``logit``: the logit of the joint encoder, the score of the EDJE paper.
+- ``late``: late interaction, as in ColBERT (Khattab and Zaharia, 2020). For each content word of the caption, take the
+  largest cosine similarity with a token of the image. The part is the mean over the content words. All word vectors
+  contain their mean, which raises every cosine similarity; therefore it is first subtracted from words and tokens. The
+  part is meaningful only if the adapter was trained with an alignment phase.
+- ``pooled``: the cosine similarity of one vector of the image, see `PooledSimilarity`, and one vector of the caption.
+- ``embedding``: the cosine similarity of the embeddings of both towers.
+- ``hubness``: minus the hubness of the candidate (query-bank normalisation: Bogolin et al., CVPR 2022; Smith et al.,
+  ICLR 2017). It lowers the scores of candidates that are similar to many queries. The hubness of an image is
+
+      t log mean_j exp((w <e, e_j> + u <p, p_j>) / t)
+
+  where e is the embedding and p the pooled vector of the image, and e_j is the embedding and p_j the pooled vector of
+  caption j in the `HubnessBank`. `HubnessSimilarity` has the weights w and u and the temperature t. The hubness of a
+  caption is computed in the same way from the images in the bank. It has a lower limit: the 10 % quantile of the
+  hubness in the bank. Without it, images that are unlike all training images would rank first for every caption.
+
 In shapes, b is the number of pairs, m the tokens per image, d the width of a token, e the width of an embedding, and k
 the width of a pooled vector.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
 
 from edje_index.models.devices import as_tensor
+from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointTokenizer
 from edje_index.models.joint_scorer import JointScorer
-from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.late_interaction import content_token_mask, late_interaction
-from edje_index.scoring.pooled_similarity import PooledSimilarity
-from edje_index.scoring.weights import EMBEDDING, HUBNESS, LATE, LOGIT, POOLED, TEXT_TO_IMAGE, ScoreWeights
+from edje_index.scoring.weights import (
+    EMBEDDING,
+    HUBNESS,
+    LATE,
+    LOGIT,
+    POOLED,
+    TEXT_TO_IMAGE,
+    HubnessSimilarity,
+    ScoreWeights,
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = NDArray[np.float32]
+
+# Common English function words, which name nothing that an image can show.
+_STOP_WORD_TEXT = """
+a an the this that these those some any each both all one its his her their them they he she it him who which what there
+here and or but if while as than then so not no nor is are was were be been being am has have had having do does did
+doing can could will would may might shall should must of to from by with without for at in on into onto over under up
+down out off through about against between during before after above below again very just also other another such own
+same s t
+"""
+_STOP_WORDS = frozenset(_STOP_WORD_TEXT.split())
+_LARGEST_CODE = 127
+_CHUNK = 256  # candidates per step; small, so that memory for their products with the bank is reused
+_FLOOR_QUANTILE = 0.1
+
+
+def late_interaction(
+    captions: Sequence[Sequence[int]],
+    tokens: torch.Tensor,
+    words: torch.Tensor,
+    content: NDArray[np.bool_],
+    *,
+    mean: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the scores of b pairs, float32 [b], between -1 and 1. A caption without content words has the score 0.
+
+    Args:
+        captions: token ids of the caption of each pair.
+        tokens: image tokens of each pair [b, m, d].
+        words: word vectors of the vocabulary [v, d].
+        content: which token ids are content words, bool [v]. See `content_token_mask`.
+        mean: mean of `words` [d]. If it is None, the mean is computed.
+    """
+    content_ids = [[token_id for token_id in caption if content[token_id]] for caption in captions]
+    lengths = torch.tensor([len(ids) for ids in content_ids])
+    is_word = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
+    padded_ids = torch.zeros(is_word.shape, dtype=torch.int64)
+    padded_ids[is_word] = torch.tensor([token_id for ids in content_ids for token_id in ids], dtype=torch.int64)
+    mean = words.mean(dim=0) if mean is None else mean
+    queries = functional.normalize(words[padded_ids.to(words.device)] - mean, dim=2)
+    keys = functional.normalize(tokens.float() - mean, dim=2)
+    best = (queries @ keys.transpose(1, 2)).amax(dim=2)
+    is_word = is_word.to(tokens.device)
+    return (best * is_word).sum(dim=1) / is_word.sum(dim=1).clamp(min=1)
+
+
+@lru_cache(maxsize=8)
+def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
+    """Return which token ids of `tokenizer` are content words, bool [v]. The array is read-only and cached.
+
+    Stop words, punctuation and special tokens are not content words.
+    """
+    mask = np.zeros(len(tokenizer), dtype=bool)
+    special_ids = {*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id}
+    for word, token_id in tokenizer.tokenizer.get_vocab().items():
+        piece = word.removeprefix("##")
+        mask[token_id] = token_id not in special_ids and any(map(str.isalnum, piece)) and word not in _STOP_WORDS
+    mask.flags.writeable = False
+    return mask
+
+
+class PooledSimilarity(nn.Module):
+    """Linear maps from images and from captions to a common space. In a new object, all maps are zero.
+
+    The vector of an image is a linear map of the mean, standard deviation and maximum over its tokens. The vector of a
+    caption is a linear map of its bag of words and its mean hidden state in the language model. The tensors are
+    buffers: `edje_index.training.pooled_similarity` fits them without gradients.
+
+    Args:
+        width: width d of image tokens and hidden states.
+        words: number w of words in a bag of words.
+        dim: width k of the common space.
+
+    Attributes:
+        image: map of the token statistics [3 d, k].
+        image_offset: offset of image vectors [k].
+        sentence: map of mean hidden states [d, k].
+        word_numbers: token ids of the words in a bag of words, ascending, int64 [w].
+        word_weights: weight of each word in a bag of words [w].
+        words: map of bags of words [w, k].
+        caption_offset: offset of caption vectors [k].
+    """
+
+    image: torch.Tensor
+    image_offset: torch.Tensor
+    sentence: torch.Tensor
+    word_numbers: torch.Tensor
+    word_weights: torch.Tensor
+    words: torch.Tensor
+    caption_offset: torch.Tensor
+
+    def __init__(self, width: int, words: int, dim: int) -> None:
+        super().__init__()
+        shapes = {
+            "image": (3 * width, dim),  # mean, standard deviation, maximum
+            "image_offset": (dim,),
+            "sentence": (width, dim),
+            "word_weights": (words,),
+            "words": (words, dim),
+            "caption_offset": (dim,),
+        }
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.zeros(shape))
+        self.register_buffer("word_numbers", torch.zeros(words, dtype=torch.int64))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes ``words`` (number of words in a bag) and ``dim`` (width of the common space)."""
+        return {"words": self.words.shape[0], "dim": self.words.shape[1]}
+
+    def images(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the pooled vectors of images, unit vectors [b, k], from image tokens [b, m, d] of any float type."""
+        return functional.normalize(token_statistics(tokens) @ self.image + self.image_offset, dim=1)
+
+    def captions(self, captions: Sequence[Sequence[int]], sentences: torch.Tensor) -> torch.Tensor:
+        """Return the pooled vectors of captions, unit vectors [b, k].
+
+        Args:
+            captions: token ids of each caption.
+            sentences: mean hidden state of each caption [b, d].
+        """
+        bags = word_bags(captions, self.word_numbers, self.word_weights)
+        return functional.normalize(sentences @ self.sentence + bags @ self.words + self.caption_offset, dim=1)
+
+
+def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the mean, standard deviation and maximum of the tokens [b, m, d] of each image, float32 [b, 3 d]."""
+    tokens = tokens.float()
+    mean = tokens.mean(dim=1)
+    deviation = (tokens - mean[:, None]).square().mean(dim=1).sqrt()  # several times faster than torch.std on a CPU
+    return torch.cat([mean, deviation, tokens.amax(dim=1)], dim=1)
+
+
+def word_bags(captions: Sequence[Sequence[int]], word_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted bag of words of each caption, float32 [b, w].
+
+    Each bag is a vector of length 1. If a caption contains none of the words, its bag is the zero vector.
+
+    Args:
+        captions: token ids of each caption.
+        word_ids: token ids of the w words, ascending [w].
+        weights: weight of each word [w].
+    """
+    bags = torch.zeros(len(captions), len(word_ids), device=word_ids.device)
+    if not len(word_ids):
+        return bags
+    rows = torch.tensor([row for row, caption in enumerate(captions) for _ in caption], dtype=torch.int64)
+    ids = torch.tensor([token_id for caption in captions for token_id in caption], dtype=torch.int64)
+    rows, ids = rows.to(word_ids.device), ids.to(word_ids.device)
+    positions = torch.searchsorted(word_ids, ids).clamp(max=len(word_ids) - 1)
+    counted = word_ids[positions] == ids
+    bags[rows[counted], positions[counted]] = weights[positions[counted]]
+    return functional.normalize(bags, dim=1)
+
+
+def hubness(
+    embedding_products: torch.Tensor, pooled_products: torch.Tensor, *, embedding: Any, pooled: Any, temperature: Any
+) -> torch.Tensor:
+    """Compute the hubness of n candidates [n], without the lower limit. The result is differentiable.
+
+    Args:
+        embedding_products: inner products of candidate embeddings and bank embeddings [n, b].
+        pooled_products: inner products of candidate pooled vectors and bank pooled vectors. The shape is [n, b] or
+            broadcasts to [n, b].
+        embedding, pooled, temperature: numbers or scalar tensors; see `HubnessSimilarity`.
+    """
+    similarities = (embedding * embedding_products + pooled * pooled_products) / temperature
+    values: torch.Tensor = temperature * (torch.logsumexp(similarities, dim=1) - math.log(similarities.shape[1]))
+    return values
+
+
+class HubnessBank(nn.Module):
+    """Embeddings and pooled vectors of training captions and training images, for computing hubness.
+
+    Each vector is stored as int8 codes and one scale. All tensors are buffers, not trainable parameters.
+
+    Args:
+        captions: number of captions.
+        images: number of images.
+        embed_dim: width of the embeddings.
+        dim: width of the pooled vectors; 0 if the model has no pooled similarity.
+    """
+
+    def __init__(self, captions: int, images: int, embed_dim: int, dim: int) -> None:
+        super().__init__()
+        self.caption_embeddings = _Int8Rows(captions, embed_dim)
+        self.caption_vectors = _Int8Rows(captions, dim)
+        self.image_embeddings = _Int8Rows(images, embed_dim)
+        self.image_vectors = _Int8Rows(images, dim)
+        self._floors: dict[tuple[HubnessSimilarity, str], float] = {}
+
+    @classmethod
+    def of(cls, captions: tuple[torch.Tensor, torch.Tensor], images: tuple[torch.Tensor, torch.Tensor]) -> HubnessBank:
+        """Make a bank of captions and images.
+
+        Args:
+            captions: (embeddings [b, e], pooled vectors [b, k]) of captions.
+            images: (embeddings [b, e], pooled vectors [b, k]) of images. b may differ between captions and images.
+        """
+        bank = cls(len(captions[0]), len(images[0]), captions[0].shape[1], captions[1].shape[1])
+        rows = (bank.caption_embeddings, bank.caption_vectors, bank.image_embeddings, bank.image_vectors)
+        for part, values in zip(rows, (*captions, *images), strict=True):
+            part.fill(values)
+        return bank
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of ``captions`` and ``images``, and the width ``dim`` of the pooled vectors."""
+        captions, dim = self.caption_vectors.codes.shape
+        return {"captions": captions, "images": len(self.image_embeddings.codes), "dim": dim}
+
+    def hubness(
+        self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
+    ) -> torch.Tensor:
+        """Compute the hubness of n candidates [n]. Values below :meth:`floor` are raised to :meth:`floor`.
+
+        Args:
+            embeddings: embeddings of the candidates, float32 [n, e].
+            vectors: pooled vectors of the candidates, float32 [n, k].
+            similarity: how candidates are compared with the bank.
+            direction: "t2i" if candidates are images, "i2t" if candidates are captions.
+        """
+        values = self._values(embeddings, vectors, similarity, direction)
+        return values.clamp(min=self.floor(similarity, direction))
+
+    def floor(self, similarity: HubnessSimilarity, direction: str) -> float:
+        """Return the lower limit of the hubness."""
+        if (similarity, direction) not in self._floors:
+            images = direction == TEXT_TO_IMAGE
+            embeddings = self.image_embeddings if images else self.caption_embeddings
+            vectors = self.image_vectors if images else self.caption_vectors
+            values = self._values(embeddings.dense(), vectors.dense(), similarity, direction)
+            self._floors[similarity, direction] = float(values.quantile(_FLOOR_QUANTILE))
+        return self._floors[similarity, direction]
+
+    def _values(
+        self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
+    ) -> torch.Tensor:
+        chunks = zip(torch.split(embeddings, _CHUNK), torch.split(vectors, _CHUNK), strict=True)
+        return torch.cat([hubness(*self.products(*chunk, direction), **asdict(similarity)) for chunk in chunks])
+
+    def products(
+        self, embeddings: torch.Tensor, vectors: torch.Tensor, direction: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inner products of n candidates and the bank, of embeddings [n, b] and of pooled vectors [n, b].
+
+        In direction "t2i", image candidates are compared with the captions in the bank. In "i2t", caption candidates
+        are compared with the images in the bank. Without pooled similarity, the second result is zeros [1, 1].
+        """
+        captions = direction == TEXT_TO_IMAGE
+        bank_embeddings = self.caption_embeddings if captions else self.image_embeddings
+        bank_vectors = self.caption_vectors if captions else self.image_vectors
+        pooled = vectors @ bank_vectors.dense().T if vectors.shape[1] else vectors.new_zeros(1, 1)
+        return embeddings @ bank_embeddings.dense().T, pooled
+
+
+class _Int8Rows(nn.Module):
+    """Vectors [n, k], stored as int8 codes and one float32 scale per vector."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(count, width, dtype=torch.int8))
+        self.register_buffer("scales", torch.zeros(count))
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Round `values` [n, k] to int8 codes, and store them."""
+        if values.shape[1]:
+            self.scales = values.float().abs().amax(dim=1) / _LARGEST_CODE
+            self.codes = (values / self.scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
+
+    def dense(self) -> torch.Tensor:
+        return self.codes * self.scales[:, None]
 
 
 @dataclass
@@ -92,7 +393,14 @@ class ScoreModels:
         if name == LOGIT:  # in the EDJE paper, the score is this logit
             return _numpy(self.joint.score(pairs.captions, pairs.token_tensor))
         if name == LATE:
-            return self._late_interaction(pairs)
+            words, tokenizer = self.joint.word_vectors, self.joint.tokenizer
+            content, mean = content_token_mask(tokenizer), self.joint.mean_word_vector
+            values = np.zeros(len(pairs.captions), dtype=np.float32)
+            for start in range(0, len(values), self.joint.batch):
+                batch = slice(start, start + self.joint.batch)
+                ids, tokens = tokenizer.caption_ids(pairs.captions[batch]), pairs.token_tensor[batch].to(words.device)
+                values[batch] = _numpy(late_interaction(ids, tokens, words, content, mean=mean))
+            return values
         if name == POOLED:
             return _numpy((self.caption_vectors(pairs.captions) * self._image_vectors_of(pairs)).sum(dim=1))
         if name == EMBEDDING:
@@ -134,16 +442,6 @@ class ScoreModels:
         if pairs._image_vectors is None:
             pairs._image_vectors = self.image_vectors(pairs.token_tensor)
         return pairs._image_vectors
-
-    def _late_interaction(self, pairs: Pairs) -> Floats:
-        words, tokenizer = self.joint.word_vectors, self.joint.tokenizer
-        content, mean = content_token_mask(tokenizer), self.joint.mean_word_vector
-        values = np.zeros(len(pairs.captions), dtype=np.float32)
-        for start in range(0, len(values), self.joint.batch):
-            batch = slice(start, start + self.joint.batch)
-            ids, tokens = tokenizer.caption_ids(pairs.captions[batch]), pairs.token_tensor[batch].to(words.device)
-            values[batch] = _numpy(late_interaction(ids, tokens, words, content, mean=mean))
-        return values
 
 
 def reads_tokens(parts: Sequence[str], direction: str) -> bool:

@@ -459,7 +459,7 @@ class BatchSource:
         """Return a function that maps a batch number to this worker's part of the alignment-phase batch.
 
         Args:
-            counted: which token ids are words to align, bool [v], see `late_interaction.content_token_mask`.
+            counted: which token ids are words to align, bool [v], see `scoring.parts.content_token_mask`.
         """
         settings, seed = self.config.alignment, self.config.loop.seed
         sampler = Sampler(self.data, min(settings.batch_size, self.data.images), seed)

@@ -14,8 +14,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.weights import State
 from edje_index.progress import OnProgress
-from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.parts import ScoreModels
+from edje_index.scoring.parts import HubnessBank, ScoreModels
 from edje_index.scoring.weights import DirectionWeights
 from edje_index.training.batches import BatchSource, SpecialTokens, joint_rows
 from edje_index.training.checkpoints import Checkpoints

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from edje_index.scoring.final_score import FinalScore
-from edje_index.scoring.hubness import hubness
+from edje_index.scoring.parts import hubness
 from edje_index.scoring.weights import EMBEDDING, HUBNESS, LOGIT, POOLED, HubnessSimilarity, ScoreWeights
 
 Scores = NDArray[np.floating[Any]]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edje_index.errors import ModelError
 from edje_index.models.adapter import CompressionAdapter
 from edje_index.models.devices import autocast, resolve_dtype
-from edje_index.scoring.late_interaction import content_token_mask
+from edje_index.scoring.parts import content_token_mask
 from edje_index.training.checkpoints import DEV, RECALL, Checkpoints, TrainLog, TrainState, best_steps, read_log
 from edje_index.training.config import LoopConfig, OptimizerConfig
 from edje_index.training.dev import DevSet, dev_recalls

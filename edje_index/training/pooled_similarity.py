@@ -18,7 +18,7 @@ from torch import nn
 
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.progress import OnProgress
-from edje_index.scoring.pooled_similarity import PooledSimilarity, token_statistics, word_bags
+from edje_index.scoring.parts import PooledSimilarity, token_statistics, word_bags
 from edje_index.training.batches import BatchSource, SpecialTokens, TrainingData, joint_rows
 from edje_index.training.features import Features
 from edje_index.training.random_streams import POOLING, stream

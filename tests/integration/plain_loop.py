@@ -12,7 +12,7 @@ import torch
 import zarr
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.scoring.late_interaction import content_token_mask
+from edje_index.scoring.parts import content_token_mask
 
 
 class PlainLoop:

@@ -35,7 +35,7 @@ from edje_index.models.clip_model import load_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.text_tower import TextTower, text_tokenizer
 from edje_index.models.vision_tower import vision_tower
-from edje_index.scoring.hubness import HubnessBank
+from edje_index.scoring.parts import HubnessBank
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
 from edje_index.training.start import load_language_model
 from models.embedding import (

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.pooled_similarity import PooledSimilarity
+from edje_index.scoring.parts import HubnessBank, PooledSimilarity
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
 
 POOLED_DIM = 5

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BANK_WEIGHTS, INFO_FILE, read_bundle_info
 from edje_index.errors import ModelError
-from edje_index.scoring.hubness import HubnessBank, hubness
+from edje_index.scoring.parts import HubnessBank, hubness
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts, random_bank, unit
 

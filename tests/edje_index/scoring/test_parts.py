@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.scoring.hubness import hubness
-from edje_index.scoring.late_interaction import content_token_mask, late_interaction
-from edje_index.scoring.parts import Pairs, ScoreModels
-from edje_index.scoring.pooled_similarity import token_statistics, word_bags
+from edje_index.scoring.parts import (
+    Pairs,
+    ScoreModels,
+    content_token_mask,
+    hubness,
+    late_interaction,
+    token_statistics,
+    word_bags,
+)
 from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights, check_parts, parse_score
 from edje_index.training.step import alignment_scores
 from storage_formats import UsageError
