@@ -13,11 +13,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle as ModelBundle
-    from edje_index.bundles.import_checkpoint import import_checkpoint as import_checkpoint
+    from edje_index.bundles.import_models import PublishedModel as PublishedModel
+    from edje_index.bundles.import_models import import_checkpoint as import_checkpoint
+    from edje_index.bundles.import_models import load_published_checkpoint as load_published_checkpoint
     from edje_index.bundles.info import BundleInfo as BundleInfo
     from edje_index.bundles.info import read_bundle_info as read_bundle_info
-    from edje_index.bundles.published_checkpoint import PublishedModel as PublishedModel
-    from edje_index.bundles.published_checkpoint import load_published_checkpoint as load_published_checkpoint
     from edje_index.bundles.random_bundle import create_untrained_bundle as create_untrained_bundle
     from edje_index.errors import HubUnreachableError as HubUnreachableError
     from edje_index.errors import ModelError as ModelError
@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "edje_index.bundles.bundle": "ModelBundle",
-    "edje_index.bundles.import_checkpoint": "import_checkpoint",
     "edje_index.bundles.info": "BundleInfo read_bundle_info",
-    "edje_index.bundles.published_checkpoint": "PublishedModel load_published_checkpoint",
+    "edje_index.bundles.import_models": "PublishedModel import_checkpoint load_published_checkpoint",
     "edje_index.bundles.random_bundle": "create_untrained_bundle",
     "edje_index.errors": "HubUnreachableError ModelError",
     "edje_index.evaluation.evaluate": "evaluate",

@@ -1,4 +1,8 @@
-"""Model bundles in memory: load, save, and the parts of the final score."""
+"""Model bundles in memory: load and save whole bundles, and load single parts.
+
+Importing this module and loading a part import only what is needed: searches use neither open_clip nor transformers if
+they can.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,26 +28,34 @@ from edje_index.bundles.info import (
     read_bundle_info,
     verify_files,
 )
-from edje_index.bundles.parts import (
-    POOLED,
-    check_scorer_fit,
-    load_adapter,
-    load_clip_towers,
-    load_hubness_bank,
-    load_joint_encoder,
-    load_pooled_similarity,
-)
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
-from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter
+from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig, build_adapter
+from edje_index.models.bert import BertShape
 from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
-from edje_index.models.joint_encoder import JointEncoder
-from edje_index.models.text_tower import TextTower, save_text_tokenizer, text_tokenizer
-from edje_index.models.vision_tower import VisionTower, vision_tower
-from edje_index.models.weights import check_finite, distinct_tensors, save_tensors, save_weights
+from edje_index.models.joint_inputs import load_joint_tokenizer
+from edje_index.models.joint_scorer import JointScorer
+from edje_index.models.safety import read_configuration
+from edje_index.models.weights import (
+    assign_weights,
+    check_finite,
+    distinct_tensors,
+    limited_by,
+    load_module,
+    read_weights,
+    save_tensors,
+    save_weights,
+)
 from edje_index.scoring.parts import HubnessBank, PooledSimilarity, ScoreModels
-from edje_index.scoring.weights import DirectionWeights
+from edje_index.scoring.weights import DirectionWeights, check_parts
+
+if TYPE_CHECKING:
+    from edje_index.models.joint_encoder import JointEncoder
+    from edje_index.models.text_tower import TextTower
+    from edje_index.models.vision_tower import VisionTower
+
+POOLED = "pooled."
 
 
 @dataclass
@@ -86,11 +98,15 @@ class ModelBundle:
     @cached_property
     def vision(self) -> VisionTower:
         """The frozen vision tower."""
+        from edje_index.models.vision_tower import vision_tower
+
         return vision_tower(self.clip.visual)  # type: ignore[arg-type]
 
     @cached_property
     def text(self) -> TextTower:
         """The text tower."""
+        from edje_index.models.text_tower import TextTower
+
         return TextTower(self.clip, self.text_tokenizer)
 
     @property
@@ -124,6 +140,8 @@ class ModelBundle:
             ModelError: `path` is not a bundle, a file is missing or changed, files do not fit each other, a weight is
                 NaN or infinite, or the value of `device` or `dtype` is unknown.
         """
+        from edje_index.models.text_tower import text_tokenizer
+
         info = read_bundle_info(path)
         target = resolve_device(device)
         compute_dtype = resolve_dtype(dtype, target)
@@ -164,6 +182,8 @@ class ModelBundle:
         Raises:
             ModelError: `path` exists, the parts of the bundle do not fit each other, or a weight is NaN or infinite.
         """
+        from edje_index.models.text_tower import save_text_tokenizer
+
         _check_fit(self)
         out = Path(path)
         with new_folder(out) as staging:
@@ -236,3 +256,110 @@ def _check_fit(bundle: ModelBundle) -> None:
             f"{name} has only {vision.num_patches}: use a smaller num_tokens"
         )
     check_scorer_fit(bundle.adapter.config, bundle.score_models, bundle.score)
+
+
+def load_clip_towers(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
+    """Load the open_clip model with both towers, frozen, onto the CPU."""
+    from edje_index.models.clip_model import build_clip
+
+    hf_text = info.path / VISION_FOLDER / HF_TEXT_FOLDER if config.hf_text_name else None
+    return load_module(info.path / VISION_WEIGHTS, lambda: build_clip(config, hf_text)).requires_grad_(False)
+
+
+def load_clip_text_tower(info: BundleInfo, config: ClipConfig, device: torch.device) -> TextTower:
+    """Load the text tower of a bundle onto `device`."""
+    from edje_index.models.text_tower import TextTower, text_tokenizer
+
+    tokenizer = text_tokenizer(config, info.path / VISION_FOLDER)
+    return TextTower(load_clip_towers(info, config).to(device), tokenizer)
+
+
+def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
+    """Load the vision tower of a bundle, and the configuration of the open_clip model."""
+    from edje_index.models.clip_model import build_visual
+    from edje_index.models.vision_tower import vision_tower
+
+    config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
+    visual = load_module(info.path / VISION_WEIGHTS, lambda: build_visual(config), prefix="visual.")
+    return vision_tower(visual), config
+
+
+def load_adapter(info: BundleInfo) -> Adapter:
+    """Load the adapter of a bundle, with frozen weights."""
+    config = AdapterConfig.from_json(info.adapter, info.path / INFO_FILE)
+    return load_module(info.path / ADAPTER_WEIGHTS, lambda: build_adapter(config)).requires_grad_(False)
+
+
+def load_joint_encoder(info: BundleInfo) -> JointEncoder:
+    """Load the joint encoder of a bundle, for training."""
+    from edje_index.models.joint_encoder import JointEncoder, bert_config
+
+    tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
+    path = info.path / JOINT_WEIGHTS
+    with limited_by(path):
+        joint = JointEncoder(bert_config(info.path / JOINT_CONFIG), tokenizer, int(info.joint["text_embed_dim"]))
+    state = {name: tensor for name, tensor in read_weights(path).items() if not name.startswith(POOLED)}
+    assign_weights(joint, state, str(path))
+    return joint
+
+
+def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> JointScorer:
+    """Load the joint encoder of a bundle onto `device`, for scoring."""
+    tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
+    source = info.path / JOINT_CONFIG
+    shape = BertShape.parse(read_configuration(source), str(source))
+    path = info.path / JOINT_WEIGHTS
+    return JointScorer(tokenizer, shape, read_weights(path), source=str(path), dtype=dtype, device=device)
+
+
+def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | None:
+    """Load the pooled similarity of a bundle. Return None if the bundle has none.
+
+    `width` is the width of the joint encoder.
+    """
+    sizes = info.pooled_similarity
+    if sizes is None:
+        return None
+    return load_module(info.path / JOINT_WEIGHTS, lambda: PooledSimilarity(width, **sizes), prefix=POOLED)
+
+
+def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
+    """Load the hubness bank of a bundle. Return None if the bundle has none."""
+    sizes = info.hubness_bank
+    if sizes is None:
+        return None
+    if BANK_WEIGHTS not in info.files:
+        raise ModelError(
+            f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole bundle directory, or make the bundle again"
+        )
+    return load_module(info.path / BANK_WEIGHTS, lambda: HubnessBank(embed_dim=info.embed_dim, **sizes))
+
+
+def check_scorer_fit(adapter: AdapterConfig, models: ScoreModels, score: DirectionWeights) -> None:
+    """Check that the parts of a bundle fit together.
+
+    Args:
+        adapter: configuration of the adapter.
+        models: models that compute the parts of the final score.
+        score: weights of the final score.
+
+    Raises:
+        ModelError: the adapter and the joint encoder have different token widths, `models` lacks a part that
+            `score` needs, or the hubness bank does not fit the pooled similarity.
+    """
+    if adapter.language_dim != models.joint.width and not adapter.is_feature:
+        raise ModelError(
+            f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads "
+            f"tokens of width {models.joint.width}: use an adapter and a joint encoder of the same "
+            "training run"
+        )
+    for weights in (score.t2i, score.i2t):
+        check_parts(weights, models.part_names, "the bundle")
+    if models.bank is None:
+        return
+    bank_dim, dim = models.bank.sizes["dim"], 0 if models.pooled is None else models.pooled.sizes["dim"]
+    if bank_dim != dim:
+        raise ModelError(
+            f"the hubness bank has vectors of width {bank_dim}, but the pooled similarity has width "
+            f"{dim}: use a bank and a pooled similarity of the same training run"
+        )

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from edje_index.bundles.bundle import load_scorer
 from edje_index.bundles.info import ENCODER_FILES, JOINT_FOLDER, BundleInfo, matching_bundle, verify_files
-from edje_index.bundles.parts import load_scorer
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import CaptionedImage, read_captions
 from edje_index.errors import ModelError

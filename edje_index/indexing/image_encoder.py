@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from edje_index.bundles.bundle import load_adapter, load_visual
 from edje_index.bundles.info import ENCODER_FILES, BundleInfo, read_bundle_info, verify_files
-from edje_index.bundles.parts import load_adapter, load_visual
 from edje_index.errors import ModelError
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.models.adapter import COMPRESSED, Adapter

@@ -131,10 +131,10 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
     """
     tag: str | None = None
     preprocess: dict[str, Any] | None = None
+    folder = local_folder(vision)
     if vision.startswith(_SCHEMAS):
         name = vision
-        folder = Path(vision.removeprefix(LOCAL_DIR))
-        if vision.startswith(LOCAL_DIR) and (folder / HF_TEXT_FOLDER).is_dir():
+        if folder is not None and (folder / HF_TEXT_FOLDER).is_dir():
             # open_clip cannot load such a folder offline: it requests the configuration of the text tower from the hub.
             config = read_clip_config(folder, folder.name)
             model = build_clip(config, folder / HF_TEXT_FOLDER)
@@ -152,9 +152,14 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
             model_config = open_clip.get_model_config(name)
     except Exception as error:
         raise _loading_error(vision, error) from error
-    label = Path(name.removeprefix(LOCAL_DIR)).name if name.startswith(LOCAL_DIR) else name
     described = {"model": model_config, "preprocess": dict(open_clip.get_model_preprocess_cfg(model))}
-    return model.eval(), ClipConfig(label, **json.loads(json.dumps(described)))  # tuples become lists
+    described = json.loads(json.dumps(described))  # tuples become lists
+    return model.eval(), ClipConfig(name if folder is None else folder.name, **described)
+
+
+def local_folder(vision: str) -> Path | None:
+    """Return the folder of a model ``local-dir:FOLDER``, and None for other models."""
+    return Path(vision.removeprefix(LOCAL_DIR)) if vision.startswith(LOCAL_DIR) else None
 
 
 def _weights_of(name: str, tag: str) -> tuple[str, dict[str, Any] | None]:

@@ -53,7 +53,7 @@ class TextTower(TextEncoder):
         return embeddings
 
 
-def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
+def text_tokenizer(config: ClipConfig, folder: str | Path | None = None) -> Any:
     """Load the tokenizer of a text tower.
 
     Args:
@@ -76,7 +76,7 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
     if not name:
         return _simple_tokenizer(json.dumps(options))
     if folder is not None:
-        check_tokenizer_folder(folder)
+        check_tokenizer_folder(Path(folder))
     options |= {"tokenizer_mode": config.text.get("tokenizer_mode"), "trust_remote_code": False}
     try:
         with hub_access(local_only=folder is not None):

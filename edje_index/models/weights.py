@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from edje_index.errors import ModelError
 
 State = dict[str, torch.Tensor]
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 _FACTORIES = frozenset({
     torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randint,
@@ -120,6 +121,18 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
             f"{source} does not fit the configuration of the model: {', '.join(problems)}; "
             "give weights and a configuration of the same model"
         )
+
+
+def load_module(path: Path, build: Callable[[], Module], prefix: str = "") -> Module:
+    """Build a module, and load the tensors of the file `path` with names that begin with `prefix` into it.
+
+    Raises:
+        ModelError: the module is larger than the file, or the file does not fit the module.
+    """
+    with limited_by(path):
+        module = build()
+    assign_weights(module, read_weights(path, prefix), str(path))
+    return module
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:

@@ -5,6 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from edje_index.bundles.bundle import (
+    check_scorer_fit,
+    load_clip_text_tower,
+    load_hubness_bank,
+    load_pooled_similarity,
+    load_scorer,
+)
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
     INFO_FILE,
@@ -12,7 +19,6 @@ from edje_index.bundles.info import (
     BundleInfo,
     verify_files,
 )
-from edje_index.bundles.parts import check_scorer_fit, load_hubness_bank, load_pooled_similarity, load_scorer
 from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.clip_config import read_clip_config
@@ -83,11 +89,7 @@ class SearchModel:
         folder = self.info.path / VISION_FOLDER
         config = read_clip_config(folder, self.info.vision_name)
         tower = load_bert_text_tower(folder, config, self._device)
-        if tower is not None:
-            return tower
-        from edje_index.bundles.parts import load_clip_text_tower
-
-        return load_clip_text_tower(self.info, config, self._device)
+        return tower or load_clip_text_tower(self.info, config, self._device)
 
     @cached_property
     def image_encoder(self) -> ImageEncoder:

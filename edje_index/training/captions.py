@@ -20,8 +20,8 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from edje_index.bundles.bundle import load_clip_text_tower
 from edje_index.bundles.info import JOINT_FOLDER, VISION_FOLDER, BundleInfo, read_bundle_info, verify_files
-from edje_index.bundles.parts import load_clip_text_tower
 from edje_index.models.clip_config import read_clip_config
 from edje_index.models.devices import resolve_device
 from edje_index.models.joint_inputs import JointTokenizer, clean_canonicalize, load_joint_tokenizer

@@ -25,7 +25,7 @@ from edje_index.models.adapter import (
     build_adapter,
     cluster_tokens,
 )
-from edje_index.models.clip_model import LOCAL_DIR, load_clip
+from edje_index.models.clip_model import load_clip, local_folder
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
 from edje_index.models.text_tower import text_tokenizer
@@ -103,12 +103,11 @@ def _towers(vision_name: str | None, source: Path | None) -> ModelBundle:
     if vision_name is None or source is None:
         raise ModelError("no model provides the towers: set 'model', or set 'vision' and one of 'language' and 'init'")
     clip, config = load_clip(vision_name)
-    folder = Path(vision_name.removeprefix(LOCAL_DIR)) if vision_name.startswith(LOCAL_DIR) else None
     vision = vision_tower(clip.visual)  # type: ignore[arg-type]
     return ModelBundle(
         clip=clip,
         clip_config=config,
-        text_tokenizer=text_tokenizer(config, folder),
+        text_tokenizer=text_tokenizer(config, local_folder(vision_name)),
         adapter=build_adapter(AdapterConfig(PATCHES, vision.num_patches, vision.patch_dim, vision.patch_dim, 0)),
         joint=_language(source, vision.embed_dim),
         trained=False,

@@ -156,7 +156,7 @@ def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, as_json: 
       edje-index model from-open-clip ViT-L-16-SigLIP2-384:webli --out siglip2
       edje-index model from-open-clip ViT-B-16:/weights/vit.safetensors --out clip
     """
-    from edje_index.bundles.import_checkpoint import bundle_of_open_clip
+    from edje_index.bundles.import_models import bundle_of_open_clip
 
     info = bundle_of_open_clip(tower, out, text_tokenizer_dir=text_tokenizer)
     _report(info, as_json=as_json)
@@ -190,7 +190,7 @@ def import_checkpoint(
       edje-index model import edje.pth --vision ViT-B-16-SigLIP2-384:webli --out model
       edje-index model import edje.pth --vision ViT-B-16:/weights/vit.safetensors --tokenizer minilm --out model
     """
-    from edje_index.bundles.import_checkpoint import import_checkpoint as write_bundle
+    from edje_index.bundles.import_models import import_checkpoint as write_bundle
 
     info = write_bundle(checkpoint, vision, out, tokenizer_dir=tokenizer, text_tokenizer_dir=text_tokenizer)
     _report(info, as_json=as_json)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_checkpoint import import_checkpoint
-from edje_index.bundles.published_checkpoint import load_published_checkpoint
+from edje_index.bundles.import_models import import_checkpoint, load_published_checkpoint
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.clip_config import ClipConfig

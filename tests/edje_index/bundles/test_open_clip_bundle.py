@@ -12,7 +12,7 @@ import torch
 
 from edje_index import TokenIndex, evaluate
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_checkpoint import bundle_of_open_clip
+from edje_index.bundles.import_models import bundle_of_open_clip
 from edje_index.errors import ModelError
 from edje_index.models.weights import save_weights
 from pipelines import build_index

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_checkpoint import (
+from edje_index.bundles.import_models import (
     _TEXT_NAMES,
     _VISION_NAMES,
     OPEN_CLIP_NAMES,

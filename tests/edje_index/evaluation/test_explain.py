@@ -11,8 +11,7 @@ import torch
 from scipy import stats
 from scipy.spatial.distance import cdist
 
-from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.parts import load_scorer
+from edje_index.bundles.bundle import ModelBundle, load_scorer
 from edje_index.evaluation.explain import Vocabulary, alignment_scores, content_words, distributions, paired_test
 from edje_index.models.devices import to_bf16_array
 from edje_index.models.joint_scorer import JointScorer

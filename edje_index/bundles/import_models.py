@@ -1,25 +1,35 @@
-"""Makes bundles from models of others: checkpoints of the published EDJE training code, and open_clip models."""
+"""Reads models of others: checkpoints of the published EDJE training code, and open_clip models. Makes bundles of them.
+
+A bundle of a published checkpoint has the adapter and the joint encoder of the checkpoint. The frozen towers come from
+open_clip.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BundleInfo
-from edje_index.bundles.published_checkpoint import PublishedCheckpoint
 from edje_index.bundles.random_bundle import untrained_joint_encoder
 from edje_index.errors import ModelError
-from edje_index.models.adapter import LOCAL, STRIDED, AdapterConfig, build_adapter
-from edje_index.models.clip_model import LOCAL_DIR, load_clip
+from edje_index.models.adapter import COMPRESSED, LOCAL, STRIDED, Adapter, AdapterConfig, build_adapter
+from edje_index.models.clip_model import load_clip, local_folder
+from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
-from edje_index.models.weights import State
+from edje_index.models.weights import State, assign_weights, check_finite, limited_by, read_checkpoint
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 
+ADAPTER_PREFIX = "vision_projection."
+JOINT_PREFIXES = ("language_model.", "text_embeddings.", "classification_head.", "text_projection.")
+WORDS = "language_model.bert.embeddings.word_embeddings.weight"
+POSITIONS = "language_model.bert.embeddings.position_embeddings.weight"
 OPEN_CLIP_NAMES = {
     "google/siglip2-base-patch16-224": "ViT-B-16-SigLIP2:webli",
     "google/siglip2-base-patch16-384": "ViT-B-16-SigLIP2-384:webli",
@@ -55,6 +65,138 @@ _TEXT_NAMES = (
     (r"final_layer_norm", "ln_final"),
     (r"^head", "text_projection"),
 )
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """The adapter and the joint encoder of a published checkpoint.
+
+    Attributes:
+        adapter: maps patch features [b, n, d_v] to tokens [b, m, d].
+        joint: joint encoder. The published evaluation code converts captions to lower case without punctuation before
+            it calls the model. To do the same, apply `edje_index.models.joint_inputs.clean_canonicalize` to captions.
+
+    Example:
+        >>> from edje_index import load_published_checkpoint
+        >>> load_published_checkpoint("checkpoint.pth", "tokenizer", vision_heads=2).joint.width
+        16
+    """
+
+    adapter: Adapter
+    joint: JointEncoder
+
+    def score(self, captions: str | Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
+        """Return matching logits, float32 [b].
+
+        Args:
+            captions: b captions, or one caption for all images.
+            tokens: tokens from the adapter [b, m, d].
+        """
+        return self.joint.score(captions, tokens)
+
+
+def load_published_checkpoint(
+    checkpoint: str | Path, tokenizer_dir: str | Path, *, vision_heads: int, layer_norm_eps: float = 1e-6
+) -> PublishedModel:
+    """Load the model from a checkpoint of the published training code. No code in the file runs.
+
+    Args:
+        checkpoint: checkpoint file (``.pth``).
+        tokenizer_dir: directory with the tokenizer and the ``config.json`` of the joint encoder.
+        vision_heads: number of attention heads of the vision tower. A compressed adapter has the same number.
+        layer_norm_eps: epsilon of the layer norms of the vision tower. A compressed adapter has the same epsilon.
+
+    Raises:
+        ModelError: the file is not a checkpoint of the published training code, its parts do not fit each other, a
+            weight is NaN or infinite, or the tokenizer cannot be read.
+
+    Example:
+        >>> import torch
+        >>> from edje_index import load_published_checkpoint
+        >>> model = load_published_checkpoint("checkpoint.pth", "tokenizer", vision_heads=2)
+        >>> tokens = model.adapter(torch.zeros(1, 16, 32))  # 16 patches of a tower of width 32
+        >>> tokens.shape, model.score("a red car", tokens).shape
+        (torch.Size([1, 6, 16]), torch.Size([1]))
+    """
+    path = Path(checkpoint)
+    state, _ = _read_checkpoint(path)
+    return _published_model(path, state, Path(tokenizer_dir), vision_heads, layer_norm_eps)
+
+
+def _read_checkpoint(path: Path) -> tuple[State, str | None]:
+    """Return the weights of a checkpoint, and the Hugging Face name of its vision tower if the checkpoint names it."""
+    content = read_checkpoint(path)
+    state, config = content.get("model"), content.get("config")
+    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise ModelError(
+            f"{path} is not a checkpoint of the published training code, because it has no 'model' weights; give "
+            "another file"
+        )
+    tower = config.get("siglip_path") if isinstance(config, dict) else None
+    return state, tower if isinstance(tower, str) else None
+
+
+def _published_model(path: Path, state: State, tokenizer_dir: Path, heads: int, eps: float) -> PublishedModel:
+    """Build the adapter and the joint encoder from the weights `state` of the checkpoint `path`."""
+    _require(path, state, WORDS, POSITIONS, "text_projection.weight")
+    with limited_by(path):
+        # Training adds the token <image> and may extend the position table. config.json may still have the old
+        # sizes, so the sizes are taken from the weights.
+        config = bert_config(
+            tokenizer_dir / "config.json",
+            vocab_size=state[WORDS].shape[0],
+            max_position_embeddings=state[POSITIONS].shape[0],
+        )
+        joint = JointEncoder(config, load_joint_tokenizer(tokenizer_dir), state["text_projection.weight"].shape[0])
+        # Older versions of transformers stored the position ids 0, 1, 2, ... as well.
+        kept = {k: v for k, v in state.items() if k.startswith(JOINT_PREFIXES) and not k.endswith(".position_ids")}
+        assign_weights(joint, kept, f"the joint encoder of {path}")
+        adapter = _published_adapter(path, state, str(joint.config.hidden_act), heads, eps)
+    if adapter.config.language_dim != joint.width:
+        raise ModelError(
+            f"the adapter in {path} makes tokens of width {adapter.config.language_dim}, but the joint "
+            f"encoder reads tokens of width {joint.width}; give another checkpoint"
+        )
+    check_finite(joint.state_dict(), f"the joint encoder of {path}")
+    check_finite(adapter.state_dict(), f"the adapter of {path}")
+    return PublishedModel(adapter.requires_grad_(False), joint)
+
+
+def _published_adapter(path: Path, state: State, activation: str, heads: int, eps: float) -> Adapter:
+    weights = {k.removeprefix(ADAPTER_PREFIX): v for k, v in state.items() if k.startswith(ADAPTER_PREFIX)}
+    if "query" in weights:
+        _require(path, weights, "mlp.fc1.weight", "projection.weight")
+        config = AdapterConfig(
+            kind=COMPRESSED,
+            num_tokens=weights["query"].shape[1],
+            vision_dim=weights["query"].shape[2],
+            language_dim=weights["projection.weight"].shape[0],
+            hidden_dim=weights["mlp.fc1.weight"].shape[0],
+            num_heads=heads,
+            activation=activation,
+            layer_norm_eps=eps,
+        )
+    elif "0.weight" in weights:
+        _require(path, weights, "2.weight")
+        hidden, width = weights["0.weight"].shape
+        # The checkpoint does not record the number of patches; import_checkpoint sets it.
+        config = AdapterConfig(LOCAL, 1, width, weights["2.weight"].shape[0], hidden, activation=activation)
+    else:
+        raise ModelError(
+            f"{path} has no adapter: it lacks both {ADAPTER_PREFIX}query and {ADAPTER_PREFIX}0.weight; "
+            "give another checkpoint"
+        )
+    adapter = build_adapter(config)
+    assign_weights(adapter, weights, f"the adapter of {path}")
+    return adapter
+
+
+def _require(path: Path, weights: State, *names: str) -> None:
+    if missing := [name for name in names if name not in weights]:
+        raise ModelError(
+            f"{path} is not a checkpoint of the published training code: it lacks the weights "
+            f"{', '.join(missing)}; give another checkpoint"
+        )
 
 
 def import_checkpoint(
@@ -98,9 +240,8 @@ def import_checkpoint(
             f"the directory {tokenizer} with the tokenizer does not exist: give a directory with the tokenizer and the "
             "config.json of the joint encoder"
         )
-    content = PublishedCheckpoint.read(path)
+    state, recorded = _read_checkpoint(path)
     if vision is None:
-        recorded = content.siglip_path
         if recorded not in OPEN_CLIP_NAMES:
             problem = f"names the unknown tower {recorded!r}" if recorded else "names no tower"
             raise ModelError(
@@ -109,24 +250,22 @@ def import_checkpoint(
         vision = OPEN_CLIP_NAMES[recorded]
     clip, config = load_clip(vision)
     tower = vision_tower(clip.visual)  # type: ignore[arg-type]
-    published = content.model(tokenizer, vision_heads=tower.num_heads, layer_norm_eps=tower.layer_norm_eps)
+    published = _published_model(path, state, tokenizer, tower.num_heads, tower.layer_norm_eps)
     adapter = published.adapter
-    sizes = re.search(r"patch(\d{1,3})-(\d{1,4})$", content.siglip_path or "")
+    sizes = re.search(r"patch(\d{1,3})-(\d{1,4})$", recorded or "")
     if sizes and (patches := (int(sizes[2]) // max(1, int(sizes[1]))) ** 2) != tower.num_patches:
         raise ModelError(
-            f"the checkpoint was trained with {content.siglip_path}, which has {patches} patches, but {vision} has "
+            f"the checkpoint was trained with {recorded}, which has {patches} patches, but {vision} has "
             f"{tower.num_patches} patches: give the tower that the checkpoint was trained with"
         )
-    check_same_towers(content.weights, clip, vision)
+    check_same_towers(state, clip, vision)
     if adapter.config.kind == LOCAL:  # checkpoints lack the number of patches
-        weights = adapter.state_dict()
-        adapter = build_adapter(replace(adapter.config, num_tokens=tower.num_patches)).requires_grad_(False)
-        adapter.load_state_dict(weights)
+        adapter.config = replace(adapter.config, num_tokens=tower.num_patches)
     published.joint.tokenizer.canonical = True
     bundle = ModelBundle(
         clip=clip,
         clip_config=config,
-        text_tokenizer=text_tokenizer(config, _text_tokenizer_dir(vision, text_tokenizer_dir)),
+        text_tokenizer=text_tokenizer(config, text_tokenizer_dir or local_folder(vision)),
         adapter=adapter,
         joint=published.joint,
         trained=True,
@@ -161,7 +300,7 @@ def bundle_of_open_clip(vision: str, out: str | Path, *, text_tokenizer_dir: str
     bundle = ModelBundle(
         clip=clip,
         clip_config=config,
-        text_tokenizer=text_tokenizer(config, _text_tokenizer_dir(vision, text_tokenizer_dir)),
+        text_tokenizer=text_tokenizer(config, text_tokenizer_dir or local_folder(vision)),
         adapter=build_adapter(AdapterConfig(STRIDED, 1, tower.patch_dim, tower.patch_dim, hidden_dim=0)),
         joint=joint,
         trained=True,
@@ -174,12 +313,6 @@ def bundle_of_open_clip(vision: str, out: str | Path, *, text_tokenizer_dir: str
 def _check_new(out: str | Path) -> None:
     if Path(out).exists():
         raise ModelError(f"{out} exists already: give another directory, or remove {out}")
-
-
-def _text_tokenizer_dir(vision: str, given: str | Path | None) -> Path | None:
-    if given is None and vision.startswith(LOCAL_DIR):
-        return Path(vision.removeprefix(LOCAL_DIR))
-    return Path(given) if given is not None else None
 
 
 def check_same_towers(state: State, clip: torch.nn.Module, name: str) -> None:
