@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,7 @@ from pipelines.cli.options import (
     json_option,
     location,
     model_option,
-    quiet_option,
     score_option,
-    seed_option,
     shard_size_option,
     stored_precisions_option,
 )
@@ -33,10 +31,12 @@ _EXISTING = click.Path(exists=True, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-def _several(option: str, name: str, kind: Any, text: str) -> Callable[[Any], Any]:
+def _several(option: str, name: str, kind: Any, text: str, default: tuple[int, ...] = ()) -> Callable[[Any], Any]:
     """Return an option that can be given several times."""
-    metavar = "NAME" if kind is str else None
-    return click.option(option, name, type=kind, metavar=metavar, multiple=True, help=text)
+    metavar, shown = ("NAME" if kind is str else None), bool(default)
+    return click.option(
+        option, name, type=kind, metavar=metavar, multiple=True, default=default, show_default=shown, help=text
+    )
 
 
 def _repeats(default: int) -> Callable[[Any], Any]:
@@ -52,29 +52,16 @@ def _say(line: str) -> None:
     click.echo(line, err=True)
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options without those that were not given, so that the defaults of the benchmark apply."""
-    return {name: value for name, value in options.items() if value not in (None, ())}
-
-
-def _show(report: dict[str, Any], as_json: bool, lines: Iterable[str]) -> None:
-    """Print `report` as one JSON object if `as_json` is True; otherwise print `lines`."""
-    click.echo(json.dumps(report, default=str) if as_json else "\n".join(lines))
-
-
-def _write(
-    report: dict[str, Any],
-    folder: Path | None,
-    name: str,
-    lines: Sequence[str],
-    draw: Callable[[dict[str, Any], Path], None] | None = None,
+def _finish(
+    report: dict[str, Any], lines: Sequence[str], as_json: bool, folder: Path | None = None, name: str = ""
 ) -> None:
-    """Write the files of a report to `folder`, if it is given."""
-    from benchmarks.report import write_report
-
+    """Print a report, as one JSON object if `as_json` is True. Also write it to `folder`, if that is given."""
     if folder is not None:
-        for path in write_report(report, folder, name, lines, draw):
-            click.echo(f"wrote {path}", err=True)
+        from benchmarks.report import write_report
+
+        for path in write_report(report, folder, name, lines):
+            _say(f"wrote {path}")
+    click.echo(json.dumps(report, default=str) if as_json else "\n".join(lines))
 
 
 @click.group()
@@ -106,17 +93,12 @@ def make_synthetic_command(
 
     spec = IndexSpec(rows, shard_size, (tokens, width), embed_dim=width, precisions=tuple(dict.fromkeys(precisions)))
     make_synthetic(out, spec)
-    _show({"index": str(out), "rows": rows, "shards": spec.shards}, as_json, [f"{rows} rows in {spec.shards} shards"])
+    report = {"index": str(out), "rows": rows, "shards": spec.shards}
+    _finish(report, [f"{rows} rows in {spec.shards} shards"], as_json)
 
 
 @bench.command("fetch")
-@click.argument("index", required=False, type=location)
-@click.option(
-    "--synthetic",
-    type=click.IntRange(min=2),
-    metavar="N",
-    help="Number of random rows of a new index, which is measured instead of INDEX.",
-)
+@click.argument("index", type=location)
 @_several(
     "--precision",
     "precisions",
@@ -131,33 +113,25 @@ def make_synthetic_command(
     help="Number of blocks per large fetch, limited to half the rows of the index.",
 )
 @click.option(
-    "--cold", "state", flag_value="cold", help="Measure only with a cold page cache.  [default: cold and warm]"
+    "--cold/--warm",
+    default=None,
+    help="Measure only with a cold page cache, or only with all blocks in the page cache.  [default: both]",
 )
-@click.option("--warm", "state", flag_value="warm", help="Measure only with all blocks in the page cache.")
 @click.option("--peers", is_flag=True, help="Also measure other libraries with the same blocks.")
-@_several("--engine", "engines", str, "I/O engine to measure; repeatable.  [default: auto]")
 @_repeats(5)
-@click.option(
-    "--seconds",
-    type=float,
-    default=10.0,
-    show_default=True,
-    help="Target duration of a run of another library, in seconds. A slow library fetches fewer blocks.",
-)
-@click.option("--model", type=_EXISTING, help="Model bundle whose joint encoder is compared with the fetch rate.")
 @click.option(
     "--scratch",
     type=click.Path(path_type=Path),
-    help="Directory for temporary files. --synthetic needs this option.  [default: directory that contains INDEX]",
+    help="Directory for the copies that other libraries read.  [default: directory that contains INDEX]",
 )
 @_report_option
-@click.option("--targets", is_flag=True, help="Compare the results with the performance targets of this project.")
 @json_option
-def fetch_command(index: Path | str | None, report: Path | None, as_json: bool, **options: Any) -> None:
+def fetch_command(
+    index: Path | str, precisions: tuple[str, ...], report: Path | None, as_json: bool, **options: Any
+) -> None:
     """Measure how fast blocks of INDEX are fetched, and compare the rate with the speed of the disk. Linux only.
 
-    Each run is a new process. Before a cold run, the command checks that the files are not in the page cache. If fio
-    is installed, fio measures the speed of the disk on the same files, alternating with the other runs.
+    Each run is a new process. Before a cold run, the command checks that the files are not in the page cache.
 
     INDEX may be the URL of an index on an object store. The command then measures the rate of large fetches. For
     queries of 100 blocks, the command measures the latency, the number of requests and the cost. Unless the block cache
@@ -166,73 +140,42 @@ def fetch_command(index: Path | str | None, report: Path | None, as_json: bool, 
     \b
     Examples:
       edje-index bench fetch photos.edje
+      edje-index bench fetch photos.edje --pool 5000 --peers --report out
       edje-index bench fetch s3://my-bucket/photos.edje --pool 5000 --peers --report out
-      edje-index bench fetch --synthetic 100000 --precision fp8 --peers --scratch /mnt/nvme --report out
     """
     if isinstance(index, str):
-        _fetch_url(index, report, as_json, options)
-        return
-    if (index is None) == (options["synthetic"] is None):
-        raise click.UsageError("give either INDEX or --synthetic N")
-    if options["scratch"] is None and index is None:
-        raise click.UsageError("--synthetic needs --scratch: give a directory on the disk to measure")
-    from benchmarks.fetch.bench import bench_fetch, report_lines
-    from storage_formats.reading import engines
+        for name in ("cold", "scratch"):
+            if options.pop(name) is not None:
+                raise click.UsageError(f"--{name} does not apply to an index on an object store; leave out the option")
+        if len(precisions) > 1:
+            raise click.UsageError("an index on an object store is measured in one precision; give --precision once")
+        from benchmarks.fetch import remote
 
-    for name in options["engines"]:
-        if name not in ("auto", *engines()):
-            raise click.UsageError(f"engine '{name}' is not available; choose one of: auto, {', '.join(engines())}")
-    state = options.pop("state")
-    given = _given(options) | ({"states": (state,)} if state else {})
+        result = remote.bench_remote(index, _say, precision=next(iter(precisions), None), **options)
+        _finish(result, list(remote.report_lines(result)), as_json, report, "fetch-url")
+        return
+    from benchmarks.fetch.bench import bench_fetch, report_lines
+
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the temporary files
     try:
-        result = bench_fetch(index, _say, **given)
+        result = bench_fetch(index, _say, precisions=precisions, **options)
     finally:
         signal.signal(signal.SIGTERM, before)
-    lines = list(report_lines(result))
-    _write(result, report, "fetch", lines)
-    _show(result, as_json, lines)
-
-
-def _fetch_url(url: str, report: Path | None, as_json: bool, options: dict[str, Any]) -> None:
-    """Measure the index at `url`. Raise click.UsageError for options that only apply to a disk."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        is_given = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
-        if is_given and option.name not in {"index", "precisions", "pool", "repeats", "peers", "report", "as_json"}:
-            raise click.UsageError(
-                f"{option.opts[0]} does not apply to an index on an object store; leave out the option"
-            )
-    if len(options["precisions"]) > 1:
-        raise click.UsageError("an index on an object store is measured in one precision; give --precision once")
-    from benchmarks.fetch.remote import bench_remote, report_lines
-
-    given = {name: options[name] for name in ("pool", "repeats", "peers")}
-    result = bench_remote(url, _say, precision=next(iter(options["precisions"]), None), **given)
-    lines = list(report_lines(result))
-    _write(result, report, "fetch-url", lines)
-    _show(result, as_json, lines)
+    _finish(result, list(report_lines(result)), as_json, report, "fetch")
 
 
 @bench.command("quantize")
-@click.option("--folder", type=PATH, required=True, help="Directory for temporary record files.")
-@click.option("--blocks", type=POSITIVE, default=512, show_default=True, help="Number of blocks to encode and decode.")
-@click.option("--threads", type=POSITIVE, help="Number of threads of the codecs.  [default: number of CPUs]")
 @_repeats(7)
 @json_option
-def quantize_command(as_json: bool, **options: Any) -> None:
+def quantize_command(repeats: int, as_json: bool) -> None:
     """Compare the speed of codecs with torch, torchao (if installed) and ml_dtypes.
 
-    Rates are in GB/s of bfloat16 tokens.
-
-    \b
-    Example:
-      edje-index bench quantize --folder /tmp/bench
+    Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in the page cache.
     """
     from benchmarks.quantize import bench_quantize, report_lines
 
-    report = bench_quantize(**options)
-    _show(report, as_json, report_lines(report))
+    report = bench_quantize(repeats=repeats)
+    _finish(report, list(report_lines(report)), as_json)
 
 
 @bench.command("build")
@@ -248,7 +191,15 @@ def quantize_command(as_json: bool, **options: Any) -> None:
 )
 @click.option("--threads", type=POSITIVE, default=2, show_default=True, help="Number of CPU threads of the model.")
 @_repeats(3)
-@_several("--engine", "engines", str, "Execution engine to measure; repeatable.  [default: inline, ray]")
+@click.option(
+    "--engine",
+    "engines",
+    type=click.Choice(["inline", "ray"]),
+    default=("inline", "ray"),
+    show_default=True,
+    multiple=True,
+    help="Execution engine to measure; repeatable.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
@@ -273,8 +224,8 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
     paths = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
     if not paths:
         raise click.UsageError(f"{photos} contains no .jpg files; choose another directory")
-    report = bench_build(list(itertools.islice(itertools.cycle(paths), images)), **_given(options))
-    _show(report, as_json, report_lines(report))
+    report = bench_build(list(itertools.islice(itertools.cycle(paths), images)), **options)
+    _finish(report, list(report_lines(report)), as_json)
 
 
 @bench.command("rerank")
@@ -289,7 +240,8 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
     "--batch-size",
     "batch_sizes",
     POSITIVE,
-    "Number of pairs per forward pass; repeatable.  [default: 1, 32, 128]",
+    "Number of pairs per forward pass; repeatable.",
+    (1, 32, 128),
 )
 @_several("--threads", "threads", POSITIVE, "Number of CPU threads; repeatable.  [default: 1 and the number of CPUs]")
 @click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates per query.")
@@ -314,8 +266,8 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     """
     from benchmarks.rerank import bench_rerank, report_lines
 
-    report = bench_rerank(**_given(options))
-    _show(report, as_json, report_lines(report))
+    report = bench_rerank(**options)
+    _finish(report, list(report_lines(report)), as_json)
 
 
 @bench.command("serve")
@@ -328,7 +280,7 @@ def rerank_command(as_json: bool, **options: Any) -> None:
 )
 @model_option
 @dtype_option
-@_several("--pool", "pools", POSITIVE, "Number of candidates per search; repeatable.  [default: 100]")
+@_several("--pool", "pools", POSITIVE, "Number of candidates per search; repeatable.", (100,))
 @_several(
     "--precision",
     "precisions",
@@ -339,7 +291,8 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     "--clients",
     "clients",
     POSITIVE,
-    "Number of clients that send one search at a time; repeatable.  [default: 1, 4, 16, 64]",
+    "Number of clients that send one search at a time; repeatable.",
+    (1, 4, 16, 64),
 )
 @click.option(
     "--seconds",
@@ -348,17 +301,9 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     show_default=True,
     help="Duration of each measurement in seconds.",
 )
-@click.option(
-    "--overload",
-    "overload_seconds",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    help="Duration of an overload test in seconds; 0 for no test.",
-)
 @_report_option
 @json_option
-def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool, **options: Any) -> int:
+def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool, **options: Any) -> None:
     """Measure the latency of `edje-index serve` under increasing load.
 
     The report also gives the highest load that the service keeps up with.
@@ -366,25 +311,17 @@ def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool
     Searches are sent at random times (a Poisson process) and do not wait for earlier responses. The latency is measured
     from the planned time of a search.
 
-    With --overload, clients send 1.5 times the highest load, and malformed, oversized and slow requests. Each response
-    is compared with the result of `TokenIndex.search`. The exit code is 1 if a response is wrong or late, or if the
-    service fails.
-
     \b
     Examples:
       edje-index bench serve photos.edje --queries captions.txt
       edje-index bench serve photos.edje --queries captions.txt --pool 10 --pool 100 --pool 1000 --report out
-      edje-index bench serve photos.edje --queries captions.txt --overload 600
     """
     with name_missing_extra("serve"):
-        from benchmarks.serve.bench import bench_serve, draw, report_lines
+        from benchmarks.serve import bench_serve, report_lines
     from edje_index.search.query import read_queries
 
-    result = bench_serve(index, read_queries(queries), _say, **_given(options))
-    lines = list(report_lines(result))
-    _write(result, report, "serve", lines, draw)
-    _show(result, as_json, lines)
-    return 1 if result.get("overload", {}).get("problems") else 0
+    result = bench_serve(index, read_queries(queries), _say, **options)
+    _finish(result, list(report_lines(result)), as_json, report, "serve")
 
 
 @bench.command("end-to-end")
@@ -395,13 +332,9 @@ def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool
 @click.option("--folder", type=PATH, required=True, help="New directory for the files of all systems.")
 @_several("--system", "systems", str, "System to measure; repeatable.  [default: all]")
 @click.option("--queries", type=POSITIVE, default=200, show_default=True, help="Number of captions to search for.")
-@seed_option
 @_report_option
-@quiet_option
 @json_option
-def end_to_end_command(
-    index: Path, captions: Path, report: Path | None, quiet: bool, as_json: bool, **options: Any
-) -> None:
+def end_to_end_command(index: Path, captions: Path, report: Path | None, as_json: bool, **options: Any) -> None:
     """Compare whole search systems on the same images: recall, latency, memory and bytes per image.
 
     All systems get the embeddings and tokens of INDEX. The queries are the captions in the file CAPTIONS. Systems that
@@ -414,25 +347,20 @@ def end_to_end_command(
     Example:
       edje-index bench end-to-end photos.edje captions.jsonl --folder /mnt/nvme/scratch --report out
     """
-    from benchmarks.end_to_end.bench import bench_end_to_end, draw, report_lines
+    from benchmarks.end_to_end import bench_end_to_end, report_lines
 
-    say = (lambda line: None) if quiet else _say
-    result = bench_end_to_end(index, captions, say=say, **_given(options))
-    lines = list(report_lines(result))
-    _write(result, report, "end-to-end", lines, draw)
-    _show(result, as_json, lines)
+    result = bench_end_to_end(index, captions, say=_say, **options)
+    _finish(result, list(report_lines(result)), as_json, report, "end-to-end")
 
 
 @bench.command("paper")
 @click.argument("experiments", metavar="[EXPERIMENT]...", nargs=-1)
 @click.option("--data", type=_EXISTING, required=True, help="Directory of the data sets, towers and language models.")
 @click.option("--out", type=PATH, required=True, help="Directory for models, indexes and tables.")
-@click.option("--small", is_flag=True, help="Use a few Flickr8k images instead of the full data.")
-@click.option("--model", type=_EXISTING, help="Model bundle with the towers for --small.")
 @click.option("--config", type=_EXISTING, help="TOML file with settings for all training runs.")
 @click.option("--commands", "listing", is_flag=True, help="Print the remaining commands without running them.")
 @json_option
-def paper_command(experiments: tuple[str, ...], small: bool, as_json: bool, **options: Any) -> int:
+def paper_command(experiments: tuple[str, ...], listing: bool, as_json: bool, **options: Any) -> int:
     """Repeat the tables and figures of the EDJE paper, and compare the results with the published values.
 
     Without EXPERIMENT, the command lists the experiments. 'all' runs every experiment. To continue after an
@@ -445,24 +373,23 @@ def paper_command(experiments: tuple[str, ...], small: bool, as_json: bool, **op
     Examples:
       edje-index bench paper --data data --out study
       edje-index bench paper tokens --data data --out study --commands
-      edje-index bench paper all --data flickr-data --small --model model --out study
+      edje-index bench paper all --data data --out study
     """
-    from benchmarks.paper.experiments import EXPERIMENTS, run_experiments
+    from benchmarks.paper.experiments import EXPERIMENTS, report_lines, run_experiments
 
-    if small != (options["model"] is not None):
-        raise click.UsageError("use --small and --model together: --small uses the towers of --model")
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
     for name in names:
         if name not in EXPERIMENTS:
             raise click.UsageError(f"there is no experiment '{name}': choose from {', '.join(EXPERIMENTS)}, or 'all'")
     if not names:
-        lines = [f"{name:16} {(function.__doc__ or '').splitlines()[0]}" for name, function in EXPERIMENTS.items()]
-        _show({"experiments": list(EXPERIMENTS)}, as_json, lines)
+        _finish(
+            {"experiments": list(EXPERIMENTS)},
+            [f"{name:16} {each.title}" for name, each in EXPERIMENTS.items()],
+            as_json,
+        )
         return 0
-    listing = options["listing"]
-    tables = run_experiments(names, lambda line: click.echo(line, err=not listing), **options)
+    reports = run_experiments(names, lambda line: click.echo(line, err=not listing), listing=listing, **options)
     if listing:
         return 0
-    report = {name: table.as_json() for name, table in tables.items()}
-    _show(report, as_json, [line for table in tables.values() for line in (*table.lines(), "")])
-    return 1 if all(table.state == "needs data" for table in tables.values()) else 0
+    _finish(reports, [line for report in reports.values() for line in (*report_lines(report), "")], as_json)
+    return 1 if all(report["state"] == "needs data" for report in reports.values()) else 0

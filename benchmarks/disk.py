@@ -1,4 +1,4 @@
-"""Evicts files from the page cache, counts cached pages and bytes read, and describes a disk. Linux only."""
+"""Evicts files from the page cache, and reads counters of the kernel: cached pages, bytes read, memory. Linux only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 COLD = 0.01
 """A run is cold if at most this fraction of the subject's pages is in the page cache."""
@@ -77,43 +78,22 @@ def resident(files: Iterable[Path]) -> float:
 
 def bytes_read() -> int:
     """Return the bytes that this process has read from storage. Reads from the page cache do not count."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["read_bytes"])
+    return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].split()[0])
+
+
+def peak_memory(process: int | str = "self") -> int:
+    """Return the peak resident memory of a process in bytes. `getrusage` would include its parent before exec."""
+    return int(Path(f"/proc/{process}/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
 
 
 def describe_disk(path: Path) -> dict[str, str | None]:
-    """Return the file system, mount options, device, model and I/O scheduler of the disk that contains `path`.
-
-    Unknown values are None.
-    """
-    number = os.stat(path).st_dev
-    device = f"{os.major(number)}:{os.minor(number)}"
-    mounts = {line.split()[2]: line for line in (_text(Path("/proc/self/mountinfo")) or "").splitlines()}
-    file_system, _, options = [*mounts.get(device, "").partition(" - ")[2].split()[:3], None, None, None][:3]
-    scheduler = _text(_queue(path) / "scheduler") or ""
-    return {
-        "file_system": file_system,
-        "mount_options": options,
-        "device": Path(f"/sys/dev/block/{device}").resolve().name,
-        "model": _text(_queue(path).parent / "device/model"),
-        "scheduler": scheduler.partition("[")[2].partition("]")[0] or scheduler or None,
-    }
-
-
-def sector_bytes(path: Path) -> int:
-    """Return the number of bytes that offsets and lengths of direct reads are multiples of."""
-    return int(_text(_queue(path) / "logical_block_size") or mmap.PAGESIZE)
-
-
-def _queue(path: Path) -> Path:
-    """Return the /sys folder with the queue of the disk that contains `path`. A partition has none of its own."""
+    """Return the file system, device and model of the disk that contains `path`. Unknown values are None."""
     number = os.stat(path).st_dev
     folder = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    return folder / "queue" if (folder / "queue").exists() else folder.parent / "queue"
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
+    models = (parent / "device/model" for parent in (folder, folder.parent))  # a partition has no model of its own
+    mounts = [each for each in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(each.mountpoint)]
+    return {
+        "file_system": max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else None,
+        "device": folder.name,
+        "model": next((model.read_text().strip() for model in models if model.exists()), None),
+    }

@@ -7,11 +7,11 @@ the codecs of this project. The entry `torch scaled` encodes and decodes fp8 wit
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -26,23 +26,29 @@ _CASTS = {"fp8": "float8_e4m3fn", "mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m
 Subjects: TypeAlias = dict[str, Callable[[], Any]]
 
 
-def bench_quantize(folder: Path, *, blocks: int = 512, repeats: int = 7, threads: int | None = None) -> dict[str, Any]:
+def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
     """Measure each codec and each compared library `repeats` times on `blocks` blocks.
 
-    The task `gather` decodes random records of a memory-mapped file in `folder`.
+    The task `gather` decodes random records of a memory-mapped temporary file.
 
     Returns:
         Rates of each run, median rates, and median ratios: of the codec to each compared library, and in `gather` of
         each precision to bfloat16.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((blocks, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)
+    order, rows, out = rng.permutation(blocks), np.arange(blocks), np.empty_like(tokens)
     tasks: dict[str, Subjects] = {}
+    gathers: Subjects = {}
     for name in precisions():
         if name != "bf16":
-            tasks[f"encode {name}"], tasks[f"decode {name}"] = _conversions(name, tokens, threads)
-    tasks["gather"] = _gathers(folder, tokens, threads)
+            tasks[f"encode {name}"], tasks[f"decode {name}"] = _conversions(name, tokens)
+        ours = codec(name, BLOCK_SHAPE)
+        with tempfile.TemporaryFile() as file:
+            ours.encode(tokens).tofile(file)
+            mapped = np.memmap(file, dtype=np.uint8, mode="r")
+        gathers[name] = partial(ours.scatter, mapped, order * ours.record_bytes, out, rows)
+    tasks["gather"] = gathers
     all_rates, medians, ratios = {}, {}, {}
     for task, subjects in tasks.items():
         for convert in subjects.values():
@@ -56,16 +62,13 @@ def bench_quantize(folder: Path, *, blocks: int = 512, repeats: int = 7, threads
         all_rates[task] = rates
         medians[task] = {name: statistics.median(values) for name, values in rates.items()}
         if task == "gather":
-            ratios[task] = {
-                f"{name} / bf16": median_ratio(rates[name], rates["bf16"]) for name in rates if name != "bf16"
-            }
+            pairs = [(name, "bf16") for name in rates if name != "bf16"]
         else:
-            ratios[task] = {
-                f"edje / {name}": median_ratio(rates["edje"], rates[name]) for name in rates if name != "edje"
-            }
+            pairs = [("edje", name) for name in rates if name != "edje"]
+        ratios[task] = {f"{name} / {other}": median_ratio(rates[name], rates[other]) for name, other in pairs}
     return {
         "environment": environment(),
-        "settings": {"blocks": blocks, "block_shape": BLOCK_SHAPE, "repeats": repeats, "threads": threads},
+        "settings": {"blocks": blocks, "block_shape": BLOCK_SHAPE, "repeats": repeats},
         "gb_per_s": all_rates,
         "median": medians,
         "ratios": ratios,
@@ -79,12 +82,12 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield " " * 15 + "  ".join(f"{name} {ratio:.2f}x" for name, ratio in report["ratios"][task].items())
 
 
-def _conversions(name: str, tokens: Blocks, threads: int | None) -> tuple[Subjects, Subjects]:
+def _conversions(name: str, tokens: Blocks) -> tuple[Subjects, Subjects]:
     """Return the encoders and the decoders of a precision: ours, and those of the installed libraries."""
     ours = codec(name, BLOCK_SHAPE)
     records, out = ours.encode(tokens), np.empty_like(tokens)
-    encoders: Subjects = {"edje": lambda: ours.encode(tokens, threads)}
-    decoders: Subjects = {"edje": lambda: ours.decode(records, out, threads)}
+    encoders: Subjects = {"edje": lambda: ours.encode(tokens)}
+    decoders: Subjects = {"edje": lambda: ours.decode(records, out)}
     if name in _CASTS:
         element = getattr(ml_dtypes, _CASTS[name])
         narrow = tokens.astype(element)
@@ -121,19 +124,3 @@ def _conversions(name: str, tokens: Blocks, threads: int | None) -> tuple[Subjec
         packed = encoders["torchao"]()
         decoders["torchao"] = lambda: packed.dequantize(torch.bfloat16)
     return encoders, decoders
-
-
-def _gathers(folder: Path, tokens: Blocks, threads: int | None) -> Subjects:
-    """Return one function per precision that decodes all records of a memory-mapped file in random order."""
-    order = np.random.default_rng(1).permutation(len(tokens))
-    rows = np.arange(len(tokens))
-    out = np.empty_like(tokens)
-    subjects: Subjects = {}
-    for name in precisions():
-        entry = codec(name, BLOCK_SHAPE)
-        path = folder / f"records-{name}"
-        entry.encode(tokens).tofile(path)
-        mapped = np.memmap(path, dtype=np.uint8, mode="r")
-        offsets = order * entry.record_bytes
-        subjects[name] = partial(entry.scatter, mapped, offsets, out, rows, threads)
-    return subjects

@@ -31,28 +31,10 @@ def machine(environment: dict[str, Any]) -> str:
     )
 
 
-def write_report(
-    report: dict[str, Any],
-    folder: Path,
-    name: str,
-    lines: Sequence[str],
-    draw: Callable[[dict[str, Any], Path], None] | None = None,
-) -> list[Path]:
-    """Write `<date>-<name>.md` and `.json` to `folder`, and `.png` if `draw` is given. Return the paths.
-
-    Args:
-        report: the results, which are written as JSON.
-        folder: directory, which is created if it is missing.
-        name: name of the benchmark.
-        lines: the Markdown text.
-        draw: function that draws a plot of the report to a path.
-    """
+def write_report(report: dict[str, Any], folder: Path, name: str, lines: Sequence[str]) -> list[Path]:
+    """Write `<date>-<name>.md` with `lines` and `<date>-<name>.json` to `folder`. Return both paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{report['environment']['date']}-{name}"
-    text, data, plot = (folder / f"{stem}.{suffix}" for suffix in ("md", "json", "png"))
-    text.write_text("\n".join([*lines, *([] if draw is None else ["", f"![{stem}]({plot.name})"])]) + "\n")
+    text, data = (folder / f"{report['environment']['date']}-{name}.{suffix}" for suffix in ("md", "json"))
+    text.write_text("\n".join(lines) + "\n")
     data.write_text(json.dumps(report, indent=1, sort_keys=True, default=str) + "\n")
-    if draw is None:
-        return [text, data]
-    draw(report, plot)
-    return [text, data, plot]
+    return [text, data]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -27,8 +28,15 @@ CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
 MINILM_LAYERS = {"MiniLM-L6-H384": 6, "MiniLM-L12-H384": 12}
 _BLOCK_SHAPE = (64, 384)
 _VOCABULARY = 16000
+_QUERY_STAGES = {
+    "text": ("text_tower",),
+    "nearest": ("nearest",),
+    "fetch": ("fetch",),
+    "score": ("joint_encoder", "other_parts"),
+}
 
 
+@torch.inference_mode()
 def bench_rerank(
     model: Path | None = None,
     index: Path | None = None,
@@ -60,14 +68,32 @@ def bench_rerank(
         raise UsageError("--score has an effect only with --index: give the index to search, or leave out --score")
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
+    encoders: dict[str, tuple[JointEncoder, tuple[int, int]]] = {}
+    if model is None:
+        for name, layers in MINILM_LAYERS.items():
+            encoders[name] = random_joint_encoder(layers, _BLOCK_SHAPE[1]).to(torch_device), _BLOCK_SHAPE
+    else:
+        bundle = ModelBundle.load(model, device=str(torch_device), verify=False)
+        config = bundle.joint.config
+        name = f"{model.name}: {config.num_hidden_layers} layers, width {config.hidden_size}"
+        encoders[name] = bundle.joint, bundle.block_shape
     models: dict[str, Any] = {}
-    for name, joint, block_shape in _joint_encoders(model, torch_device):
+    rng, before = np.random.default_rng(0), torch.get_num_threads()
+    for name, (joint, block_shape) in encoders.items():
         joint.compute_dtype = torch_dtype
-        rates = {
-            f"batch {batch}, {count} threads": _pairs_per_second(joint, block_shape, batch, count, repeats)
-            for count in threads or sorted({1, usable_cpus()})
-            for batch in batch_sizes
-        }
+        scorer, rates = joint.scorer(), dict[str, list[float]]()
+        for count, batch in itertools.product(threads or sorted({1, usable_cpus()}), batch_sizes):
+            blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
+            seconds = []
+            torch.set_num_threads(count)
+            try:
+                for _ in range(1 + repeats):  # the first run is the warm-up
+                    started = time.perf_counter()
+                    scorer.score([CAPTION] * batch, blocks)  # includes tokenisation and copies to the device
+                    seconds.append(time.perf_counter() - started)
+            finally:
+                torch.set_num_threads(before)
+            rates[f"batch {batch}, {count} threads"] = [batch / each for each in seconds[1:]]
         medians = {setting: statistics.median(values) for setting, values in rates.items()}
         models[name] = {
             "parameters": sum(parameter.numel() for parameter in joint.parameters()),
@@ -83,7 +109,26 @@ def bench_rerank(
         "joint_encoders": models,
     }
     if index is not None:
-        report["query"] = _query(index, model, score, pool, repeats, device, dtype)
+        if Manifest.load(index).ann.get("kind") == "none":
+            raise UsageError(
+                f"{index} has no nearest-neighbour index, so the index cannot be searched; choose an index that was "
+                "built from images"
+            )
+        opened = TokenIndex.open(index, model, score=score, device=device, dtype=dtype)
+        runs = [opened.search(CAPTION, pool, pool) for _ in range(repeats + 1)]
+        medians = {
+            name: 1e3 * statistics.median(sum(hits.stages.get(part, 0.0) for part in parts) for hits in runs[1:])
+            for name, parts in _QUERY_STAGES.items()
+            if any(part in runs[0].stages for part in parts)
+        }
+        report["query"] = {
+            "index": str(index),
+            "precision": opened.precision,
+            "score": score,
+            "pool": len(runs[0]),
+            "ms": medians,
+            "total_ms": sum(medians.values()),
+        }
     return report
 
 
@@ -96,46 +141,6 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         query = report["query"]
         stages = ", ".join(f"{name} {value:.2f}" for name, value in query["ms"].items())
         yield f"query of {query['pool']} candidates: {query['total_ms']:.1f} ms ({stages})"
-
-
-def needed_pairs_per_second(model: Path) -> dict[str, Any]:
-    """Return the highest rate of the joint encoder in pairs per second, and the batch size with this rate."""
-    report = bench_rerank(model, batch_sizes=(32, 128), threads=(torch.get_num_threads(),), repeats=3)
-    ((name, rates),) = report["joint_encoders"].items()
-    rate = rates["median"][rates["best"]]
-    return {"name": name, "setting": rates["best"], "device": report["device"], "pairs_per_s": rate}
-
-
-@torch.inference_mode()
-def _pairs_per_second(
-    joint: JointEncoder, block_shape: tuple[int, int], batch: int, threads: int, repeats: int
-) -> list[float]:
-    """Return the pairs per second of each repeat. Tokenisation and copies to the device are included."""
-    rng = np.random.default_rng(0)
-    blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
-    scorer, rates = joint.scorer(), []
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for _ in range(1 + repeats):
-            started = time.perf_counter()
-            scorer.score([CAPTION] * batch, blocks)
-            rates.append(batch / (time.perf_counter() - started))
-    finally:
-        torch.set_num_threads(before)
-    return rates[1:]  # the first run is the warm-up
-
-
-def _joint_encoders(model: Path | None, device: torch.device) -> Iterator[tuple[str, JointEncoder, tuple[int, int]]]:
-    """Yield (name, joint encoder, block shape) of each joint encoder to measure."""
-    if model is not None:
-        bundle = ModelBundle.load(model, device=str(device), verify=False)
-        config = bundle.joint.config
-        name = f"{model.name}: {config.num_hidden_layers} layers, width {config.hidden_size}"
-        yield name, bundle.joint, bundle.block_shape
-        return
-    for name, layers in MINILM_LAYERS.items():
-        yield name, random_joint_encoder(layers, _BLOCK_SHAPE[1]).to(device), _BLOCK_SHAPE
 
 
 def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> JointEncoder:
@@ -157,35 +162,3 @@ def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> J
         "pad_token_id": 0,
     }
     return JointEncoder(bert_config(config), tokenizer, width)
-
-
-def _query(
-    index: Path, bundle: Path | None, score: str, pool: int, repeats: int, device: str, dtype: str
-) -> dict[str, Any]:
-    """Return the median milliseconds of each stage of a query. The first run is not counted."""
-    if Manifest.load(index).ann.get("kind") == "none":
-        raise UsageError(
-            f"{index} has no nearest-neighbour index, so the index cannot be searched; choose an index that was "
-            "built from images"
-        )
-    opened = TokenIndex.open(index, bundle, score=score, device=device, dtype=dtype)
-    runs = [opened.search(CAPTION, pool, pool) for _ in range(repeats + 1)]
-    stages = {
-        "text": ["text_tower"],
-        "nearest": ["nearest"],
-        "fetch": ["fetch"],
-        "score": ["joint_encoder", "other_parts"],
-    }
-    medians = {
-        name: 1e3 * statistics.median(sum(hits.stages.get(part, 0.0) for part in parts) for hits in runs[1:])
-        for name, parts in stages.items()
-        if any(part in runs[0].stages for part in parts)
-    }
-    return {
-        "index": str(index),
-        "precision": opened.precision,
-        "score": score,
-        "pool": len(runs[0]),
-        "ms": medians,
-        "total_ms": sum(medians.values()),
-    }

@@ -35,7 +35,6 @@ EXTRAS_OF_MODULE = {
     "urllib3": ("remote",),
     "uvicorn": ("serve",),
     "zarr": ("build", "bench"),
-    "zarrs": ("bench",),
 }
 """For each optional package, the extras that install the package, the smallest extra first."""
 

@@ -115,8 +115,9 @@ def train(installed: Installation) -> None:
 
 def bench(installed: Installation) -> None:
     """Measure this library and the others on a small index."""
-    options = ["--synthetic", "400", "--pool", "100", "--repeats", "1", "--seconds", "0.1", "--scratch", ".", "--warm"]
-    told = installed.edje("bench", "fetch", *options, "--peers", "--json")
+    installed.edje("bench", "make-synthetic", "random.edje", "--rows", "400")
+    options = ["--pool", "100", "--repeats", "1", "--warm", "--peers", "--json"]
+    told = installed.edje("bench", "fetch", "random.edje", *options)
     for peer in ("tensorstore", "lance", "hdf5", "lmdb", "zarr"):
         expect(peer in told.lower(), f"{peer} was not measured: {told}")
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
@@ -88,7 +88,10 @@ def bench_remote(
         if cache_bytes():
             cached_store = stack.enter_context(TokenStore(replace(index, remote=cached_folder), precision))
             subjects[_CACHED] = cached_store.fetch_records
-        subjects |= dict(_peers(index, precision)) if peers else {}
+        if peers:
+            subjects["obstore"] = _obstore(index, precision)
+            with contextlib.suppress(ModuleNotFoundError):
+                subjects["tensorstore"] = _tensorstore(index, precision)
         draws = [rng.choice(rows, pool, replace=False) for _ in range(repeats)]
         queries = [rng.choice(rows, min(_QUERY_ROWS, pool), replace=False) for _ in range(_QUERIES)]
         for name in [name for name in subjects if name.startswith("edje")]:
@@ -137,27 +140,8 @@ def bench_remote(
     }
 
 
-def _peers(index: CommittedIndex, precision: str) -> Iterator[tuple[str, Fetch]]:
-    """Yield the name and the fetch function of each installed library."""
-    yield "obstore", _obstore(index, precision)
-    for name, package, make in (("tensorstore", "tensorstore", _tensorstore), ("zarrs", "zarrs", _zarrs)):
-        try:
-            import_module(package)
-        except ModuleNotFoundError:
-            continue
-        yield name, make(index, precision)
-
-
-def _array_key(index: CommittedIndex, precision: str) -> str:
-    layout = Layout(index.root)
-    return layout.relative(layout.token_array(precision))
-
-
 def _obstore(index: CommittedIndex, precision: str) -> Fetch:
-    """Return a function that fetches with obstore.
-
-    All shards are read at the same time. Neighbouring ranges are merged in the same way as by this project's reader.
-    """
+    """Return a function that fetches with obstore, and merges neighbouring ranges as this project's reader does."""
     import obstore
 
     assert index.remote is not None
@@ -165,22 +149,18 @@ def _obstore(index: CommittedIndex, precision: str) -> Fetch:
     token_codec, layout = codec(precision, spec.block_shape), Layout(index.root)
     size, dimensions = token_codec.record_bytes, len(token_codec.record_shape)
 
-    async def read(shard: int, positions: Ids) -> list[Any]:
-        key = layout.relative(layout.token_shard(precision, shard, dimensions))
-        starts = (positions * size).tolist()
-        return list(
-            await obstore.get_ranges_async(store, key, starts=starts, lengths=[size] * len(starts), coalesce=_GAP_BYTES)
-        )
-
     async def read_all(ids: Ids) -> Records:
         order, out = np.argsort(ids), np.empty((len(ids), size), np.uint8)
         shards, firsts = np.unique(ids[order] // spec.shard_size, return_index=True)
-        parts = np.split(order, firsts[1:])
-        pairs = zip(shards.tolist(), parts, strict=True)
-        blocks = await asyncio.gather(*(read(shard, ids[part] % spec.shard_size) for shard, part in pairs))
-        for part, of_shard in zip(parts, blocks, strict=True):
-            for position, data in zip(part.tolist(), of_shard, strict=True):
-                out[position] = np.frombuffer(data, np.uint8)
+        parts, requests = np.split(order, firsts[1:]), []
+        for shard, part in zip(shards.tolist(), parts, strict=True):
+            key = layout.relative(layout.token_shard(precision, shard, dimensions))
+            starts = (ids[part] % spec.shard_size * size).tolist()
+            lengths = [size] * len(starts)
+            requests.append(obstore.get_ranges_async(store, key, starts=starts, lengths=lengths, coalesce=_GAP_BYTES))
+        for part, blocks in zip(parts, await asyncio.gather(*requests), strict=True):
+            for position, data in zip(part.tolist(), blocks, strict=True):
+                out[position] = np.frombuffer(memoryview(data), np.uint8)
         return out
 
     return lambda ids: asyncio.run(read_all(ids))
@@ -188,8 +168,9 @@ def _obstore(index: CommittedIndex, precision: str) -> Fetch:
 
 def _tensorstore(index: CommittedIndex, precision: str) -> Fetch:
     ts: Any = import_module("tensorstore")
-    _, bucket, path, *_ = urlsplit(str(index.location))
-    kvstore = {"driver": "s3", "bucket": bucket, "path": f"{path.strip('/')}/{_array_key(index, precision)}/"}
+    layout, (_, bucket, path, *_) = Layout(index.root), urlsplit(str(index.location))
+    key = layout.relative(layout.token_array(precision))
+    kvstore = {"driver": "s3", "bucket": bucket, "path": f"{path.strip('/')}/{key}/"}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
         kvstore |= {"endpoint": endpoint, "aws_region": os.environ.get("AWS_REGION", "us-east-1")}
     context = {"s3_request_concurrency": {"limit": _CONCURRENCY}, "cache_pool": {"total_bytes_limit": 0}}
@@ -203,26 +184,7 @@ def _tensorstore(index: CommittedIndex, precision: str) -> Fetch:
     return lambda ids: np.ascontiguousarray(array[ids].read().result()).view(np.uint8).reshape(len(ids), -1)
 
 
-def _zarrs(index: CommittedIndex, precision: str) -> Fetch:
-    """Return a function that fetches blocks with zarr-python. It reads through obstore and decodes with zarrs."""
-    zarr: Any = import_module("zarr")
-    storage: Any = import_module("zarr.storage")
-    stores: Any = import_module("obstore.store")
-    # zarrs contains an older obstore, which does not know every option of the store that edje uses.
-    store = stores.from_url(str(index.location), client_options={"allow_http": True})
-    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline", "async.concurrency": _CONCURRENCY}):
-        array = zarr.open_array(storage.ObjectStore(store, read_only=True), path=_array_key(index, precision), mode="r")
-
-    def fetch(ids: Ids) -> Records:
-        order = np.argsort(ids)
-        out = np.empty((len(ids), codec(precision, index.manifest.spec.block_shape).record_bytes), np.uint8)
-        out[order] = np.ascontiguousarray(array.oindex[ids[order]]).view(np.uint8).reshape(len(ids), -1)
-        return out
-
-    return fetch
-
-
-def report_lines(result: Mapping[str, Any]) -> Iterator[str]:
+def report_lines(result: dict[str, Any]) -> Iterator[str]:
     """Yield the result of `bench_remote` as lines of Markdown."""
     yield (
         f"{result['url']}, {result['precision']}: random blocks of {result['record_bytes']:,} bytes; fetches of "

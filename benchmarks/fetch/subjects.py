@@ -1,55 +1,43 @@
-"""The interface of everything that `bench fetch` measures, this project's reader, and the reference measurements."""
+"""What `bench fetch` measures: this project's reader, a memory copy, the disk itself, and other libraries (peers).
+
+To add a peer, write a subclass of `Peer` here and name it in `PEERS` at the end of this file. `open`, `fetch` and
+`close` are the whole interface. A library with a file format of its own also sets `copies` and implements `prepare`.
+Modules of the library are imported in the methods, because each run is a process of its own.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.disk import sector_bytes
 from storage_formats.codecs import BF16, Records, codec, fill_record
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import live_rows
+from storage_formats.reading.files import sector_bytes
+from storage_formats.reading.memory import aligned_bytes
+from storage_formats.reading.queues import QueuePool
 from storage_formats.threads import default_threads
 from storage_formats.token_store import TokenStore
 
 Ids: TypeAlias = NDArray[np.int64]
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of a report: a subject, and the blocks that each of its runs fetches.
-
-    Attributes:
-        label: name in reports.
-        subject: name of the subject, a key of `benchmarks.fetch.peers.SUBJECTS`, or "fio".
-        pattern: "random" rows, "contiguous" rows, or "listed" rows: rows from a few groups of neighbouring rows, like
-            the inverted lists of FAISS.
-        blocks: number of blocks in all calls together. No row is requested twice.
-        pool: blocks per call.
-        cache: state of the page cache before the run.
-        engine: I/O engine of this project's reader.
-    """
-
-    label: str
-    subject: str
-    pattern: Literal["random", "contiguous", "listed"]
-    blocks: int
-    pool: int
-    cache: Literal["cold", "warm"] = "cold"
-    engine: str = "auto"
+_DEPTH = 64  # requests of the device in flight
+_SEQUENTIAL_BYTES = 1 << 20
+_TENSORSTORE_REQUESTS = 128
+_ARROW_BYTES = 2**31 - 1  # Lance rejects larger result arrays of fixed-size binaries
+_LANCE_BATCH = 256
+_HDF5_SELECTION = 1000  # rows per selection; the cost of a selection grows faster than its number of rows
 
 
 class StoredRecords:
@@ -67,12 +55,6 @@ class StoredRecords:
         self.record_bytes = self.codec.record_bytes
         self.row_ids: Ids = live_rows(index)
         self.array_path = Layout(root).token_array(precision)
-
-    @cached_property
-    def direct_bytes(self) -> int:
-        """Bytes of a record, rounded up to whole sectors."""
-        unit = sector_bytes(self.root)
-        return -(-self.record_bytes // unit) * unit
 
     def shard_path(self, shard: int) -> Path:
         return Layout(self.root).token_shard(self.precision, shard, record_ndim=len(self.codec.record_shape))
@@ -105,31 +87,26 @@ class StoredRecords:
 
 
 class Subject(ABC):
-    """One way to fetch blocks: this project's reader, a compared library, or a reference measurement.
+    """One way to fetch blocks. This project's reader returns decoded blocks, and peers return stored records.
 
-    This project's reader returns decoded blocks. Compared libraries return stored records.
+    Args:
+        source: the records to fetch.
+        folder: directory of the subject's copy of the records, if it reads a copy.
 
     Attributes:
         package: Python package that must be installed; None if the dependencies of this project suffice.
         copies: True if the subject reads a copy of the records, which `prepare` writes to `folder`.
-        copy_ratio: largest size of that copy, as a multiple of the size of the records.
         setting: description of the configuration, for reports.
     """
 
     package: ClassVar[str | None] = None
     copies: ClassVar[bool] = False
-    copy_ratio: ClassVar[float] = 1.05
-    setting: ClassVar[str] = ""
+    setting: ClassVar[str]
 
-    def __init__(self, source: StoredRecords, folder: Path, entry: Entry | None = None) -> None:
+    def __init__(self, source: StoredRecords, folder: Path) -> None:
         self.source = source
         self.folder = folder
-        self.entry = entry
         self.output_bytes = source.record_bytes
-
-    def prepare(self) -> None:
-        """Write a copy of the records to `folder`. Only subjects with `copies` implement this method."""
-        raise NotImplementedError
 
     def files(self) -> list[Path]:
         """Return the paths of the files that the subject reads."""
@@ -159,13 +136,12 @@ class EdjeReader(Subject):
 
     setting = "TokenStore.fetch into a buffer, decoded to bfloat16"
 
-    def __init__(self, source: StoredRecords, folder: Path, entry: Entry | None = None) -> None:
-        super().__init__(source, folder, entry)
+    def __init__(self, source: StoredRecords, folder: Path) -> None:
+        super().__init__(source, folder)
         self.output_bytes = int(np.prod(source.spec.block_shape)) * int(BF16.itemsize)
 
     def open(self) -> None:
-        engine = "auto" if self.entry is None else self.entry.engine
-        self._store = TokenStore.open(self.source.root, self.source.precision, engine)
+        self._store = TokenStore.open(self.source.root, self.source.precision)
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         self._store.fetch(ids, out.view(BF16).reshape(len(ids), *self._store.block_shape))
@@ -205,43 +181,252 @@ class Memcpy(EdjeReader):
         return np.ones((len(ids), self.output_bytes), dtype=np.uint8)
 
 
-class DirectReads(Subject):
-    """The disk's limit if fio is not installed: O_DIRECT reads of whole records from 64 threads. The data is discarded.
+class Device(Subject):
+    """The disk's limit: O_DIRECT reads of whole records with 64 requests in flight. The data is discarded.
 
-    Contiguous rows are read in pieces of about 1 MiB.
+    Neighbouring rows are read in pieces of about 1 MiB.
     """
 
-    setting = "O_DIRECT preadv from 64 threads"
+    setting = f"O_DIRECT reads through io_uring or Linux AIO, {_DEPTH} in flight, data discarded"
 
     def open(self) -> None:
-        self._pool = ThreadPoolExecutor(64)
-        self._local = threading.local()
-        self._unit = sector_bytes(self.source.root)
-        is_sequential = self.entry is not None and self.entry.pattern == "contiguous"
-        self._rows_per_read = max(1, (1 << 20) // self.source.record_bytes) if is_sequential else 1
-        paths = zip(self.source.spec.shard_numbers(), self.files(), strict=True)
-        self._files = {shard: os.open(path, os.O_RDONLY | os.O_DIRECT) for shard, path in paths}
+        paths = zip(self.source.spec.shard_numbers(), self.source.files(), strict=True)
+        self._fds = {shard: os.open(path, os.O_RDONLY | os.O_DIRECT) for shard, path in paths}
+        self._sector = sector_bytes(self.source.root)
+        self._queues = QueuePool()
+        self._largest = max(1, _SEQUENTIAL_BYTES // self.source.record_bytes)
+        self._slot = (self._largest * self.source.record_bytes // self._sector + 2) * self._sector
+        self._memory = aligned_bytes(_DEPTH * self._slot)
+        self._memory.fill(1)
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        shards = ids // self.source.spec.shard_size
-        is_first = (np.arange(len(ids)) % self._rows_per_read == 0) | (np.diff(shards, prepend=-1) != 0)
+        shards, positions = np.divmod(ids, self.source.spec.shard_size)
+        is_first = (np.diff(ids, prepend=-2) != 1) | (np.diff(shards, prepend=-1) != 0)
+        run_starts = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+        is_first |= (np.arange(len(ids)) - run_starts) % self._largest == 0
         firsts = np.flatnonzero(is_first)
-        list(self._pool.map(self._read, ids[firsts].tolist(), np.diff(firsts, append=len(ids)).tolist()))
+        counts, size = np.diff(firsts, append=len(ids)), self.source.record_bytes
+        offsets = positions[firsts] * size // self._sector * self._sector
+        lengths = -(-((positions[firsts] + counts) * size - offsets) // self._sector) * self._sector
+        fds = np.array([self._fds[shard] for shard in shards[firsts].tolist()], dtype=np.int64)
+        queue, free, next_request = self._queues.borrow(), np.arange(_DEPTH), 0
+        while next_request < len(firsts) or queue.in_flight:
+            part = slice(next_request, next_request + len(free))
+            slots = free[: len(offsets[part])]
+            addresses = self._memory.ctypes.data + slots * self._slot
+            queue.put(fds[part], offsets[part], addresses, lengths[part], slots)
+            next_request += len(slots)
+            done, results = queue.wait(1)
+            if (results <= 0).any():
+                raise OSError(-int(results.min()), "a direct read of the device failed")
+            free = np.concatenate([free[len(slots) :], done])
+        self._queues.give_back(queue)
         return out
 
-    def _read(self, row: int, count: int) -> None:
-        shard, position = divmod(row, self.source.spec.shard_size)
-        size, unit = self.source.record_bytes, self._unit
-        start, stop = position * size // unit * unit, -(-(position + count) * size // unit) * unit
-        if getattr(self._local, "buffer", None) is None:
-            self._local.buffer = mmap.mmap(-1, self._rows_per_read * size + 2 * unit)
-        with memoryview(self._local.buffer) as view:
-            os.preadv(self._files[shard], [view[: stop - start]], start)
-
     def close(self) -> None:
-        self._pool.shutdown()
-        for fd in self._files.values():
+        self._queues.close()
+        for fd in self._fds.values():
             os.close(fd)
 
     def expected(self, ids: Ids) -> Records:
         return np.ones((len(ids), self.output_bytes), dtype=np.uint8)  # the worker fills the buffer with ones
+
+
+class Peer(Subject):
+    """Another library."""
+
+    def prepare(self) -> None:
+        """Write a copy of the records to `folder`. Only peers with `copies` implement this method."""
+        raise NotImplementedError
+
+
+class Memmap(Peer):
+    """Reads rows of one memory-mapped array with `np.take`. The EDJE paper reads tokens in this way."""
+
+    copies = True
+    setting = "one flat file, np.take(mapped, ids, out=buffer)"
+
+    def prepare(self) -> None:
+        with (self.folder / "records.bin").open("wb") as file:
+            for _, records in self.source.shards():
+                records.tofile(file)
+
+    def open(self) -> None:
+        shape = (self.source.spec.rows, self.source.record_bytes)
+        self._mapped = np.memmap(self.folder / "records.bin", dtype=np.uint8, mode="r", shape=shape)
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        return np.take(self._mapped, ids, axis=0, out=out, mode="clip")  # mode="raise" would copy twice
+
+    def close(self) -> None:
+        del self._mapped
+
+
+class TensorStore(Peer):
+    """Reads the index with TensorStore, without a cache and with many concurrent requests."""
+
+    package = "tensorstore"
+    setting = f"cache_pool 0, file_io_concurrency {_TENSORSTORE_REQUESTS}, data_copy_concurrency = CPUs, into a buffer"
+
+    def open(self) -> None:
+        self._ts: Any = import_module("tensorstore")
+        limits = {"file_io_concurrency": _TENSORSTORE_REQUESTS, "data_copy_concurrency": default_threads()}
+        context = {name: {"limit": limit} for name, limit in limits.items()}
+        context["cache_pool"] = {"total_bytes_limit": 0}
+        self._array = self._ts.open(
+            {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(self.source.array_path)}},
+            read=True,
+            context=self._ts.Context(context),
+            recheck_cached_metadata=False,
+            recheck_cached_data=False,
+        ).result()
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        view = out.view(self._array.dtype.numpy_dtype).reshape(len(ids), *self._array.shape[1:])
+        self._ts.array(view).write(self._array[ids]).result()
+        return out
+
+    def close(self) -> None:
+        del self._array
+
+
+class ZarrPython(Peer):
+    """Reads the index with zarr-python, by orthogonal indexing with ascending row ids."""
+
+    package = "zarr"
+    setting = "oindex of sorted ids"
+
+    def open(self) -> None:
+        self._array = import_module("zarr").open_array(str(self.source.array_path), mode="r")
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        order = np.argsort(ids)
+        records = np.ascontiguousarray(self._array.oindex[ids[order]])
+        out[order] = records.view(np.uint8).reshape(len(ids), -1)
+        return out
+
+    def close(self) -> None:
+        del self._array
+
+
+class Lance(Peer):
+    """Reads a Lance dataset with `take`, which uses io_uring. The records are a column of fixed-size binary values."""
+
+    package = "pylance"
+    copies = True
+    setting = "fixed-size binary column, file+uring://, dataset.take of at most 2 GiB"
+
+    def prepare(self) -> None:
+        pa: Any = import_module("pyarrow")
+        kind = pa.binary(self.source.record_bytes)
+        schema = pa.schema([pa.field("record", kind, nullable=False)])
+
+        def batches() -> Iterator[Any]:
+            for _, records in self.source.shards():
+                for start in range(0, len(records), _LANCE_BATCH):
+                    part = np.ascontiguousarray(records[start : start + _LANCE_BATCH])
+                    column = pa.Array.from_buffers(kind, len(part), [None, pa.py_buffer(part)])
+                    yield pa.record_batch([column], schema=schema)
+
+        lance: Any = import_module("lance")
+        reader = pa.RecordBatchReader.from_batches(schema, batches())
+        lance.write_dataset(reader, str(self.folder / "records.lance"))
+
+    def open(self) -> None:
+        lance: Any = import_module("lance")
+        self._dataset = lance.dataset(f"file+uring://{(self.folder / 'records.lance').resolve()}")
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        size, filled = self.source.record_bytes, 0
+        for start in range(0, len(ids), _ARROW_BYTES // size):
+            for chunk in self._dataset.take(ids[start : start + _ARROW_BYTES // size])["record"].chunks:
+                stored = np.frombuffer(chunk.buffers()[1], dtype=np.uint8)
+                part = stored[chunk.offset * size : (chunk.offset + len(chunk)) * size]
+                out[filled : filled + len(chunk)] = part.reshape(len(chunk), size)
+                filled += len(chunk)
+        return out
+
+    def close(self) -> None:
+        del self._dataset
+
+
+class Lmdb(Peer):
+    """Reads LMDB, a memory-mapped B+ tree with one value per row."""
+
+    package = "lmdb"
+    copies = True
+    setting = "8-byte big-endian keys, readahead off, one read transaction per call"
+
+    def prepare(self) -> None:
+        lmdb: Any = import_module("lmdb")
+        with lmdb.open(str(self.folder), map_size=1 << 42) as environment:  # the map is sparse
+            for first, records in self.source.shards():
+                with environment.begin(write=True) as transaction:
+                    for row, record in enumerate(records, first):
+                        transaction.put(row.to_bytes(8, "big"), record.tobytes(), append=True)
+
+    def files(self) -> list[Path]:
+        return [self.folder / "data.mdb"]
+
+    def open(self) -> None:
+        self._opened = import_module("lmdb").open(str(self.folder), readonly=True, lock=False, readahead=False)
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        with self._opened.begin(buffers=True) as transaction:
+            for position, row in enumerate(ids.tolist()):
+                out[position] = np.frombuffer(transaction.get(row.to_bytes(8, "big")), dtype=np.uint8)
+        return out
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+class Hdf5(Peer):
+    """Reads a contiguous HDF5 dataset by lists of ascending row ids."""
+
+    package = "h5py"
+    copies = True
+    setting = f"contiguous dataset, sorted fancy selections of {_HDF5_SELECTION} rows"
+
+    def prepare(self) -> None:
+        with import_module("h5py").File(self.folder / "records.h5", "w") as file:
+            shape = (self.source.spec.rows, self.source.record_bytes)
+            dataset = file.create_dataset("records", shape=shape, dtype="uint8")
+            for first, records in self.source.shards():
+                dataset[first : first + len(records)] = records
+
+    def open(self) -> None:
+        self._file = import_module("h5py").File(self.folder / "records.h5", "r")
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        order = np.argsort(ids)
+        for start in range(0, len(ids), _HDF5_SELECTION):
+            positions = order[start : start + _HDF5_SELECTION]
+            out[positions] = self._file["records"][ids[positions]]
+        return out
+
+    def close(self) -> None:
+        self._file.close()
+
+
+PEERS: Mapping[str, type[Peer]] = {
+    "np.memmap": Memmap,
+    "tensorstore": TensorStore,
+    "zarr-python": ZarrPython,
+    "lance": Lance,
+    "lmdb": Lmdb,
+    "hdf5": Hdf5,
+}
+"""The compared libraries by name, in the order of reports."""
+
+SUBJECTS: Mapping[str, type[Subject]] = {"edje": EdjeReader, "memcpy": Memcpy, "device": Device, **PEERS}
+"""Everything that a worker process can measure, by name."""
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of the package that a peer needs: "" if it needs none, None if it is not installed."""
+    package = PEERS[name].package
+    try:
+        return "" if package is None else version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,7 +1,14 @@
-"""The steps that the experiments consist of: train, fine-tune, index and evaluate.
+"""The data of the experiments, and the steps that they consist of: train, fine-tune, index and evaluate.
 
-A step runs an `edje-index` command in a folder of its own and stores the command's report there. Experiments share
-steps, and an interrupted study continues after the last finished step.
+The data folder:
+
+    pretrain/                             caption files of CC12M, CC3M, SBU, Visual Genome and COCO, and their images
+    flickr30k/dataset_flickr30k.json      Karpathy split file with captions
+    flickr30k/flickr30k-images/           images
+    coco/dataset_coco.json                Karpathy split file with captions
+    coco/train2014/, coco/val2014/        images
+    towers/NAME/                          bundles that `edje-index model from-open-clip` wrote
+    languages/NAME/                       folders of language models from the Hugging Face hub
 """
 
 from __future__ import annotations
@@ -11,21 +18,37 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.data import MAIN_LANGUAGE, MAIN_TOWER, Captions, FullData, SmallData
 from benchmarks.report import Say
 from edje_index.captions.reading import read_captions
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError
 
+TOWERS = {
+    "clip-b16-224": "ViT-B-16:openai",
+    "clip-l14-224": "ViT-L-14:openai",
+    "clip-l14-336": "ViT-L-14-336:openai",
+    "dfn-l14-224": "ViT-L-14-quickgelu:dfn2b",
+    "metaclip-l14-224": "ViT-L-14-quickgelu:metaclip_fullcc",
+    "siglip2-b16-384": "ViT-B-16-SigLIP2-384:webli",
+    "siglip2-l16-384": "ViT-L-16-SigLIP2-384:webli",
+}
+"""The towers of the paper, as open_clip names them."""
+LANGUAGES = {"minilm-l12": "microsoft/MiniLM-L12-H384-uncased", "bert-base": "google-bert/bert-base-uncased"}
+"""The language models of the paper, as the Hugging Face hub names them."""
+MAIN_TOWER, MAIN_LANGUAGE = "siglip2-l16-384", "minilm-l12"
 OUT = "{out}"
 """In the arguments of a command, this text is replaced by the folder of the step."""
 POOL = 10
 """Candidates per query in the experiments of the paper. A few experiments use other numbers."""
+
+
+class MissingDataError(Exception):
+    """The data folder lacks data for an experiment. The message names the path, and the data to put there."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +56,10 @@ class Variant:
     """A model of the EDJE paper.
 
     Attributes:
-        tower: name of the towers, a key of `benchmarks.paper.data.TOWERS`.
+        tower: name of the towers, a key of `TOWERS`.
         adapter: kind of adapter.
         tokens: stored tokens per image; ignored by the adapter "local".
-        language: name of the language model, a key of `benchmarks.paper.data.LANGUAGES`.
+        language: name of the language model, a key of `LANGUAGES`.
         distilled: True to distil from the local model with the same towers.
         miner: name of the towers that mine hard negatives; None for `tower`.
         settings: additional settings of `edje-index train`, in the form GROUP.KEY=VALUE.
@@ -55,22 +78,60 @@ LOCAL = Variant(adapter="local", distilled=False)
 """The uncompressed model, which is the teacher of the other models."""
 
 
-@dataclass
 class Study:
     """Makes each model, index and evaluation of the experiments once.
 
-    Attributes:
-        data: data of the experiments.
-        folder: folder that contains one folder per step.
+    A step runs an `edje-index` command in a folder of its own and stores the command's report there. Experiments share
+    steps, and an interrupted study continues after the last finished step.
+
+    Args:
+        data: directory of the data.
+        out: directory for the steps.
         say: function that receives one line of text per step.
-        listing: True to print the commands instead of running them.
+        config: TOML file with settings for all training runs.
+        listing: True to print the remaining commands instead of running them.
     """
 
-    data: FullData | SmallData
-    folder: Path
-    say: Say
-    listing: bool = False
-    _listed: set[str] = field(default_factory=set)
+    def __init__(self, data: Path, out: Path, say: Say, config: Path | None = None, listing: bool = False) -> None:
+        self.folder = out.absolute() / "steps"
+        self._data = data.absolute()
+        self._say = say
+        self._train_options = [] if config is None else ["--config", str(config.absolute())]
+        self._listing = listing
+        self._listed: set[str] = set()
+
+    def captions(self, part: str) -> tuple[list[Path], Path, str | None]:
+        """Return the caption files, the base directory of their images, and the split to read; None for all images.
+
+        Args:
+            part: "pretrain" or "finetune", a training phase, or "flickr" or "coco", the test data of a benchmark.
+
+        Raises:
+            MissingDataError: the files are missing. The methods below raise it, too.
+        """
+        if part == "pretrain":
+            folder = self._data / "pretrain"
+            kinds = (".jsonl", ".json", ".parquet", ".tar")
+            files = sorted(path for path in folder.iterdir() if path.suffix in kinds) if folder.is_dir() else []
+            if not files:
+                raise MissingDataError(
+                    f"{folder} has no caption files; put the caption files of the pre-training images there"
+                )
+            return files, folder, None
+        folder, file, images = self._data / "coco", "dataset_coco.json", "."
+        if part == "flickr":
+            folder, file, images = self._data / "flickr30k", "dataset_flickr30k.json", "flickr30k-images"
+        if not (folder / file).is_file():
+            raise MissingDataError(f"{folder / file} is missing; put the Karpathy split file there")
+        return [folder / file], folder / images, "train" if part == "finetune" else "test"
+
+    def tower(self, name: str) -> Path:
+        """Return the path of a bundle; `name` is a key of `TOWERS`."""
+        path = self._data / "towers" / name
+        if not path.is_dir():
+            remedy = f"edje-index model from-open-clip {TOWERS[name]} --out {path}"
+            raise MissingDataError(f"{path} is missing; make this bundle with `{remedy}`")
+        return path
 
     def command(self, name: str, *arguments: object) -> tuple[Path, dict[str, Any]]:
         """Run `edje-index ARGUMENTS --json`, unless an earlier run had the same arguments.
@@ -86,12 +147,21 @@ class Study:
             EdjeError: the command failed.
         """
         template = [str(argument) for argument in arguments]
-        folder = self._folder(name, template)
+        portable = [argument.replace(str(self.folder), "{steps}") for argument in template]  # the study may be moved
+        digest = hashlib.sha256(json.dumps([name, portable]).encode()).hexdigest()
+        folder = self.folder / f"{name}-{digest[:12]}"
+        stored = folder / "report.json"
+        report: dict[str, Any] = {}
+        if stored.exists():
+            report = json.loads(stored.read_bytes())
+            return folder, report
         command = [argument.replace(OUT, str(folder)) for argument in template]
         line = shlex.join(["edje-index", *command])
-
-        def work() -> dict[str, Any]:
-            """Print progress and errors of the command to standard error, and return its report."""
+        if line not in self._listed:
+            self._say(line)
+        self._listed.add(line)
+        if not self._listing:
+            folder.mkdir(parents=True, exist_ok=True)
             words = [sys.executable, "-m", "pipelines.cli", *command, "--json"]
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
@@ -99,83 +169,50 @@ class Study:
                     f"edje-index {command[0]} ended with exit code {done.returncode}: fix the cause in the output "
                     f"above and run the study again, which keeps finished steps; the command was: {line}"
                 )
-            report: dict[str, Any] = json.loads(done.stdout)
-            return report
+            report = json.loads(done.stdout)
+            write_bytes_atomic(stored, json.dumps(report, indent=1).encode())
+        return folder, report
 
-        return folder, self._once(folder, line, work)
-
-    def measure(self, name: str, settings: Sequence[object], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `work()`. Return the stored result if an earlier call had the same name and settings."""
-        words = [str(value) for value in settings]
-        return self._once(self._folder(name, words), f"measure {name} of {' '.join(words)}", work)
-
-    def _folder(self, name: str, template: Sequence[str]) -> Path:
-        """Return the folder of a step. The name of the folder does not depend on `self.folder`."""
-        portable = [argument.replace(str(self.folder), "{steps}") for argument in template]
-        digest = hashlib.sha256(json.dumps([name, portable]).encode()).hexdigest()
-        return self.folder / f"{name}-{digest[:12]}"
-
-    def _once(self, folder: Path, line: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        stored = folder / "report.json"
-        if stored.exists():
-            report: dict[str, Any] = json.loads(stored.read_bytes())
-            return report
-        if self.listing:
-            if line not in self._listed:
-                self._listed.add(line)
-                self.say(line)
-            return {}
-        self.say(line)
-        folder.mkdir(parents=True, exist_ok=True)
-        report = work()
-        write_bytes_atomic(stored, json.dumps(report, indent=1, default=str).encode())
-        return report
-
-    def pretrained(self, variant: Variant) -> Path:
-        """Return the bundle of a model after the first training phase."""
-        captions, language = self.data.pretraining(), self.data.language(variant.language)
-        phase = ["--preset", "paper", "--language", language, *self.data.pretrain_options]
-        return self._trained("pretrain", variant, captions, phase)
-
-    def finetuned(self, variant: Variant) -> Path:
-        """Return the bundle of a model after the second training phase, which uses COCO."""
-        captions, start = self.data.finetuning(), self.pretrained(variant)
-        phase = ["--preset", "paper-finetune", "--init", start, *self.data.finetune_options]
-        return self._trained("finetune", variant, captions, phase)
-
-    def _trained(self, name: str, variant: Variant, captions: Captions, phase: Sequence[object]) -> Path:
-        command: list[object] = ["train", *captions.files, "--images", captions.images, *phase]
-        command += ["--model", self.data.tower(variant.tower), "--out", f"{OUT}/model", *self.data.train_options]
+    def trained(self, variant: Variant, phase: str = "pretrain") -> Path:
+        """Return the bundle of a model after the phase "pretrain", or after the phase "finetune", which uses COCO."""
+        files, images, split = self.captions(phase)
+        command: list[object] = ["train", *files, "--images", images]
+        if phase == "pretrain":
+            language = self._data / "languages" / variant.language
+            if not language.is_dir():
+                remedy = f"download {LANGUAGES[variant.language]} from the Hugging Face hub"
+                raise MissingDataError(f"{language} is missing; {remedy}")
+            command += ["--preset", "paper", "--language", language, "--epochs", "10"]
+        else:
+            command += ["--preset", "paper-finetune", "--init", self.trained(variant), "--epochs", "5"]
+        command += ["--model", self.tower(variant.tower), "--out", f"{OUT}/model", *self._train_options]
         settings = [f"architecture.adapter={variant.adapter}", f"architecture.tokens={variant.tokens}"]
-        settings += [f"inputs.split={captions.split}"] if captions.split else []
-        settings += [f"inputs.miner={self.data.tower(variant.miner)}"] if variant.miner else []
+        settings += [f"inputs.split={split}"] if split else []
+        settings += [f"inputs.miner={self.tower(variant.miner)}"] if variant.miner else []
         if variant.distilled:
-            of_teacher = replace(LOCAL, tower=variant.tower, language=variant.language)
-            teacher = self.pretrained(of_teacher) if name == "pretrain" else self.finetuned(of_teacher)
+            teacher = self.trained(replace(LOCAL, tower=variant.tower, language=variant.language), phase)
             command += ["--teacher", teacher]
             if variant.adapter != "compressed":  # other adapters do not store the features that the teacher reads
-                settings.append(f"inputs.teacher_features={self._index_of(teacher, captions, captions.split, name)}")
+                settings.append(f"inputs.teacher_features={self.build(teacher, phase)[0]}")
         command += [word for setting in (*settings, *variant.settings) for word in ("--set", setting)]
-        return self.command(name, *command)[0] / "model"
+        return self.command(phase, *command)[0] / "model"
 
-    def index(self, bundle: Path, benchmark: str, *, full: bool = False) -> Path:
-        """Return the index of the images of a benchmark. Only the test split is indexed, unless `full` is True."""
-        captions = self.data.benchmark(benchmark)
-        return self._index_of(bundle, captions, None if full else captions.split, benchmark)
-
-    def _index_of(self, bundle: Path, captions: Captions, split: str | None, name: str) -> Path:
-        images = self.folder / "lists" / f"{name}-{split or 'all'}.jsonl"
+    def build(self, bundle: Path, part: str, *, full: bool = False) -> tuple[Path, dict[str, Any]]:
+        """Index the images of a part of the data, of all splits if `full` is True. Return the index and its report."""
+        files, base, split = self.captions(part)
+        split = None if full else split
+        images = self.folder / "lists" / f"{part}-{split or 'all'}.jsonl"
         if not images.exists():
-            items = (item for file in captions.files for item in read_captions(file, captions.images, split))
-            paths = dict.fromkeys(item.path for item in items)
+            paths = dict.fromkeys(item.path for file in files for item in read_captions(file, base, split))
             images.parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomic(images, "".join(json.dumps({"path": path}) + "\n" for path in paths).encode())
         command = ["build", images, "--model", bundle, "--out", f"{OUT}/images.edje", "--quiet"]
-        return self.command("build", *command)[0] / "images.edje"
+        folder, report = self.command("build", *command)
+        return folder / "images.edje", report
 
-    def recall(
+    def results(
         self, bundle: Path, benchmark: str, pools: Sequence[int] = (POOL,), *options: str, full: bool = False
-    ) -> Recall:
+    ) -> list[dict[str, Any]]:
         """Evaluate the logit of a bundle on the test images of a benchmark. The images are indexed first.
 
         Args:
@@ -184,32 +221,14 @@ class Study:
             pools: numbers of candidates per query.
             *options: additional options of `edje-index eval`.
             full: True to use all images and captions of the dataset as candidates.
+
+        Returns:
+            The list `results` of the report; empty if commands are only listed.
         """
-        captions, index = self.data.benchmark(benchmark), self.index(bundle, benchmark, full=full)
-        command = ["eval", index, captions.files[0], "--images", captions.images, *self.data.evaluation_options]
-        command += [word for pool in pools for word in ("--pool", str(pool))]
-        command += ["--split", captions.split] if captions.split else []
+        files, images, split = self.captions(benchmark)
+        command: list[object] = ["eval", self.build(bundle, benchmark, full=full)[0], files[0], "--images", images]
+        command += [word for pool in pools for word in ("--pool", pool)]
+        command += ["--split", split] if split else []
         command += ["--score", "logit", "--cache", f"{OUT}/scores", *options, *(["--full"] if full else [])]
-        return Recall(self.command("eval", *command)[1])
-
-
-@dataclass(frozen=True)
-class Recall:
-    """The report of one evaluation. The report is empty if commands are only listed."""
-
-    report: dict[str, Any]
-
-    def at(self, direction: str, cutoff: int, pool: int | None = POOL, precision: str | None = "bf16") -> float | None:
-        """Return R@`cutoff` in percent; None if the report does not contain this recall.
-
-        Args:
-            direction: "t2i" or "i2t".
-            cutoff: number k of hits in R@k.
-            pool: number of candidates; None for the recall of the embeddings alone, without re-ranking.
-            precision: precision of the tokens; ignored if `pool` is None.
-        """
-        wanted = (direction, pool, None if pool is None else precision)
-        for result in self.report.get("results", ()):
-            if (result["direction"], result.get("pool"), result.get("precision")) == wanted:
-                return float(result["recall"][str(cutoff)]["value"])
-        return None
+        results: list[dict[str, Any]] = self.command("eval", *command)[1].get("results", [])
+        return results

@@ -17,7 +17,6 @@ SPEC = IndexSpec(rows=60, shard_size=32, block_shape=(4, 8), embed_dim=4, precis
 
 
 @pytest.mark.slow  # it starts a server
-@pytest.mark.filterwarnings("ignore:Successfully reconstructed a store:RuntimeWarning")  # of zarrs
 def test_readers_are_measured_side_by_side(tmp_path, monkeypatch, run):
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
     write_random_index(tmp_path / "photos.edje", SPEC)
@@ -31,7 +30,7 @@ def test_readers_are_measured_side_by_side(tmp_path, monkeypatch, run):
         use_endpoint(monkeypatch, proxy.url)
         assert run(*arguments)[0] == 0
     result = json.loads(out)
-    assert set(result["readers"]) == {"edje", "edje, cached", "obstore", "tensorstore", "zarrs"}
+    assert set(result["readers"]) == {"edje", "edje, cached", "obstore", "tensorstore"}
     for reader in result["readers"].values():
         assert reader["gigabytes_per_second"] > 0
         assert 0 < reader["query_p50_ms"] <= reader["query_p99_ms"]
@@ -58,12 +57,3 @@ def test_a_cache_that_does_not_hold_all_blocks_is_not_measured(tmp_path, monkeyp
     assert code == 0, err
     assert set(json.loads(out)["readers"]) == {"edje"}
     assert "'edje, cached' is left out, because the block cache did not hold all blocks; raise EDJE_CACHE_BYTES" in err
-
-
-def test_options_that_describe_a_disk_are_refused(run):
-    code, _, err = run("bench", "fetch", URL, "--cold")
-    assert (code, err.splitlines()[-1]) == (
-        2,
-        "error: --cold does not apply to an index on an object store; leave out the option "
-        "(see 'edje-index bench fetch --help')",
-    )

@@ -1,18 +1,19 @@
-"""The load generator, the knee, and the comparison of answers."""
+"""The load generator, the knee, and the command."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.serve.bench import knee
-from benchmarks.serve.load import Exchange, Searches, open_loop, poisson_times, summary
-from benchmarks.serve.overload import differs
-from edje_index.search.hits import Hit, Hits
+from benchmarks.serve import Exchange, knee, open_loop, poisson_times, summary
+from pipelines.cli import main
+from tests.conftest import REPO
+
+GOLDEN = REPO / "tests" / "golden" / "release_0_1"
+BODIES = [{"query": "a"}, {"query": "b"}]
 
 
 def test_poisson_times_have_the_rate_and_the_spread_of_a_poisson_process():
@@ -41,24 +42,6 @@ def test_the_knee_is_before_the_first_load_that_is_not_kept_up_with(loads, expec
     assert knee(loads) == expected
 
 
-HITS = Hits([Hit(row, f"{row}.jpg", score, 0.0, None) for row, score in ((4, 3.0), (2, 2.0), (7, 2.0))], Path("x"))
-
-
-@pytest.mark.parametrize(
-    ("answer", "is_different"),
-    [
-        ([(4, 3.0), (2, 2.0), (7, 2.0)], False),
-        ([(4, 3.00001), (7, 2.0), (2, 2.0)], False),  # equal scores
-        ([(2, 3.0), (4, 2.0), (7, 2.0)], True),
-        ([(4, 3.1), (2, 2.0), (7, 2.0)], True),
-        ([(4, 3.0), (2, 2.0)], True),
-    ],
-)
-def test_answers_are_compared_with_the_library(answer, is_different):
-    hits = [{"row_id": row, "score": score} for row, score in answer]
-    assert differs(Exchange("a dog", 0.1, 0.1, 200, {"hits": hits}), {"a dog": HITS}, "float32") is is_different
-
-
 def test_latency_counts_from_the_planned_time():
     """A server that takes one request at a time, 50 ms each: requests planned at once wait for each other."""
 
@@ -80,11 +63,10 @@ def test_latency_counts_from_the_planned_time():
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server:
-            return await open_loop(f"http://127.0.0.1:{port}", Searches(["a", "b"], k=3), [0.0, 0.0, 0.0, 0.0])
+            return await open_loop(f"http://127.0.0.1:{port}", BODIES, [0.0, 0.0, 0.0, 0.0])
 
     exchanges = asyncio.run(run())
-    assert [each.query for each in exchanges] == ["a", "b", "a", "b"]
-    assert [each.status for each in exchanges] == [200, 429, 200, 429]
+    assert [each.status for each in exchanges] == ["200", "429", "200", "429"]
     assert max(each.seconds for each in exchanges) >= 0.2
     told = summary(exchanges, 2.0)
     assert (told["answered_per_s"], told["answered_share"]) == (1.0, 0.5)
@@ -92,7 +74,23 @@ def test_latency_counts_from_the_planned_time():
     assert told["p99_ms"] >= told["p50_ms"] >= 50
 
 
-def test_a_service_that_does_not_answer_is_no_error():
-    (exchange,) = asyncio.run(open_loop("http://127.0.0.1:9", Searches(["a"]), [0.0]))
-    assert exchange.status == 0
-    assert summary([exchange], 1.0)["p50_ms"] is None
+def test_a_service_that_does_not_answer_is_counted():
+    (exchange,) = asyncio.run(open_loop("http://127.0.0.1:9", BODIES, [0.0]))
+    told = summary([exchange], 1.0)
+    assert (told["statuses"], told["answered_share"], told["p50_ms"]) == ({"ConnectError": 1}, 0, None)
+
+
+@pytest.mark.slow  # starts the service
+def test_the_command_measures_every_load(tmp_path, capsys):
+    (tmp_path / "queries.txt").write_text("\n".join(f"{number} red canoes" for number in range(8)))
+    command = ["bench", "serve", GOLDEN / "index", "--model", GOLDEN / "model", "--queries", tmp_path / "queries.txt"]
+    command += ["--pool", "11", "--clients", "1", "--clients", "4", "--seconds", "1", "--report", tmp_path / "out"]
+    assert main([*map(str, command), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (workload,) = report["workloads"]
+    assert [load["answered_per_s"] > 0 for load in workload["loads"]] == [True] * 7
+    assert [result["statuses"].keys() for result in workload["clients"].values()] == [{"200"}] * 2
+    assert min(workload["cold_ms"], workload["knee_per_s"]) > 0
+    assert report["memory_peak"] >= report["memory_at_start"] > 0
+    (text,) = (tmp_path / "out").glob("*.md")
+    assert "| clients: 4 |" in text.read_text()

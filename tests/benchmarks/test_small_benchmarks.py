@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.quantize import bench_quantize
+from benchmarks import quantize
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from storage_formats import TokenStore, precisions, verify_index
+from storage_formats import TokenStore, verify_index
 from tests.command_line import run_process
 from tests.integration.builds import make_photos
 
@@ -27,11 +27,11 @@ def test_a_synthetic_index_is_sound_and_repeatable(tmp_path, run):
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's, where it is installed
-def test_every_precision_is_measured_beside_its_peers(tmp_path):
-    report = bench_quantize(tmp_path, blocks=2, repeats=2, threads=1)
-    tasks = {f"{task} {name}" for task in ("encode", "decode") for name in precisions() if name != "bf16"}
-    assert set(report["median"]) == tasks | {"gather"}
-    assert set(report["median"]["gather"]) == set(precisions())
+def test_every_precision_is_measured_beside_its_peers(monkeypatch):
+    monkeypatch.setattr(quantize, "precisions", lambda: ("bf16", "fp8"))  # compiling all kernels takes seconds
+    report = quantize.bench_quantize(blocks=2, repeats=2)
+    assert set(report["median"]) == {"encode fp8", "decode fp8", "gather"}
+    assert set(report["median"]["gather"]) == {"bf16", "fp8"}
     for task, rates in report["gb_per_s"].items():
         assert all(len(each) == 2 and min(each) > 0 for each in rates.values()), task
     assert {"edje / torch cast", "edje / torch scaled", "edje / ml_dtypes cast"} <= set(report["ratios"]["decode fp8"])

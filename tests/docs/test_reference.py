@@ -100,7 +100,7 @@ def test_messages_of_other_spellings_are_found(messages):
 
 
 def test_a_wrong_use_of_a_benchmark_is_on_the_page(messages, run):
-    code, _, err = run("bench", "fetch", "--synthetic", "10")
+    code, _, err = run("bench", "fetch", "s3://bucket/photos.edje", "--precision", "fp8", "--precision", "bf16")
     assert code == 2
     message = err.removeprefix("error: ").partition(" (see ")[0]
     assert message in {each.template for each in messages.all_messages() if each.error == "UsageError"}

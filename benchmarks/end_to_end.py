@@ -1,0 +1,555 @@
+"""Compares whole search systems on the same embeddings, tokens and queries: recall, latency, memory and disk space.
+
+A model bundle computes the vectors for late interaction. It subtracts the mean word vector from the image tokens and
+from the word vectors, and scales all vectors to unit length. The exact score of an image is the MaxSim between the
+tokens of the image and the content words of the caption.
+
+`python -m benchmarks.end_to_end build NAME FOLDER` and `... search NAME FOLDER EFFORT K` run one step of one system in
+a process of its own, and print its result as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from benchmarks.disk import peak_memory
+from benchmarks.report import Say, machine, table
+from edje_index.captions.matching import NAME_COLUMNS, match_items
+from edje_index.captions.reading import read_captions
+from edje_index.indexing.faiss_index import add_ann
+from edje_index.models.joint_scorer import JointScorer
+from edje_index.scoring.parts import content_token_mask
+from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
+from edje_index.search.token_index import TokenIndex
+from pipelines.environment import environment
+from storage_formats.codecs import Blocks
+from storage_formats.errors import UsageError
+from storage_formats.format.rows import read_all_rows
+from storage_formats.format.tombstones import live_rows
+from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.writing.index_writer import IndexWriter
+
+CUTOFFS = (1, 5, 10)
+_CHUNK = 256
+_WARM_UP = 3  # searches before the timed ones
+Floats = NDArray[np.float32]
+
+
+def bench_end_to_end(
+    index: Path,
+    captions: Path,
+    folder: Path,
+    say: Say,
+    *,
+    images: Path | None = None,
+    model: Path | None = None,
+    systems: Sequence[str] = (),
+    queries: int = 200,
+) -> dict[str, Any]:
+    """Build every system from the same vectors, search with each, and return the report. Linux only.
+
+    Args:
+        index: index that the embeddings and tokens come from.
+        captions: caption file of images in the index. A random sample of its captions are the queries.
+        folder: missing or empty directory for the files of the systems. It is removed at the end.
+        say: receives one line of text per system.
+        images: base directory of relative image paths; None for the directory of `captions`.
+        model: model bundle; None for the bundle that built the index.
+        systems: names of the systems to measure, keys of `SYSTEMS`; empty for all.
+        queries: number of captions to search for.
+
+    Raises:
+        UsageError: the folder is not empty, a system is unknown, or no caption can be searched for.
+    """
+    names = systems or tuple(SYSTEMS)
+    unknown = sorted(set(names) - set(SYSTEMS))
+    if unknown:
+        raise UsageError(f"there is no system {unknown[0]!r}; choose from: {', '.join(SYSTEMS)}", parameter="systems")
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} exists and is not empty; choose a new folder", parameter="folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        opened = TokenIndex.open(index, model)
+        items = read_captions(captions, images)
+        items, rows = match_items(opened.root, read_all_rows(opened.committed, NAME_COLUMNS), items).indexed(items)
+        every = [(text, int(row)) for item, row in zip(items, rows, strict=True) for text in item.captions]
+        sample = np.random.default_rng(0).permutation(len(every))[:queries]
+        write_collection(folder, opened, [every[position] for position in sample])
+        collection = Collection.open(folder)
+        exact = collection.exact(max(CUTOFFS))
+        results = []
+        for number, name in enumerate(names):
+            say(f"measuring {name}, {number + 1} of {len(names)}")
+            results.append(_measure(folder, name, collection, opened, exact))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    count, m, d = collection.tokens.shape
+    return {
+        "environment": environment(),
+        "settings": {"index": index.name, "captions": captions.name, "queries": queries},
+        "collection": {"images": count, "block_shape": [m, d], "queries": len(collection.queries)},
+        "systems": results,
+    }
+
+
+def _measure(
+    folder: Path, name: str, collection: Collection, index: TokenIndex, exact: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Build one system and search with it, each in a process of its own."""
+
+    def step(*arguments: object) -> dict[str, Any]:
+        command = [sys.executable, "-m", "benchmarks.end_to_end", *map(str, arguments)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    system = SYSTEMS[name]
+    result: dict[str, Any] = {"name": name, "settings": system.settings, "effort": system.effort, "runs": []}
+    if importlib.util.find_spec(system.package) is None:
+        return {**result, "problem": f"{system.package} is not installed"}
+    files = folder / name.replace(" ", "-")
+    files.mkdir()
+    (files / "source").symlink_to(index.root)
+    (files / "model").symlink_to(index.model.info.path.resolve())
+    try:
+        built = step("build", name, folder)
+        for effort in system.efforts:
+            searched = step("search", name, folder, effort, max(CUTOFFS))
+            result["runs"].append({"effort": effort, **figures(searched, collection, exact)})
+    except subprocess.CalledProcessError:
+        return {**result, "problem": "the system failed; the error message is on standard error"}
+    finally:
+        shutil.rmtree(files)
+    stored = built["bytes"] or sum(path.stat().st_size for path in index.root.rglob("*") if path.is_file())
+    return {**result, "build_seconds": built["seconds"], "bytes_per_image": stored / len(collection.tokens)}
+
+
+def figures(searched: dict[str, Any], collection: Collection, exact: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the recall in percent, the latency, and the memory of one run.
+
+    Args:
+        searched: result of the step `search`.
+        collection: provides the queries.
+        exact: positions of the exact best images for each query.
+    """
+    hits = [
+        [position == query.relevant for position in positions]
+        for query, positions in zip(collection.queries, searched["positions"], strict=True)
+    ]
+    shared = [len(set(found) & set(best)) / len(best) for found, best in zip(searched["positions"], exact, strict=True)]
+    p50, p95 = np.percentile(searched["milliseconds"], [50, 95])
+    return {
+        "recall": {str(k): 100 * float(np.mean([any(row[:k]) for row in hits])) for k in CUTOFFS},
+        "of_exact": 100 * float(np.mean(shared)),
+        "p50_ms": float(p50),
+        "p95_ms": float(p95),
+        "memory_bytes": searched["peak_bytes"],
+        "libraries_bytes": searched["libraries_bytes"],
+    }
+
+
+_METHOD = """Every system gets the same embeddings, tokens and queries. Each run is a process of its own that searches
+for one caption after the other, after three searches to warm up.
+
+- R@k: percentage of the captions whose photo is among the first k hits.
+- Of exact ten: percentage of the ten photos with the highest MaxSim that the system finds. The joint encoder sorts by
+  another score, so it may find fewer of these photos.
+- Memory: peak resident memory, including mapped files. The number in brackets is the memory of the imported libraries.
+- Bytes per photo: all files of the system. The row with the joint encoder counts the index with all its precisions.
+- Only the row with the joint encoder includes the time of the text tower."""
+_COLUMNS = ("R@1", "R@5", "R@10", "of exact ten", "p50 ms", "p95 ms", "memory MiB", "bytes per photo", "build s")
+
+
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the report in Markdown."""
+    collection = report["collection"]
+    m, d = collection["block_shape"]
+    yield f"# Whole systems, {report['environment']['date']}\n"
+    yield machine(report["environment"])
+    yield f"{collection['images']:,} photos of {m} x {d} tokens, {collection['queries']:,} captions.\n"
+    rows = []
+    for system in report["systems"]:
+        if "problem" in system:
+            rows.append((system["name"], system["problem"], *[""] * len(_COLUMNS)))
+        else:
+            rows += [
+                (system["name"], f"{system['effort']} {run['effort']}", *_cells(system, run)) for run in system["runs"]
+            ]
+    yield from table(("system", "setting", *_COLUMNS), rows)
+    yield "\n## Settings\n"
+    yield from (f"- {system['name']}: {system['settings']}." for system in report["systems"])
+    yield f"\n## Method\n\n{_METHOD}"
+
+
+def _cells(system: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    return [
+        *(f"{value:.1f}" for value in run["recall"].values()),
+        f"{run['of_exact']:.1f}",
+        f"{run['p50_ms']:.1f}",
+        f"{run['p95_ms']:.1f}",
+        f"{run['memory_bytes'] / 2**20:.0f} ({run['libraries_bytes'] / 2**20:.0f})",
+        f"{system['bytes_per_image']:,.0f}",
+        f"{system['build_seconds']:.1f}",
+    ]
+
+
+@dataclass(frozen=True)
+class VectorQuery:
+    """A query as every system gets it.
+
+    Attributes:
+        text: the caption.
+        embedding: embedding of the caption, float32 [e].
+        words: vectors of the content words of the caption, float32 [w, d].
+        relevant: position of the caption's image in the collection.
+    """
+
+    text: str
+    embedding: Floats
+    words: Floats
+    relevant: int
+
+
+@dataclass(frozen=True)
+class Collection:
+    """The vectors of n images.
+
+    Attributes:
+        tokens: tokens of each image, bfloat16 [n, m, d], mapped into memory.
+        embeddings: embedding of each image, float32 [n, e].
+        row_ids: row id of each image in the index that the vectors come from, int64 [n].
+        queries: the queries.
+    """
+
+    tokens: Blocks
+    embeddings: Floats
+    row_ids: NDArray[np.int64]
+    queries: list[VectorQuery]
+
+    @classmethod
+    def open(cls, folder: Path) -> Collection:
+        """Open a collection that `write_collection` wrote."""
+        bits = np.load(folder / "tokens.npy", mmap_mode="r")
+        words = np.load(folder / "words.npy")
+        embeddings = np.load(folder / "query_embeddings.npy")
+        queries = [
+            VectorQuery(query["text"], embedding, words[query["start"] : query["end"]], query["relevant"])
+            for query, embedding in zip(json.loads((folder / "queries.json").read_text()), embeddings, strict=True)
+        ]
+        tokens = bits.view(ml_dtypes.bfloat16)
+        return cls(tokens, np.load(folder / "embeddings.npy"), np.load(folder / "row_ids.npy"), queries)
+
+    def chunks(self) -> Iterator[tuple[slice, Floats]]:
+        """Yield (positions, float32 tokens) of a few images at a time."""
+        for start in range(0, len(self.tokens), _CHUNK):
+            positions = slice(start, start + _CHUNK)
+            yield positions, self.tokens[positions].astype(np.float32)
+
+    def exact(self, k: int) -> list[list[int]]:
+        """Return the positions of the `k` images with the highest MaxSim for each query, best first."""
+        scores = np.empty((len(self.queries), len(self.tokens)), dtype=np.float32)
+        for positions, tokens in self.chunks():
+            for row, query in zip(scores, self.queries, strict=True):
+                row[positions] = max_sim(query.words, tokens)
+        best: list[list[int]] = np.argsort(-scores, axis=1, kind="stable")[:, :k].tolist()
+        return best
+
+
+def write_collection(folder: Path, index: TokenIndex, queries: Sequence[tuple[str, int]]) -> None:
+    """Write the vectors of every image in `index`, and of `queries`, which are pairs of a caption and a row id.
+
+    Queries without a content word are left out.
+
+    Raises:
+        UsageError: no query has a content word.
+    """
+    row_ids = live_rows(index.committed)
+    embeddings = read_embeddings(index.committed, row_ids)
+    present = ~np.isnan(embeddings).any(axis=1)
+    row_ids, embeddings = row_ids[present], embeddings[present]
+    joint, shape = index.model.joint, (len(row_ids), *index.manifest.spec.block_shape)
+    bits = np.lib.format.open_memmap(folder / "tokens.npy", mode="w+", dtype=np.uint16, shape=shape)
+    for start in range(0, len(row_ids), _CHUNK):
+        blocks = torch.from_numpy(index.fetch_blocks(row_ids[start : start + _CHUNK].tolist()).astype(np.float32))
+        bits[start : start + _CHUNK] = _unit(blocks, joint).astype(ml_dtypes.bfloat16).view(np.uint16)
+    bits.flush()
+    np.save(folder / "embeddings.npy", embeddings)
+    np.save(folder / "row_ids.npy", row_ids)
+    positions = {int(row): position for position, row in enumerate(row_ids)}
+    content = content_token_mask(joint.tokenizer)
+    words: list[Floats] = []
+    described: list[dict[str, Any]] = []
+    all_ids = joint.tokenizer.caption_ids([text for text, _ in queries])
+    for (text, row_id), ids in zip(queries, all_ids, strict=True):
+        kept = [token_id for token_id in ids if content[token_id]]
+        if kept and row_id in positions:
+            start = described[-1]["end"] if described else 0
+            words.append(_unit(joint.word_vectors[kept], joint))
+            described.append({"text": text, "start": start, "end": start + len(kept), "relevant": positions[row_id]})
+    if not described:
+        raise UsageError("no query has a content word; give other captions")
+    np.save(folder / "words.npy", np.concatenate(words))
+    np.save(folder / "query_embeddings.npy", index.model.text.encode([query["text"] for query in described]))
+    (folder / "queries.json").write_text(json.dumps(described))
+
+
+def _unit(vectors: torch.Tensor, joint: JointScorer) -> Floats:
+    unit: Floats = functional.normalize(vectors.cpu() - joint.mean_word_vector.cpu(), dim=-1).numpy()
+    return unit
+
+
+class System(ABC):
+    """A search system, with the settings that its documentation recommends for late interaction.
+
+    Attributes:
+        settings: description of the settings, for the report.
+        package: module that the system needs.
+        effort: name of the parameter that trades recall for time.
+        efforts: values of that parameter to measure.
+    """
+
+    settings: ClassVar[str]
+    package: ClassVar[str] = "faiss"
+    effort: ClassVar[str] = "pool"
+    efforts: ClassVar[tuple[int, ...]] = (20, 100, 400)
+
+    def __init__(self, folder: Path, collection: Collection) -> None:
+        self.folder = folder
+        self.collection = collection
+
+    @abstractmethod
+    def build(self) -> None:
+        """Write the files that `search` of this retrieval system reads."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Open the files."""
+
+    @abstractmethod
+    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
+        """Return the positions of the `k` best images, best first."""
+
+
+class EdjeIndex(System):
+    """`LateInteractionSearch` over one precision."""
+
+    precision: ClassVar[str] = "bf16"
+    settings = "exact FAISS search chooses the pool, tokens in bf16"
+
+    def build(self) -> None:
+        _, m, d = self.collection.tokens.shape
+        with IndexWriter.create(
+            self.folder / "index",
+            block_shape=(m, d),
+            embed_dim=self.collection.embeddings.shape[1],
+            precisions=[self.precision],
+        ) as writer:
+            for positions, tokens in self.collection.chunks():
+                writer.append(tokens, self.collection.embeddings[positions])
+        add_ann(self.folder / "index")
+
+    def open(self) -> None:
+        self._index = LateInteractionSearch.open(self.folder / "index")
+
+    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
+        hits = self._index.search(query.words, k, embedding=query.embedding, pool=effort)
+        return [hit.row_id for hit in hits]
+
+
+class EdjeIndexNvfp4(EdjeIndex):
+    """`LateInteractionSearch` over 4-bit tokens."""
+
+    precision = "nvfp4"
+    settings = "exact FAISS search chooses the pool, tokens in nvfp4"
+
+
+class MappedTokens(System):
+    """FAISS chooses the pool, and the tokens are read from a memory-mapped file, as in the EDJE paper."""
+
+    settings = "exact FAISS search chooses the pool, bfloat16 tokens in np.memmap, MaxSim in NumPy"
+
+    def build(self) -> None:
+        faiss: Any = import_module("faiss")
+        flat = faiss.IndexFlatIP(self.collection.embeddings.shape[1])
+        flat.add(self.collection.embeddings)
+        faiss.write_index(flat, str(self.folder / "embeddings.faiss"))
+        self.collection.tokens.view(np.uint16).tofile(self.folder / "tokens.bf16")
+
+    def open(self) -> None:
+        faiss: Any = import_module("faiss")
+        self._flat = faiss.read_index(str(self.folder / "embeddings.faiss"))
+        shape, dtype = self.collection.tokens.shape, self.collection.tokens.dtype
+        self._tokens = np.memmap(self.folder / "tokens.bf16", dtype=np.uint16, mode="r", shape=shape).view(dtype)
+
+    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
+        candidates = self._flat.search(query.embedding[None], min(effort, len(self._tokens)))[1][0]
+        scores = max_sim(query.words, self._tokens[candidates])
+        return [int(position) for position in candidates[np.argsort(-scores, kind="stable")[:k]]]
+
+
+class LanceMultivector(System):
+    """A multivector column of Lance with a vector index over all tokens. It reads no embeddings."""
+
+    settings = "IVF_PQ over all tokens, cosine, sqrt(tokens) partitions, d / 8 sub-vectors, float16, refine_factor 10"
+    package = "lance"
+    effort = "nprobes"
+    efforts = (4, 16, 64)
+
+    def build(self) -> None:
+        lance, pa = import_module("lance"), import_module("pyarrow")
+        count, m, d = self.collection.tokens.shape
+        kind = pa.list_(pa.list_(pa.float16(), d))
+        schema = pa.schema([pa.field("position", pa.int64()), pa.field("tokens", kind)])
+
+        def batches() -> Any:
+            for positions, tokens in self.collection.chunks():
+                vectors = pa.FixedSizeListArray.from_arrays(pa.array(tokens.reshape(-1).astype(np.float16)), d)
+                starts = pa.array(np.arange(0, len(tokens) * m + 1, m, dtype=np.int32))
+                numbers = pa.array(np.arange(len(tokens)) + positions.start)
+                yield pa.record_batch([numbers, pa.ListArray.from_arrays(starts, vectors)], schema=schema)
+
+        reader = pa.RecordBatchReader.from_batches(schema, batches())
+        dataset = lance.write_dataset(reader, str(self.folder / "tokens.lance"))
+        partitions = max(1, math.isqrt(count * m))
+        dataset.create_index(
+            "tokens", "IVF_PQ", metric="cosine", num_partitions=partitions, num_sub_vectors=max(1, d // 8)
+        )
+
+    def open(self) -> None:
+        self._dataset = import_module("lance").dataset(str(self.folder / "tokens.lance"))
+
+    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
+        words = query.words.astype(np.float16)
+        nearest = {"column": "tokens", "q": words, "k": k, "nprobes": effort, "refine_factor": 10}
+        table = self._dataset.to_table(columns=["position", "_distance"], nearest=nearest)
+        positions: list[int] = table["position"].to_pylist()
+        return positions
+
+
+class QdrantEdge(System):
+    """Qdrant in this process: the embeddings choose the pool, and MaxSim of the tokens sorts it."""
+
+    settings = "HNSW over embeddings (m 16, ef_construct 100), float16 multivectors on disk without HNSW"
+    package = "qdrant_edge"
+
+    def build(self) -> None:
+        qdrant: Any = import_module("qdrant_edge")
+        (self.folder / "shard").mkdir()
+        shard = qdrant.EdgeShard.create(str(self.folder / "shard"), self._config(qdrant))
+        for positions, tokens in self.collection.chunks():
+            vectors = zip(self.collection.embeddings[positions].tolist(), tokens.tolist(), strict=True)
+            points = [
+                qdrant.Point(number, {"embedding": embedding, "tokens": block}, {})
+                for number, (embedding, block) in enumerate(vectors, positions.start)
+            ]
+            shard.update(qdrant.UpdateOperation.upsert_points(points))
+        shard.optimize()
+        shard.flush()
+        shard.close()
+
+    def _config(self, qdrant: Any) -> Any:
+        d, embed_dim = self.collection.tokens.shape[2], self.collection.embeddings.shape[1]
+        tokens = qdrant.EdgeVectorParams(
+            size=d,
+            distance=qdrant.Distance.Dot,
+            multivector_config=qdrant.MultiVectorConfig(qdrant.MultiVectorComparator.MaxSim),
+            datatype=qdrant.VectorStorageDatatype.Float16,
+            memory=qdrant.Memory.Cold,
+            hnsw_config=qdrant.HnswIndexConfig(m=0, ef_construct=100, full_scan_threshold=10_000),
+        )
+        embedding = qdrant.EdgeVectorParams(
+            size=embed_dim,
+            distance=qdrant.Distance.Dot,
+            hnsw_config=qdrant.HnswIndexConfig(m=16, ef_construct=100, full_scan_threshold=10_000),
+        )
+        return qdrant.EdgeConfig(vectors={"embedding": embedding, "tokens": tokens})
+
+    def open(self) -> None:
+        self._qdrant: Any = import_module("qdrant_edge")
+        self._shard = self._qdrant.EdgeShard.load(str(self.folder / "shard"))
+
+    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
+        qdrant = self._qdrant
+        by_embedding = qdrant.Query.Nearest(query.embedding.tolist(), using="embedding")
+        by_tokens = qdrant.Query.Nearest(query.words.tolist(), using="tokens")
+        prefetch = qdrant.Prefetch(limit=effort, query=by_embedding)
+        request = qdrant.QueryRequest(limit=k, prefetches=[prefetch], query=by_tokens)
+        return [int(point.id) for point in self._shard.query(request)]
+
+
+class FinalScoreSearch(System):
+    """`TokenIndex.search` over the index that the vectors come from, with the text tower and the joint encoder."""
+
+    settings = "the whole search from the text, pool 100, the score of the bundle"
+    effort = "joint_pool"
+    efforts = (10, 20, 100)
+
+    def build(self) -> None:
+        """Write nothing. `source` and `model` are links to the index and its bundle."""
+
+    def open(self) -> None:
+        self._index = TokenIndex.open((self.folder / "source").resolve(), (self.folder / "model").resolve())
+        self._positions = {int(row): position for position, row in enumerate(self.collection.row_ids)}
+
+    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
+        hits = self._index.search(query.text, k, max(k, 100), joint_pool=effort)
+        return [self._positions[hit.row_id] for hit in hits]
+
+
+SYSTEMS: dict[str, type[System]] = {
+    "edje-index bf16": EdjeIndex,
+    "edje-index nvfp4": EdjeIndexNvfp4,
+    "FAISS and np.memmap": MappedTokens,
+    "Lance multivector": LanceMultivector,
+    "Qdrant Edge": QdrantEdge,
+    "edje-index, joint encoder": FinalScoreSearch,
+}
+"""The systems by name."""
+
+
+def main(step: str, name: str, folder: str, *numbers: str) -> dict[str, Any]:
+    """Build a system, or search for every query. Return the result, its duration, and the peak memory in bytes."""
+    system_class = SYSTEMS[name]
+    import_module(system_class.package)  # so that its memory does not count as memory of the search
+    libraries_bytes, started = peak_memory(), time.monotonic()
+    system = system_class(Path(folder) / name.replace(" ", "-"), Collection.open(Path(folder)))
+    result: dict[str, Any] = {}
+    if step == "build":
+        system.build()
+        files = [path for path in system.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        result["bytes"] = sum(path.stat().st_size for path in files)
+    else:
+        effort, k = map(int, numbers)
+        system.open()
+        queries, positions, milliseconds = system.collection.queries, [], []
+        for query in queries[:_WARM_UP]:
+            system.search(query, k, effort)
+        for query in queries:
+            before = time.perf_counter()
+            positions.append(system.search(query, k, effort))
+            milliseconds.append(1e3 * (time.perf_counter() - before))
+        result |= {"positions": positions, "milliseconds": milliseconds}
+    used = {"libraries_bytes": libraries_bytes, "peak_bytes": peak_memory()}
+    return {**result, "seconds": time.monotonic() - started, **used}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -1,1 +1,0 @@
-"""Measures `edje-index serve` under load, and during an overload with hostile clients."""
