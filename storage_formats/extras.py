@@ -17,7 +17,6 @@ EXTRAS_OF_MODULE = {
     "lance": ("bench",),
     "lark": ("search", "build", "train"),
     "lmdb": ("bench",),
-    "matplotlib": ("search", "build", "train"),
     "obstore": ("remote",),
     "onnx": ("towers", "demo"),
     "open_clip": ("search", "build", "train"),

@@ -30,7 +30,6 @@ HOMES = {
     "pydantic": ["edje_index/training/config.py", "pipelines/jobs/training", "pipelines/service"],
     "fastapi": ["pipelines/service"],
     "uvicorn": ["pipelines/service"],
-    "matplotlib": ["benchmarks"],
 }
 
 
@@ -82,7 +81,6 @@ HEAVY = [
     "transformers",
     "PIL",
     "rich",
-    "matplotlib",
     "pydantic",
 ]
 

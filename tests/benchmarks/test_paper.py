@@ -44,8 +44,8 @@ def write_data(folder: Path, photos: int, towers: Path, language: Path) -> Path:
             for number in range(photos):
                 name = f"{split}-{number}.png"
                 sentences = [{"raw": caption} for caption in photo(f"{dataset}/{path}/{name}")]
-                entry = {"filename": name, "filepath": "val2014", "split": split, "sentences": sentences}
-                images.append(entry)
+                entry = {"filename": name, "split": split, "sentences": sentences}
+                images.append(entry | ({"filepath": path} if dataset == "coco" else {}))
         (folder / dataset / file).write_text(json.dumps({"images": images}))
     (folder / "towers" / MAIN_TOWER).symlink_to(towers)
     (folder / "languages" / MAIN_LANGUAGE).symlink_to(language)
