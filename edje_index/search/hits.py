@@ -23,6 +23,7 @@ _TEMPLATE = """<table>
 {% endfor %}
 </tbody>
 </table>{% if more > 0 %}<p>and {{ more }} more</p>{% endif %}
+{% if problem %}<p>{{ problem }}</p>{% endif %}
 """
 
 
@@ -113,14 +114,14 @@ class Hits(list[Hit]):
 
         from edje_index.images.thumbnails import read_thumbnails
 
-        hits, images = self[:_SHOWN], {}
+        hits, images, problem = self[:_SHOWN], {}, ""
         try:
             thumbnails = read_thumbnails(self.root, [hit.row_id for hit in hits], _SIDE)
             images = {thumbnail.row_id: thumbnail.data_uri for thumbnail in thumbnails}
-        except EdjeError:  # the index has been moved or removed since
-            pass
+        except EdjeError as error:  # the index has been moved or removed since the search
+            problem = f"The images cannot be read: {error}"
         template = Template(_TEMPLATE, autoescape=True)
-        return str(template.render(hits=hits, images=images, more=len(self) - len(hits)))
+        return str(template.render(hits=hits, images=images, more=len(self) - len(hits), problem=problem))
 
 
 class Stages(dict[str, float]):
@@ -179,8 +180,3 @@ def rank_hits(hits: Sequence[Hit]) -> list[RankedHit]:
     by_embedding = sorted(hits, key=lambda hit: (-hit.embedding_score, hit.row_id))
     embedding_ranks = {hit.row_id: rank for rank, hit in enumerate(by_embedding, 1)}
     return [RankedHit(hit, rank, embedding_ranks[hit.row_id]) for rank, hit in enumerate(hits, 1)]
-
-
-def embedding_order(ranked: Sequence[RankedHit]) -> list[RankedHit]:
-    """Return `ranked` sorted by embedding rank."""
-    return sorted(ranked, key=lambda hit: hit.embedding_rank)

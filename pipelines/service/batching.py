@@ -68,7 +68,7 @@ class Batcher:
             kind: work of equal kinds may share a batch. Its `run` must do the same. None is for work that runs alone.
 
         Raises:
-            ServiceError: status 429 if the queue is full, or if the result would come after the deadline.
+            HTTPException: status 429 if the queue is full, or if the result would come after the deadline.
             Exception: the error that `run` raised.
         """
         seconds = 0.0  # until this work is finished, as far as the batches so far tell
@@ -109,7 +109,8 @@ class Batcher:
             seconds = time.monotonic() - started
             rate, known = cost / max(seconds, 1e-6), self._tokens_per_second
             self._tokens_per_second = rate if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * rate
-            self._metrics.count_batch(len(batch), cost)
+            self._metrics.batches.observe(len(batch))
+            self._metrics.tokens.inc(cost)
             for job, result in zip(batch, results, strict=True):
                 if job.answer.done():
                     continue  # the client has left, or the deadline has passed

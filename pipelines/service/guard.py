@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -36,7 +36,7 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
-_CODES = {
+CODES = {
     400: "bad_request",
     401: "unauthorized",
     404: "not_found",
@@ -51,7 +51,6 @@ _CODES = {
     504: "deadline_exceeded",
 }
 _SHOWN_PROBLEMS = 5
-_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,6 @@ class Limits:
         images: number of images in one request.
         image_pixels: number of pixels of an image.
         request_pixels: number of pixels of all images in one request.
-        pool: number of candidates of a search.
-        blocks: number of token blocks in one response.
         waiting: number of requests that wait for the model.
         batch_tokens: number of image tokens of all requests in one batch.
         deadline_seconds: seconds from the arrival of the headers of a request to the response.
@@ -82,29 +79,14 @@ class Limits:
     images: int = 16
     image_pixels: int = 40_000_000
     request_pixels: int = 100_000_000
-    pool: int = 1000
-    blocks: int = 1000
     waiting: int = 64
     batch_tokens: int = 32_768
     deadline_seconds: float = 30.0
 
 
-class ServiceError(HTTPException):
-    """An error that the service sends to the client, as `{"error": {"code": ..., "message": ...}}`.
-
-    Args:
-        status: HTTP status.
-        message: text on what is wrong and what the client can do.
-        headers: additional headers of the response.
-    """
-
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(status, message, headers)
-
-
-def overloaded(message: str, retry_after: float) -> ServiceError:
+def overloaded(message: str, retry_after: float) -> HTTPException:
     """Return an error with status 429 that tells the client to try again after `retry_after` seconds."""
-    return ServiceError(429, message, {"Retry-After": str(max(1, round(retry_after)))})
+    return HTTPException(429, message, {"Retry-After": str(max(1, round(retry_after)))})
 
 
 async def answer_error(_: Request | None, error: Exception) -> JSONResponse:
@@ -113,7 +95,14 @@ async def answer_error(_: Request | None, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, RequestValidationError):
-        status, message = _described(error)
+        # The values that the client sent are left out.
+        problems = [
+            f"{'.'.join(str(part) for part in problem['loc'][1:]) or 'body'}: {problem['msg']}"[:300]
+            for problem in error.errors()
+        ]
+        more = f" (and {len(problems) - _SHOWN_PROBLEMS} more)" if len(problems) > _SHOWN_PROBLEMS else ""
+        message = "; ".join(problems[:_SHOWN_PROBLEMS]) + more
+        status = 400 if any(problem["type"] == "json_invalid" for problem in error.errors()) else 422
     elif isinstance(error, FilterTimeoutError):
         status, message = 504, str(error)
     elif isinstance(error, UsageError | RowIdError | ModelError):
@@ -128,18 +117,7 @@ async def answer_error(_: Request | None, error: Exception) -> JSONResponse:
         logger.error("request failed", exc_info=error)
         message = "internal error; see the log of the service"
     message = message.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
-    return JSONResponse({"error": {"code": _CODES.get(status, "error"), "message": message}}, status, headers)
-
-
-def _described(error: RequestValidationError) -> tuple[int, str]:
-    """Return the status of an invalid request, and why it is invalid, without the values that the client sent."""
-    problems = [
-        f"{'.'.join(str(part) for part in problem['loc'][1:]) or 'body'}: {problem['msg']}"[:300]
-        for problem in error.errors()
-    ]
-    more = f" (and {len(problems) - _SHOWN_PROBLEMS} more)" if len(problems) > _SHOWN_PROBLEMS else ""
-    is_json = all(problem["type"] != "json_invalid" for problem in error.errors())
-    return 422 if is_json else 400, "; ".join(problems[:_SHOWN_PROBLEMS]) + more
+    return JSONResponse({"error": {"code": CODES.get(status, "error"), "message": message}}, status, headers)
 
 
 class Metrics:
@@ -147,40 +125,31 @@ class Metrics:
 
     Attributes:
         registry: registry that holds the metrics.
+        requests: number of answered requests, by route and status. Unknown routes have the label "other".
+        seconds: durations of requests, by route.
+        batches: number of requests in a batch.
+        tokens: number of image tokens that the model read.
         waiting: number of requests that are waiting for the model.
     """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        labels = ["route", "method", "status"]
-        self._requests = Counter("edje_requests", "Answered requests.", labels, registry=registry)
-        self._seconds = Histogram(
+        self.requests = Counter("edje_requests", "Answered requests.", ["route", "status"], registry=registry)
+        self.seconds = Histogram(
             "edje_request_seconds",
             "Seconds from the arrival of a request to the end of its response.",
             ["route"],
             buckets=(0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
             registry=registry,
         )
-        self._batches = Histogram(
+        self.batches = Histogram(
             "edje_batch_requests",
             "Number of requests in a batch.",
             buckets=(1, 2, 4, 8, 16, 32, 64),
             registry=registry,
         )
-        self._tokens = Counter("edje_image_tokens", "Image tokens that the model read.", registry=registry)
+        self.tokens = Counter("edje_image_tokens", "Image tokens that the model read.", registry=registry)
         self.waiting = Gauge("edje_waiting_requests", "Requests that are waiting for the model.", registry=registry)
-
-    def count_request(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a response with its duration. Unknown paths and methods get the label "other"."""
-        route = getattr(scope.get("route"), "path", "other")
-        method = scope["method"] if scope["method"] in _METHODS else "other"
-        self._requests.labels(route, method, str(status or "none")).inc()
-        self._seconds.labels(route).observe(seconds)
-
-    def count_batch(self, requests: int, tokens: int) -> None:
-        """Count a batch of the model."""
-        self._batches.observe(requests)
-        self._tokens.inc(tokens)
 
 
 class Guard:
@@ -251,9 +220,9 @@ class Guard:
                 await self._app(scope, receive_body, send_with_headers)
         except TimeoutError:
             seconds = f"{limits.deadline_seconds:g} s"
-            error = ServiceError(504, f"no response within the deadline of {seconds}; send less or try again later")
+            error = HTTPException(504, f"no response within the deadline of {seconds}; send less or try again later")
             if not is_received:
-                error = ServiceError(408, f"the body did not arrive within {seconds}; send less, or send it faster")
+                error = HTTPException(408, f"the body did not arrive within {seconds}; send less, or send it faster")
         except asyncio.CancelledError:
             if not is_abandoned:
                 raise
@@ -266,20 +235,22 @@ class Guard:
             self._body_bytes -= body_bytes
             if error is not None and not status:
                 await (await answer_error(None, error))(scope, receive, send_with_headers)
-            self._metrics.count_request(scope, status, time.perf_counter() - started)
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(route, str(status or "none")).inc()
+            self._metrics.seconds.labels(route).observe(time.perf_counter() - started)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raise ServiceError if the request has no valid API key, or announces a body that is too large."""
+        """Raise HTTPException if the request has no valid API key, or announces a body that is too large."""
         scheme, _, sent = headers.get("authorization", "").partition(" ")
         if self._api_keys and scope["path"] not in OPEN_PATHS:
             # Every key is compared, in constant time.
             matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._api_keys]
             if scheme.lower() != "bearer" or not any(matches):
                 authenticate = {"WWW-Authenticate": "Bearer"}
-                raise ServiceError(401, "send a valid API key as 'Authorization: Bearer KEY'", authenticate)
+                raise HTTPException(401, "send a valid API key as 'Authorization: Bearer KEY'", authenticate)
         if int(headers.get("content-length", "0")) > self._limits.body_bytes:
             raise _too_large(self._limits)
 
 
-def _too_large(limits: Limits) -> ServiceError:
-    return ServiceError(413, f"the body is over the limit of {limits.body_bytes:,} bytes; send a smaller request")
+def _too_large(limits: Limits) -> HTTPException:
+    return HTTPException(413, f"the body is over the limit of {limits.body_bytes:,} bytes; send a smaller request")

@@ -17,17 +17,18 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import generate_latest
+from starlette.exceptions import HTTPException
 
 from edje_index import __version__
 from edje_index.images.decode import ImageError, decode_rgb
 from edje_index.images.thumbnails import read_thumbnails
 from edje_index.scoring.weights import EMBEDDING
-from edje_index.search.hits import embedding_order, rank_hits
+from edje_index.search.hits import rank_hits
 from edje_index.search.query import requested_rows
 from edje_index.search.query_image import encode_images
 from pipelines.service import schemas
 from pipelines.service.batching import Batcher, Timing
-from pipelines.service.guard import Limits, Metrics, ServiceError
+from pipelines.service.guard import CODES, Limits, Metrics
 from pipelines.service.indexes import ServedIndex
 from storage_formats.errors import RowIdError, UsageError
 
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from edje_index.search.token_index import TokenIndex
 
 _T = TypeVar("_T")
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": schemas.ErrorAnswer} for status in (400, 401, 404, 408, 413, 422, 429, 503, 504)
-}
 _MAX_ROW_ID = (1 << 53) - 1
 _MAX_DIGITS = 15
 _THUMBNAIL_SECONDS = 3600  # in the browser's cache; the photo of a row does not change
@@ -73,12 +71,12 @@ class ServiceState:
         """Return the index called `name`, or the default index if `name` is None.
 
         Raises:
-            ServiceError: status 404 if no index has this name.
+            HTTPException: status 404 if no index has this name.
         """
         if name is None:
             return next(iter(self.indexes.values()))
         if name not in self.indexes:
-            raise ServiceError(404, f"there is no such index; choose one of: {', '.join(self.indexes)}")
+            raise HTTPException(404, f"there is no such index; choose one of: {', '.join(self.indexes)}")
         return self.indexes[name]
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
@@ -86,12 +84,12 @@ class ServiceState:
         return await to_thread.run_sync(function, *arguments, limiter=self.file_threads)
 
     def check_query(self, *texts: str) -> None:
-        """Raise ServiceError if a text is blank or too long."""
+        """Raise HTTPException if a text is blank or too long."""
         for text in texts:
             if not text.strip():
-                raise ServiceError(422, "the query is empty; send a text")
+                raise HTTPException(422, "the query is empty; send a text")
             if len(text) > self.limits.query_letters:
-                raise ServiceError(
+                raise HTTPException(
                     413,
                     f"a text has {len(text)} characters, over the limit of {self.limits.query_letters}; send a shorter "
                     "text",
@@ -123,10 +121,10 @@ class ServiceState:
                 except ImageError as error:
                     is_large = error.reason == "too-many-pixels"
                     hint = f"; all images of a request may have {self.limits.request_pixels} pixels" if is_large else ""
-                    raise ServiceError(413 if is_large else 422, f"cannot read an image: {error}{hint}") from error
+                    raise HTTPException(413 if is_large else 422, f"cannot read an image: {error}{hint}") from error
                 small.append(image)
                 left -= pixels
-            # On a CPU, a vision tower takes a third of a second per image, so the model answers searches in between.
+            # On a CPU, one image takes about 0.3 s. Each image is submitted alone, so that searches run in between.
             at_once = 1 if encoder.device.type == "cpu" else len(small)
             results: list[Any] = []
             for start in range(0, len(small), at_once):
@@ -148,11 +146,11 @@ def _image_bytes(text: str) -> bytes:
     header = text[:200].partition(",")[0]
     is_data = header[:5].lower() == "data:" and header[-7:].lower() == ";base64"
     if ":" in header and not is_data:
-        raise ServiceError(422, "send an image as base64 or as a data URI with base64; URLs are not fetched")
+        raise HTTPException(422, "send an image as base64 or as a data URI with base64; URLs are not fetched")
     try:
         return base64.b64decode(text[len(header) + 1 if is_data else 0 :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ServiceError(422, "an image is not valid base64; send the bytes of the image file as base64") from error
+        raise HTTPException(422, "an image is not valid base64; send the bytes of the image file as base64") from error
 
 
 def _state(request: Request) -> ServiceState:
@@ -161,7 +159,7 @@ def _state(request: Request) -> ServiceState:
     return state
 
 
-router = APIRouter(responses=_ERRORS)
+router = APIRouter(responses={status: {"description": code} for status, code in CODES.items()})
 State = Annotated[ServiceState, Depends(_state)]
 
 
@@ -203,12 +201,13 @@ async def metrics(state: State) -> Response:
 
 
 @router.post("/search")
-async def search(state: State, body: schemas.SearchRequest) -> schemas.SearchAnswer:
+async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
     """Search by text, or search for images that are similar to an image or to a row."""
     served = state.index(body.index)
     index = await state.in_thread(served.at, body.precision)
     where, tokens = body.where, index.manifest.spec.block_shape[0]
     weights = index.model.weights("t2i", body.score or "bundle").by_part()
+    is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
     if where is not None:  # the rows are read before the model is busy with the request
         await state.in_thread(index.filters.passing, where, time.monotonic() + state.limits.deadline_seconds)
     if body.row_id is not None:
@@ -222,20 +221,13 @@ async def search(state: State, body: schemas.SearchRequest) -> schemas.SearchAns
     else:
         assert body.query is not None
         state.check_query(body.query)
-        if body.pool > state.limits.pool:
-            raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}; set a smaller pool")
-        options: dict[str, Any] = {
-            "score": body.score,
-            "where": where,
-            "joint_pool": body.joint_pool,
-        }
+        options: dict[str, Any] = {"score": body.score, "where": where, "joint_pool": body.joint_pool}
 
         def search_texts(payloads: Sequence[tuple[str, int]]) -> list[Any]:
             texts, counts = [text for text, _ in payloads], [count for _, count in payloads]
             hits_of_each = index.search(texts, max(counts), body.pool, **options)
             return [hits.first(count) for hits, count in zip(hits_of_each, counts, strict=True)]
 
-        is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
         pairs = min(body.joint_pool or body.pool, body.pool) if is_reranked else 1
         hits, timing = await state.batcher.submit(
             (body.query, body.pool if body.embedding_order else body.k),
@@ -243,35 +235,37 @@ async def search(state: State, body: schemas.SearchRequest) -> schemas.SearchAns
             cost=pairs * tokens,
             kind=("search", id(index), body.pool, *options.values()),
         )
-    best = [schemas.HitAnswer(**vars(hit), rank=rank) for rank, hit in enumerate(hits, 1)]
+    best: list[dict[str, Any]] = [
+        {**vars(hit), "rank": rank, "embedding_rank": None} for rank, hit in enumerate(hits[: body.k], 1)
+    ]
     by_embedding = None
-    if body.query is not None and body.embedding_order and hits:
+    if body.query is not None and body.embedding_order and is_reranked and hits:
         ranked = rank_hits(hits)
         best, by_embedding = (
-            [schemas.HitAnswer(**vars(each.hit), rank=each.rank, embedding_rank=each.embedding_rank) for each in order]
-            for order in (ranked[: body.k], embedding_order(ranked)[: body.k])
+            [{**vars(each.hit), "rank": each.rank, "embedding_rank": each.embedding_rank} for each in order[: body.k]]
+            for order in (ranked, sorted(ranked, key=lambda each: each.embedding_rank))
         )
-    return schemas.SearchAnswer(
-        index=served.name,
-        precision=index.precision,
-        hits=best,
-        by_embedding=by_embedding,
-        weights={part: weight for part, weight in weights.items() if weight},
-        timing=schemas.TimingAnswer(
-            waited_ms=1000 * timing.waited,
-            computed_ms=1000 * timing.computed,
-            batch=timing.batch,
-            stages_ms={stage: 1000 * seconds for stage, seconds in hits.stages.items()},
-        ),
-    )
+    return {
+        "index": served.name,
+        "precision": index.precision,
+        "hits": best,
+        "by_embedding": by_embedding,
+        "weights": {part: weight for part, weight in weights.items() if weight},
+        "timing": {  # milliseconds in the queue, of the batch, and of each stage of the batch
+            "waited_ms": 1000 * timing.waited,
+            "computed_ms": 1000 * timing.computed,
+            "batch": timing.batch,
+            "stages_ms": {stage: 1000 * seconds for stage, seconds in hits.stages.items()},
+        },
+    }
 
 
 @router.post("/search/texts")
-async def search_texts(state: State, body: schemas.TextSearchRequest) -> schemas.TextSearchAnswer:
+async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[str, Any]:
     """Search for the texts that describe an image, or the image of a row, best."""
     texts, limits = body.texts, state.limits
     if len(texts) > limits.documents:
-        raise ServiceError(413, f"send fewer texts: {len(texts)} are over the limit of {limits.documents}")
+        raise HTTPException(413, f"send fewer texts: {len(texts)} are over the limit of {limits.documents}")
     state.check_query(*texts)
     served = state.index(body.index)
     index = await state.in_thread(served.at, body.precision)
@@ -286,24 +280,20 @@ async def search_texts(state: State, body: schemas.TextSearchRequest) -> schemas
     else:
         (hits,), _ = await state.on_images(index, [_image_bytes(body.image)], run, pairs)
     weights = index.model.weights("i2t", body.score or "bundle").by_part()
-    return schemas.TextSearchAnswer(
-        index=served.name,
-        precision=index.precision,
-        hits=hits,
-        weights={part: weight for part, weight in weights.items() if weight},
-    )
+    return {
+        "index": served.name,
+        "precision": index.precision,
+        "hits": [vars(hit) for hit in hits],
+        "weights": {part: weight for part, weight in weights.items() if weight},
+    }
 
 
-@router.post("/rerank", response_model=list[schemas.TeiResult] | schemas.CohereAnswer, response_model_exclude_none=True)
-@router.post(
-    "/v1/rerank", response_model=list[schemas.TeiResult] | schemas.CohereAnswer, response_model_exclude_none=True
-)
-@router.post(
-    "/v2/rerank", response_model=list[schemas.TeiResult] | schemas.CohereAnswer, response_model_exclude_none=True
-)
+@router.post("/rerank")
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
 async def rerank(
     state: State, body: schemas.TeiRerankRequest | schemas.CohereRerankRequest
-) -> list[schemas.TeiResult] | schemas.CohereAnswer:
+) -> list[dict[str, Any]] | dict[str, Any]:
     """Score documents for a query, best first.
 
     Requests and responses have the format of text-embeddings-inference, or the common format of Cohere, Jina and vLLM.
@@ -312,23 +302,22 @@ async def rerank(
     """
     if isinstance(body, schemas.TeiRerankRequest):
         scores = await _rerank(state, state.index(None), body.query, body.texts)
-        texts = [text if body.return_text and isinstance(text, str) else None for text in body.texts]
-        return [schemas.TeiResult(index=position, score=score, text=texts[position]) for position, score in scores]
+        answers: list[dict[str, Any]] = []
+        for position, score in scores:
+            answers.append({"index": position, "score": score})
+            if body.return_text and isinstance(text := body.texts[position], str):
+                answers[-1]["text"] = text
+        return answers
     # Clients of other services send the name of a model, which selects the default index.
     served = state.index(body.model if body.model in state.indexes else None)
     scores = await _rerank(state, served, body.query, body.documents)
-    documents = [
-        {"text": document} if body.return_documents and isinstance(document, str) else None
-        for document in body.documents
-    ]
-    return schemas.CohereAnswer(
-        id=str(uuid.uuid4()),
-        model=served.name,
-        results=[
-            schemas.CohereResult(index=position, relevance_score=score, document=documents[position])
-            for position, score in scores[: body.top_n]
-        ],
-    )
+    results: list[dict[str, Any]] = []
+    for position, score in scores[: body.top_n]:
+        results.append({"index": position, "relevance_score": score})
+        if body.return_documents and isinstance(text := body.documents[position], str):
+            results[-1]["document"] = {"text": text}
+    meta = {"api_version": {"version": "2"}}
+    return {"id": str(uuid.uuid4()), "model": served.name, "results": results, "meta": meta, "usage": {}}
 
 
 async def _rerank(
@@ -338,12 +327,12 @@ async def _rerank(
     limits, index = state.limits, served.at(None)
     state.check_query(query)
     if len(documents) > limits.documents:
-        raise ServiceError(413, f"send fewer documents: {len(documents)} are over the limit of {limits.documents}")
+        raise HTTPException(413, f"send fewer documents: {len(documents)} are over the limit of {limits.documents}")
     values = {position: _document(document, position) for position, document in enumerate(documents)}
     rows = {position: value for position, value in values.items() if not isinstance(value, bytes)}
     images = {position: value for position, value in values.items() if isinstance(value, bytes)}
     if len(images) > limits.images:
-        raise ServiceError(413, f"send fewer images: {len(images)} are over the limit of {limits.images}")
+        raise HTTPException(413, f"send fewer images: {len(images)} are over the limit of {limits.images}")
     scores: dict[int, float] = {}
     tokens = index.manifest.spec.block_shape[0]
     if rows:
@@ -351,7 +340,7 @@ async def _rerank(
             row_ids = (await state.in_thread(requested_rows, index.committed, list(rows.values()))).tolist()
         except (RowIdError, UsageError) as error:
             hint = "; URLs are not fetched" if "://" in str(error) else ""
-            raise ServiceError(422, f"{error}{hint}") from error
+            raise HTTPException(422, f"{error}{hint}") from error
 
         def rerank_rows(payloads: Sequence[tuple[str, Sequence[int]]]) -> list[Any]:
             return index.rerank_each([text for text, _ in payloads], [its_rows for _, its_rows in payloads])
@@ -381,7 +370,7 @@ def _document(document: schemas.Document, position: int) -> int | str | bytes:
             return document.uri
         if text is None:
             if not image:
-                raise ServiceError(
+                raise HTTPException(
                     422, f"document {position} is empty: set one of row_id, uri, text, image, image_url and content"
                 )
             return _image_bytes(image.url if isinstance(image, schemas.ImageUrl) else image)
@@ -402,11 +391,11 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
     texts = [value for value in inputs if isinstance(value, str)]
     images = [_image_bytes(value.image) for value in inputs if isinstance(value, schemas.ImageInput)]
     if len(inputs) > limits.documents or len(images) > limits.images:
-        raise ServiceError(
+        raise HTTPException(
             413, f"{len(inputs)} inputs: send at most {limits.documents} texts or {limits.images} images"
         )
     if texts and images:
-        raise ServiceError(422, "a request cannot mix texts and images; send either texts or images")
+        raise HTTPException(422, "a request cannot mix texts and images; send either texts or images")
     state.check_query(*texts)
     index = state.index(body.index).at(None)
     model, tokens = index.model, index.manifest.spec.block_shape[0]
@@ -438,8 +427,8 @@ async def thumbnail(
     try:
         (found,) = await state.in_thread(read_thumbnails, state.index(index).at(None).root, [row_id])
     except RowIdError as error:
-        raise ServiceError(404, str(error)) from error
+        raise HTTPException(404, str(error)) from error
     if found.jpeg is None:
-        raise ServiceError(404, f"row {row_id} has no thumbnail: {found.problem}")
+        raise HTTPException(404, f"row {row_id} has no thumbnail: {found.problem}")
     caching = {"Cache-Control": f"private, max-age={_THUMBNAIL_SECONDS}"}
     return Response(found.jpeg, media_type="image/jpeg", headers=caching)

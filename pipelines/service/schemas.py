@@ -1,13 +1,10 @@
-"""Schemas of the requests and responses of the service."""
+"""Schemas of the requests of the service."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
-
-from edje_index.search.hits import Hit, TextHit
 
 _MAX_ROW_ID = 1 << 53  # the largest integer that every JSON reader keeps exactly
 _Item = TypeVar("_Item")
@@ -81,46 +78,6 @@ class TextSearchRequest(_Search):
         return self._check("image and row_id", self.image, self.row_id)
 
 
-@dataclass(frozen=True)
-class HitAnswer(Hit):
-    """A hit with its rank, and with its rank in the order by embedding if `embedding_order` is set."""
-
-    rank: int = 0
-    embedding_rank: int | None = None
-
-
-class TimingAnswer(BaseModel):
-    """Times of a request in the queue and in the model."""
-
-    waited_ms: float = Field(description="Milliseconds in the queue.")
-    computed_ms: float = Field(description="Milliseconds that the model took for the batch of the request.")
-    batch: int = Field(description="Number of requests in the batch.")
-    stages_ms: dict[str, float] = Field(
-        description="Milliseconds of each stage: text_tower or vision_tower, nearest (nearest-neighbour search), fetch "
-        "(read and decode tokens), joint_encoder, other_parts (of the score), hits (sort, look up uris), total."
-    )
-
-
-class SearchAnswer(BaseModel):
-    """The hits of a search, best first."""
-
-    index: str
-    precision: str
-    hits: list[HitAnswer]
-    by_embedding: list[HitAnswer] | None = None
-    weights: dict[str, float] = Field(description="Weight of each part of the score.")
-    timing: TimingAnswer
-
-
-class TextSearchAnswer(BaseModel):
-    """The texts that describe an image best, best first."""
-
-    index: str
-    precision: str
-    hits: list[TextHit]
-    weights: dict[str, float] = Field(description="Weight of each part of the score.")
-
-
 class ImageUrl(BaseModel):
     """An image in the format of the OpenAI chat API. Only data URIs are accepted."""
 
@@ -177,32 +134,6 @@ class CohereRerankRequest(BaseModel):
     return_documents: bool = False
 
 
-class TeiResult(BaseModel):
-    """The score of the text at position `index` of a `TeiRerankRequest`."""
-
-    index: int
-    score: float
-    text: str | None = None
-
-
-class CohereResult(BaseModel):
-    """The score of the document at position `index` of a `CohereRerankRequest`."""
-
-    index: int
-    relevance_score: float
-    document: dict[str, Any] | None = None
-
-
-class CohereAnswer(BaseModel):
-    """The response to a `CohereRerankRequest`: scored documents, best first."""
-
-    id: str
-    model: str
-    results: list[CohereResult]
-    meta: dict[str, Any] = {"api_version": {"version": "2"}}
-    usage: dict[str, int] = {}
-
-
 class ImageInput(_Request):
     """An image to embed."""
 
@@ -216,15 +147,3 @@ class EmbedRequest(BaseModel):
     index: Name | None = None
     truncate: bool | None = None
     normalize: Literal[True] = Field(True, description="Embeddings always have unit length.")
-
-
-class ErrorAnswer(BaseModel):
-    """The body of every error response."""
-
-    class Detail(BaseModel):
-        """The code and the message of an error."""
-
-        code: str
-        message: str
-
-    error: Detail

@@ -46,11 +46,6 @@ class Service:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and return the exit code."""
-        self.process.send_signal(number)
-        return self.process.wait(60)
-
 
 @contextmanager
 def serving(folder: Path, arguments: list[str], variables: dict[str, str] | None = None) -> Iterator[Service]:
@@ -67,8 +62,9 @@ def serving(folder: Path, arguments: list[str], variables: dict[str, str] | None
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        code = process.wait(60)
         process.stdout.close()
+    assert code == 0
     assert "Traceback" not in log.read_text()
 
 

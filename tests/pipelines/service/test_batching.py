@@ -8,9 +8,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from pipelines.service.batching import Batcher
-from pipelines.service.guard import Limits, Metrics, ServiceError
+from pipelines.service.guard import Limits, Metrics
 
 
 class Model:
@@ -81,7 +82,7 @@ def test_a_full_queue_refuses_and_abandoned_requests_leave_it():
         first = await model.begin(0)
         waiting = [asyncio.create_task(model.of(number)) for number in (1, 2)]
         await asyncio.sleep(0)
-        with pytest.raises(ServiceError) as caught:
+        with pytest.raises(HTTPException) as caught:
             await model.of(3)
         assert caught.value.status_code == 429
         assert int(caught.value.headers["Retry-After"]) >= 1
@@ -105,7 +106,7 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once():
         first = await model.begin(1)
         waiting = asyncio.create_task(model.of(2))
         await asyncio.sleep(0)
-        with pytest.raises(ServiceError, match="would take about 20 s") as caught:
+        with pytest.raises(HTTPException, match="would take about 20 s") as caught:
             await model.of(9, cost=98)
         assert caught.value.status_code == 429
         model.may_run.set()

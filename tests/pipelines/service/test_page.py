@@ -203,20 +203,6 @@ def test_more_like_this_and_the_shared_link(watched, browser):
     shared.page.close()
 
 
-def test_the_filter_box_and_its_link(watched, browser):
-    watched.page.locator("#filter summary").click()
-    assert "width (int32)" in watched.page.inner_text("#columns")
-    watched.page.fill("#where", "row_id in (1, 4, 9)")
-    watched.search("a red canoe")
-    assert sorted(watched.rows("after")) == sorted(watched.rows("before")) == [1, 4, 9]
-    shared = Watched(browser.new_page(), watched.home)
-    shared.page.goto(watched.page.url)
-    shared.wait()
-    assert (shared.rows("after"), shared.problems) == (watched.rows("after"), [])
-    assert shared.page.input_value("#where") == "row_id in (1, 4, 9)"
-    shared.page.close()
-
-
 def test_texts_are_ranked_for_an_image_and_a_photo(watched, index):
     texts = ["a red canoe", "<img src=x onerror=alert(1)>", "two dogs", "snow"]
     watched.page.locator("#texts-box summary").click()
@@ -261,22 +247,6 @@ def test_a_link_can_inject_nothing(watched):
     watched.page.evaluate("document.getElementById('pool').value = 10")
     assert watched.page.locator("img[src=x]").count() == 0
     assert names
-
-
-def test_the_keyboard_is_enough(watched):
-    watched.page.keyboard.press("/")
-    watched.page.keyboard.type("a dog")
-    with watched.page.expect_response("**/search"):
-        watched.page.keyboard.press("Enter")
-    watched.wait()
-    watched.page.keyboard.press("Escape")
-    assert watched.page.input_value("#query") == ""
-    reached = set()
-    for _ in range(12):
-        watched.page.keyboard.press("Tab")
-        reached.add(watched.page.evaluate("document.activeElement.id || document.activeElement.className"))
-    assert {"precision", "pool", "image"} <= reached
-    assert any("similar" in name for name in reached)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

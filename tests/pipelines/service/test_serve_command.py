@@ -13,14 +13,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
 
 from edje_index import Client, ServiceError
+from pipelines.service.guard import Guard, Limits, Metrics
 from tests.pipelines.service.server import resident_bytes, serve, serve_with
 
 KEY = "a-key-of-enough-letters"
@@ -30,52 +32,39 @@ def connect(service) -> socket.socket:
     return socket.create_connection(("127.0.0.1", service.port), timeout=60)
 
 
-def test_requests_need_a_key_and_finish_after_a_signal(index, tmp_path):
-    (tmp_path / "keys").write_text(f"# keys\n{KEY}\nanother-key-of-letters\n")
-    with serve(tmp_path, index, "--api-keys", tmp_path / "keys") as service:
-        for headers in ({}, {"Authorization": KEY}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": "Bearer"}):
-            answer = httpx.get(f"{service.url}/info", headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
-        for path in ("thumbnails/0", "metrics", "openapi.json"):
-            assert httpx.get(f"{service.url}/{path}").status_code == 401
-        assert httpx.get(f"{service.url}/healthz").json() == {"status": "ok"}
-        assert httpx.get(f"{service.url}/app.js").status_code == 200
-        with Client(service.url, KEY) as client:
-            assert len(client.search("a dog", 2)) == 2
-        check_that_requests_finish(service, signal.SIGTERM, f"Authorization: Bearer {KEY}")
-    assert KEY not in service.log.read_text()
+def test_requests_need_a_key():
+    answer = PlainTextResponse("ok")
+    client = TestClient(Guard(answer, Limits(), ["another-key-of-letters", KEY], Metrics()))
+    for headers in ({}, {"Authorization": KEY}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": "Bearer"}):
+        refused = client.get("/info", headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "unauthorized")
+    assert client.get("/info", headers={"Authorization": f"bearer {KEY}"}).text == "ok"
+    assert {client.get(f"/{path}").status_code for path in ("thumbnails/0", "metrics", "openapi.json")} == {401}
+    assert {client.get(path).status_code for path in ("/healthz", "/app.js", "/")} == {200}
 
 
-@pytest.mark.parametrize("text", ["", "# only a comment", "short", "with a space in the middle of it", "ü" * 20])
-def test_invalid_keys_are_refused_and_not_shown(index, run, tmp_path, text):
-    (tmp_path / "keys.txt").write_text(text)
-    code, _, err = run("serve", index, "--api-keys", tmp_path / "keys.txt", "--port", "0")
+@pytest.mark.parametrize("text", ["", ",", "short", "too short words", "ü" * 20])
+def test_invalid_keys_are_refused_and_not_shown(index, run, monkeypatch, text):
+    monkeypatch.setenv("EDJE_API_KEYS", text)
+    code, _, err = run("serve", index, "--port", "0")
     assert code == 2
-    assert "keys.txt contains" in err
-    assert not text or text not in err
+    assert "EDJE_API_KEYS contains" in err
+    assert len(text) < 2 or text not in err
 
 
-def test_wrong_use_is_refused(index, tmp_path, run, monkeypatch):
+def test_wrong_use_is_refused(index, tmp_path, run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, _, err = run("serve", index, "--port", taken.getsockname()[1])
     assert (code, "Address already in use" in err) == (2, True)
     assert "no index at" in run("serve", tmp_path / "none", "--port", "0")[2]
     assert "two indexes have the name 'photos'" in run("serve", index, index, "--port", "0")[2]
-    assert "cannot read API keys" in run("serve", index, "--api-keys", tmp_path / "none")[2]
     for host in ("0.0.0.0", "::", "photos.example.org"):
         code, _, err = run("serve", index, "--host", host, "--port", "0")
-        assert (code, "give --api-keys, or --insecure" in err) == (2, True)
-    monkeypatch.setenv("EDJE_API_KEYS", KEY)
-    assert "give --api-keys or EDJE_API_KEYS" in run("serve", index, "--api-keys", tmp_path / "none")[2]
+        assert (code, "set EDJE_API_KEYS, or give --insecure" in err) == (2, True)
 
 
 @pytest.mark.slow
-def test_other_machines_are_served_with_keys_or_if_asked(index, tmp_path):
-    with serve(tmp_path, index, "--host", "0.0.0.0", EDJE_API_KEYS=KEY) as service:
-        assert httpx.get(f"http://127.0.0.1:{service.port}/info").status_code == 401
-        assert httpx.get(
-            f"http://127.0.0.1:{service.port}/info", headers={"Authorization": f"bearer {KEY}", "Host": "any.example"}
-        ).is_success
+def test_other_machines_are_served_if_asked(index, tmp_path):
     options = ["--host", "0.0.0.0", "--insecure", "--allowed-host", "Photos.example"]
     with serve(tmp_path, index, *options) as service:
         statuses = [
@@ -86,18 +75,16 @@ def test_other_machines_are_served_with_keys_or_if_asked(index, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_lets_requests_finish(index, tmp_path):
-    with serve(tmp_path, index) as service:
-        check_that_requests_finish(service, signal.SIGINT)
-
-
-def check_that_requests_finish(service, number: int, *headers: str) -> None:
-    """Send a signal while eight requests are in progress. They must be answered before the service exits."""
-    bodies = [json.dumps({"query": f"{query} dogs", "documents": [0, 1, 2, 3] * 250}).encode() for query in range(8)]
-    with contextlib.ExitStack() as connections:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_requests_finish_after_a_signal(index, tmp_path, number):
+    """Eight requests whose bodies arrive after the signal are answered before the service exits."""
+    bodies = [json.dumps({"query": f"{query} dogs", "documents": [0, 1, 2, 3] * 25}).encode() for query in range(8)]
+    with serve(tmp_path, index, EDJE_API_KEYS=KEY) as service, contextlib.ExitStack() as connections:
+        with Client(service.url, KEY) as client:
+            assert len(client.search("a dog", 2)) == 2
         clients = [connections.enter_context(connect(service)) for _ in bodies]
         for client, body in zip(clients, bodies, strict=True):
-            begin_request(client, "/v2/rerank", len(body), *headers)
+            begin_request(client, "/v2/rerank", len(body), f"Authorization: Bearer {KEY}")
         service.process.send_signal(number)
         wait_until_refused(service)
         for client, body in zip(clients, bodies, strict=True):
@@ -105,8 +92,8 @@ def check_that_requests_finish(service, number: int, *headers: str) -> None:
         for client in clients:
             answer = HTTPResponse(client)
             answer.begin()
-            assert (answer.status, len(json.load(answer)["results"])) == (200, 1000)
-    assert service.process.wait(60) == 0
+            assert (answer.status, len(json.load(answer)["results"])) == (200, 100)
+        assert service.process.wait(60) == 0
     assert re.fullmatch(r"loading \S*photos\.edje\n", service.log.read_text())
 
 
@@ -252,15 +239,6 @@ def test_image_requests_leave_memory_and_searches_alone(index, tmp_path):
                 seconds.append(time.monotonic() - started)
             assert {answer.result() for answer in sent} <= allowed
             assert np.quantile(seconds, 0.95) < 2
-            print(
-                side,
-                [a.result() for a in sent],
-                np.quantile(seconds, 0.95),
-                max(seconds),
-                len(seconds),
-                before >> 20,
-                peak[0] >> 20,
-            )
         assert peak[0] - before < 500 << 20
         used = service.cpu_seconds()
         time.sleep(3)
@@ -287,11 +265,3 @@ def test_clients_that_leave_do_no_harm(index, tmp_path):
                 client.sendall(data)
                 client.recv(1024)
         assert httpx.post(f"{service.url}/search", json={"query": "a dog"}, timeout=60).status_code == 200
-
-
-@pytest.mark.slow
-def test_many_thumbnails_at_once_take_few_threads(index, tmp_path):
-    with serve(tmp_path, index) as service, ThreadPoolExecutor(32) as pool:
-        answers = pool.map(lambda row: httpx.get(f"{service.url}/thumbnails/{row % 4}").status_code, range(200))
-        assert set(answers) == {200}
-        assert len(list(Path(f"/proc/{service.process.pid}/task").iterdir())) < 60

@@ -204,64 +204,42 @@ def test_info_describes_the_index_and_the_limits(client, library):
     assert (index["name"], index["rows"], index["indexed"]) == ("photos", ROWS, ROWS - 1)
     assert index["precisions"] == ["bf16", "nvfp4"]
     assert index["bundle_fingerprint"] == library.model.fingerprint
-    assert value["limits"]["pool"] == 1000
+    assert value["limits"]["documents"] == 1000
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
         ("/search", {}, 422, "exactly one of query, image and row_id"),
-        ("/search", {"query": "a", "row_id": 3}, 422, "exactly one of"),
         ("/search", {"query": " "}, 422, "the query is empty"),
-        *(("/search", {"query": "a", "k": value}, 422, "k:") for value in (0, -1, 1.5, True, "3", [1])),
-        *(("/search", {"row_id": value}, 422, "row_id:") for value in (True, 1.5, -1, "1")),
+        *(("/search", {"query": "a", "k": value}, 422, "k:") for value in (0, 1.5, True, "3")),
+        *(("/search", {"row_id": value}, 422, "row_id:") for value in (True, -1, "1", 2**70)),
         ("/search", {"query": "a", "k": 20, "pool": 10}, 422, "pool must be at least k"),
         ("/search", {"query": "a", "pool": 10**9}, 422, "pool:"),
-        ("/search", {"query": "a", "klingon": 1}, 422, "klingon: Extra inputs"),
+        ("/search", {"query": "a", "unknown": 1}, 422, "unknown: Extra inputs"),
         ("/search", {"query": "a" * 2001}, 413, "over the limit of 2000"),
         ("/search", {"query": "a", "score": "beauty"}, 422, "unknown part 'beauty'"),
-        ("/search", {"query": "a", "score": "pooled"}, 422, "has no pooled similarity"),
         ("/search", {"query": "a", "index": "other"}, 404, "choose one of: photos"),
         ("/search", {"query": "a", "precision": "fp2"}, 422, "does not have precision 'fp2'"),
-        ("/search", {"row_id": 99}, 422, "row id 99 is out of range"),
         ("/search", {"row_id": HOLE}, 422, "has no tokens"),
-        ("/search", {"row_id": 2**70}, 422, "row_id:"),
-        ("/search", {"image": "http://127.0.0.1/a.jpg"}, 422, "URLs are not fetched"),
         ("/search", {"image": "file:///etc/passwd"}, 422, "URLs are not fetched"),
         ("/search", {"image": "/etc/passwd"}, 422, "not valid base64"),
         ("/search", {"image": "bm8gaW1hZ2U="}, 422, "cannot read an image: not-an-image"),
         ("/search", {"image": "data:image/png;base64,!"}, 422, "not valid base64"),
-        ("/search", {"query": "a", "score": "logit=1e39"}, 422, "from -1e30 to 1e30"),
         ("/search", {"query": "a", "where": "licence = 1"}, 422, "the columns are row_id"),
-        ("/search", {"query": "a", "where": "width >"}, 422, "ends too early"),
-        ("/search", {"query": "a", "where": "'" * 999}, 422, "invalid"),
         ("/search", {"query": "a", "where": "x" * 5000}, 422, "where:"),
         ("/search", {"query": "a", "joint_pool": 3}, 422, "joint_pool needs a score with other parts"),
-        ("/search/texts", {"texts": ["a"]}, 422, "exactly one of image and row_id"),
         ("/search/texts", {"row_id": 7, "image": "AAAA", "texts": ["a"]}, 422, "exactly one of image and row_id"),
-        ("/search/texts", {"image": "AAAA", "texts": ["a"]}, 422, "cannot read an image"),
-        ("/search/texts", {"row_id": HOLE, "texts": ["a"]}, 422, "has no tokens"),
-        ("/search/texts", {"row_id": 999, "texts": ["a"]}, 422, "out of range"),
         ("/search/texts", {"row_id": 7, "texts": []}, 422, "texts"),
         ("/search/texts", {"row_id": 7, "texts": ["a", "  "]}, 422, "the query is empty"),
-        ("/search/texts", {"row_id": 7, "texts": ["a" * 2001]}, 413, "over the limit of 2000"),
         ("/search/texts", {"row_id": 7, "texts": ["a"] * 1001}, 413, "over the limit of 1000"),
-        ("/search/texts", {"row_id": 7, "texts": ["a"], "score": "nothing"}, 422, "nothing"),
-        ("/search/texts", {"row_id": 7, "texts": ["a"], "query": "a"}, 422, "query"),
         ("/rerank", {"query": "a"}, 422, "Field required"),
-        ("/rerank", {"query": "a", "texts": ["x.jpg"]}, 422, "has the uri 'x.jpg'"),
         ("/rerank", {"query": "a", "texts": ["https://x/y.jpg"]}, 422, "URLs are not fetched"),
         ("/rerank", {"query": "a", "texts": ["99"]}, 422, "out of range"),
-        (
-            "/rerank",
-            {"query": "a", "texts": ["0"] * 1001},
-            413,
-            "send fewer documents: 1001 are over the limit of 1000",
-        ),
+        ("/rerank", {"query": "a", "texts": ["0"] * 1001}, 413, "send fewer documents: 1001 are over"),
         ("/rerank", {"query": "a", "documents": [{}]}, 422, "document 0 is empty"),
         ("/rerank", {"query": "a", "documents": [{"image_url": "http://x"}]}, 422, "URLs are not fetched"),
         ("/rerank", {"query": "a", "documents": [{"image": "AAAA"}] * 17}, 413, "send fewer images: 17 are"),
-        ("/rerank", {"query": "", "documents": [1]}, 422, "query"),
         ("/embed", {"inputs": [3]}, 422, "inputs"),
         ("/embed", {"inputs": ["a", {"image": "AAAA"}]}, 422, "either texts or images"),
         ("/embed", {"inputs": ["a"] * 1001}, 413, "1001 inputs: send at most"),
@@ -277,31 +255,18 @@ def test_invalid_requests_have_one_shape(http, path, body, status, message):
     assert message in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"query": NaN}',
-        b'{"query": "a", "k": ' + b"9" * 5000 + b"}",
-        b'"a"',
-        b"null",
-        b"",
-        b'{"query": "\\ud800"}',
-        b'{"query": "a\\u0000b", "k": 1e400}',
-    ],
-)
-def test_malformed_bodies_are_the_fault_of_the_client(http, body):
-    for path in ("/search", "/rerank", "/embed"):
-        answer = http.post(path, content=body, headers={"content-type": "application/json"})
-        assert answer.status_code in (400, 422), (path, answer.text)
-        assert set(answer.json()) == {"error"}
+def test_malformed_bodies_are_refused(http):
+    bodies = (b"{", b"\xff\xfe", b"[" * 100_000, b'{"query": NaN}', b'"a"', b"", b'{"query": "\\ud800"}')
+    for body in (*bodies, b'{"query": "a", "k": ' + b"9" * 5000 + b"}"):
+        for path in ("/search", "/rerank", "/embed"):
+            answer = http.post(path, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code in (400, 422), (path, answer.text)
+            assert set(answer.json()) == {"error"}
 
 
 def test_concurrent_requests_share_batches_and_get_their_own_answers(service, library):
-    queries = [f"{number} red canoes" for number in range(24)]
-    with Client(service.url) as client, ThreadPoolExecutor(24) as pool:
+    queries = [f"{number} red canoes" for number in range(12)]
+    with Client(service.url) as client, ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda query: client.search(query, 3, 9), queries))
         reranked = list(pool.map(lambda query: client.rerank(query, [3, 7, 9]), queries))
     for query, hits, pairs in zip(queries, found, reranked, strict=True):
@@ -312,19 +277,18 @@ def test_concurrent_requests_share_batches_and_get_their_own_answers(service, li
     batches, requests = (
         float(re.search(rf"^edje_batch_requests_{name} (\S+)$", text, re.MULTILINE)[1]) for name in ("count", "sum")
     )
-    assert requests >= 48
+    assert requests >= 24
     assert batches < requests, "no two requests shared a batch"
 
 
-def test_metrics_cannot_be_flooded_with_labels(service):
-    for number in range(5):
-        httpx.get(f"{service.url}/unknown-{number}")
-        httpx.get(f"{service.url}/thumbnails/{number}")
-        httpx.request(f"X{number}", f"{service.url}/search")
-    text = httpx.get(f"{service.url}/metrics").text
+def test_metrics_cannot_be_flooded_with_labels(http):
+    for number in range(3):
+        http.get(f"/unknown-{number}")
+        http.get(f"/thumbnails/{number}")
+        http.request(f"X{number}", "/search")
+    text = http.get("/metrics").text
     assert 'route="/thumbnails/{row_id}"' in text
     assert "unknown-" not in text
-    assert 'method="X' not in text
 
 
 def test_pages_are_offline_and_cannot_be_embedded(http):
