@@ -22,7 +22,7 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import PATCHES, AdapterConfig
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.weights import PART_NAMES
-from edje_index.search.hits import Stages, embedding_order, rank_hits
+from edje_index.search.hits import Stages, rank_hits
 from edje_index.search.search_model import SearchModel
 from edje_index.search.token_index import ScoredCandidates
 from pipelines import quantize_index
@@ -355,7 +355,7 @@ def test_movements_add_up_to_zero_and_ranks_agree_with_numpy(similarities):
     assert [item.rank for item in ranked] == list(range(1, len(ranked) + 1))
     assert sum(item.moved for item in ranked) == 0
     order = np.argsort(-np.array(similarities), kind="stable")
-    assert [item.hit.row_id for item in embedding_order(ranked)] == order.tolist()
+    assert [item.hit.row_id for item in sorted(ranked, key=lambda item: item.embedding_rank)] == order.tolist()
 
 
 def test_a_notebook_escapes_names_and_survives_a_lost_index():
