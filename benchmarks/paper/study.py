@@ -191,7 +191,7 @@ class Study:
         settings += [f"inputs.miner={self.tower(variant.miner)}"] if variant.miner else []
         if variant.distilled:
             teacher = self.trained(replace(LOCAL, tower=variant.tower, language=variant.language), phase)
-            command += ["--teacher", teacher]
+            settings.append(f"inputs.teacher={teacher}")
             if variant.adapter != "compressed":  # other adapters do not store the features that the teacher reads
                 settings.append(f"inputs.teacher_features={self.build(teacher, phase)[0]}")
         command += [word for setting in (*settings, *variant.settings) for word in ("--set", setting)]

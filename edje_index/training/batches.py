@@ -9,69 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edje_index.models.joint_inputs import NUM_SPECIAL_TOKENS, SPECIAL_TOKEN_NAMES, JointInputs, JointTokenizer
+from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointInputs, JointTokenizer
+from edje_index.training.captions import TrainingData
 from edje_index.training.config import TrainConfig
-from edje_index.training.features import Features, Loaded, StoredFeatures, ViewSource, nothing_readable
+from edje_index.training.features import Features, Loaded, StoredFeatures, nothing_readable
 from edje_index.training.random_streams import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, ORDER, VIEW_CHOICE, stream
 from storage_formats.errors import UsageError
 
-TokenIds = NDArray[np.integer[Any]]
+TokenIds = list[int]
 _ALIGNMENT, _JOINT = range(2)
 Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """n images and all their c captions, as memory-mapped NumPy arrays. The captions of an image are adjacent.
-
-    Attributes:
-        rows: row of each image in the feature index, int64 [n].
-        caption_starts: offsets of the captions of each image, int64 [n + 1]. Image i has the captions
-            ``caption_starts[i]:caption_starts[i + 1]``.
-        token_starts: offsets of the tokens of each caption, int64 [c + 1]. Caption i has the tokens
-            ``tokens[token_starts[i]:token_starts[i + 1]]``.
-        tokens: token ids of all captions in order, without special tokens, int32. Captions longer than 64 tokens,
-            including special tokens, are truncated.
-        caption_keys: a number per caption, int64 [c]. Captions with the same words have the same number.
-        text_embeddings: embeddings of the captions by the text tower, float32 [c, e].
-        image_mining: embeddings of the images by the mining model, float32 [n, e'].
-        text_mining: embeddings of the captions by the mining model, float32 [c, e'].
-    """
-
-    rows: NDArray[np.int64]
-    caption_starts: NDArray[np.int64]
-    token_starts: NDArray[np.int64]
-    tokens: NDArray[np.int32]
-    caption_keys: NDArray[np.int64]
-    text_embeddings: NDArray[np.float32]
-    image_mining: NDArray[np.float32]
-    text_mining: NDArray[np.float32]
-
-    @classmethod
-    def open(cls, folder: Path) -> TrainingData:
-        """Memory-map the arrays that `edje_index.training.captions.join_shards` wrote to `folder`."""
-        return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
-
-    @property
-    def images(self) -> int:
-        """Number of images."""
-        return len(self.rows)
-
-    def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch, which visits every caption ("captions") or image ("images") once."""
-        return self.images if epoch_of == "images" else len(self.caption_keys)
-
-    def caption(self, number: int) -> NDArray[np.int32]:
-        """Return the token ids of caption `number`."""
-        part: NDArray[np.int32] = self.tokens[self.token_starts[number] : self.token_starts[number + 1]]
-        return part
 
 
 @dataclass(frozen=True)
@@ -179,72 +132,16 @@ def draw_negatives(
     return drawn
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Token ids of the joint encoder's special tokens. `all` holds every special id of the tokenizer."""
-
-    pad: int
-    cls: int
-    sep: int
-    mask: int
-    image: int
-    all: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tokenizer: JointTokenizer) -> SpecialTokens:
-        return cls(
-            pad=tokenizer.special_id("pad_token"),
-            cls=tokenizer.special_id("cls_token"),
-            sep=tokenizer.special_id("sep_token"),
-            mask=tokenizer.special_id("mask_token"),
-            image=tokenizer.image_token_id,
-            all=(*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id),
-        )
-
-
-def joint_rows(captions: Sequence[TokenIds], image_tokens: int, special_tokens: SpecialTokens) -> JointInputs:
-    """Return the input rows ``[CLS] caption [SEP] <image> x image_tokens [SEP]``, one per caption.
-
-    Tokens after the first ``[SEP]`` have token type 1. All other tokens and padding have token type 0. From the texts
-    of the same captions, `edje_index.models.joint_inputs.JointTokenizer.inputs` makes the same rows.
-    """
-    ids, lengths = _padded(captions, image_tokens + 1, special_tokens)
-    position = np.arange(ids.shape[1])
-    image_start = lengths + 2
-    is_image = (position >= image_start) & (position < image_start + image_tokens)
-    ids[is_image] = special_tokens.image
-    ids[position == image_start + image_tokens] = special_tokens.sep
-    types = (position >= image_start) & (position <= image_start + image_tokens)
-    return _inputs(ids, types, position <= image_start + image_tokens)
-
-
-def text_rows(captions: Sequence[TokenIds], special_tokens: SpecialTokens) -> JointInputs:
+def text_rows(captions: Sequence[TokenIds], tokenizer: JointTokenizer) -> JointInputs:
     """Return the input rows ``[CLS] caption [SEP]``, one per caption, without image tokens."""
-    ids, lengths = _padded(captions, 0, special_tokens)
-    return _inputs(ids, np.zeros(ids.shape, dtype=bool), np.arange(ids.shape[1]) <= lengths + 1)
-
-
-def _padded(
-    captions: Sequence[TokenIds], extra: int, special_tokens: SpecialTokens
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return rows ``[CLS] caption [SEP]`` with at least `extra` padding tokens [b, t], and caption lengths [b, 1]."""
-    lengths = np.array([[len(caption)] for caption in captions])
-    ids = np.full((len(captions), lengths.max() + 2 + extra), special_tokens.pad, dtype=np.int64)
-    position = np.arange(ids.shape[1])
-    ids[:, 0] = special_tokens.cls
-    ids[(position >= 1) & (position <= lengths)] = np.concatenate(captions)
-    ids[position == lengths + 1] = special_tokens.sep
-    return ids, lengths
-
-
-def _inputs(ids: NDArray[np.int64], types: NDArray[np.bool_], attended: NDArray[np.bool_]) -> JointInputs:
-    return JointInputs(
-        torch.from_numpy(ids), torch.from_numpy(types.astype(np.int64)), torch.from_numpy(attended.astype(np.int64))
-    )
+    rows = tokenizer.inputs_of_ids(captions, 0)  # with a second [SEP], which has token type 1
+    is_text = (rows.attention_mask - rows.token_type_ids)[:, :-1]
+    ids = torch.where(is_text == 1, rows.input_ids[:, :-1], tokenizer.special_id("pad_token"))
+    return JointInputs(ids, torch.zeros_like(ids), is_text)
 
 
 def mask_captions(
-    captions: Sequence[TokenIds], probability: float, special_tokens: SpecialTokens, rng: np.random.Generator
+    captions: Sequence[TokenIds], probability: float, tokenizer: JointTokenizer, rng: np.random.Generator
 ) -> tuple[list[TokenIds], NDArray[np.bool_]]:
     """Replace random tokens by ``[MASK]``. Each token that is not special is replaced with the given `probability`.
 
@@ -253,10 +150,12 @@ def mask_captions(
     Returns:
         The masked captions, and which tokens of the concatenated captions are masked, bool [tokens].
     """
-    flat = np.concatenate(captions)
-    is_masked = (rng.random(len(flat)) < probability) & ~np.isin(flat, special_tokens.all)
-    masked = np.split(np.where(is_masked, special_tokens.mask, flat), np.cumsum([len(c) for c in captions])[:-1])
-    return masked, is_masked
+    flat = np.concatenate(captions).astype(np.int64)
+    special = [*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id]
+    is_masked = (rng.random(len(flat)) < probability) & ~np.isin(flat, special)
+    masked = np.where(is_masked, tokenizer.special_id("mask_token"), flat)
+    ends = np.cumsum([len(caption) for caption in captions])[:-1]
+    return [part.tolist() for part in np.split(masked, ends)], is_masked
 
 
 def masked_targets(
@@ -271,27 +170,19 @@ def masked_targets(
     return torch.from_numpy(positions[is_masked]), torch.from_numpy(targets)
 
 
-class OnDevice:
-    """Base class of dataclasses of tensors, with a method that moves all tensors to a device."""
-
-    def to(self, device: torch.device) -> Self:
-        """Return a copy with all tensors on `device`. On a CPU the tensors are not copied."""
-        moved: Any = replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})  # type: ignore[type-var,arg-type]
-        return moved  # type: ignore[no-any-return]
-
-
-def _moved(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return a batch with all tensors on `device`. On a CPU the tensors are not copied."""
     if isinstance(value, torch.Tensor):
         return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
-    if isinstance(value, JointInputs):
-        return JointInputs(*(_moved(getattr(value, f.name), device) for f in fields(value)))
+    if isinstance(value, JointBatch | AlignmentBatch | JointInputs):
+        return replace(value, **{f.name: to_device(getattr(value, f.name), device) for f in fields(value)})
     if isinstance(value, tuple):
-        return tuple(_moved(part, device) for part in value)
+        return tuple(to_device(part, device) for part in value)
     return value
 
 
 @dataclass(frozen=True)
-class JointBatch(OnDevice):
+class JointBatch:
     """One worker's part of a joint-phase batch: b pairs with k negative images and k negative texts each.
 
     Attributes:
@@ -322,7 +213,7 @@ class JointBatch(OnDevice):
 
 
 @dataclass(frozen=True)
-class AlignmentBatch(OnDevice):
+class AlignmentBatch:
     """One worker's part of an alignment-phase batch: b images with s captions each.
 
     Attributes:
@@ -344,13 +235,14 @@ class BatchSource:
     Attributes:
         data: images and captions to train on.
         features: reads the features of the images.
-        special_tokens: special tokens of the joint encoder's tokenizer.
+        tokenizer: tokenizer of the joint encoder.
         image_tokens: number of image tokens per input row of the joint encoder.
         temperature: temperature of the softmax that draws negatives; 0 selects the most similar candidates.
         config: training settings.
         rank: rank of this worker, counted from 0.
         world_size: number of workers.
-        views: reads features of augmented views; None without views. For each image, a batch uses the image or a random
+        views: reads features of augmented views, and the row of each view of each image in these features, int64
+            [n, views], -1 for a missing view; None without views. For each image, a batch uses the image or a random
             view.
         teacher_tokens: number of tokens per image that the teacher reads; 0 without a teacher.
         teacher: stored tokens of the teacher, and the row of each of the n training images, int64 [n]; None if the
@@ -359,13 +251,13 @@ class BatchSource:
 
     data: TrainingData
     features: Features
-    special_tokens: SpecialTokens
+    tokenizer: JointTokenizer
     image_tokens: int
     temperature: float
     config: TrainConfig
     rank: int = 0
     world_size: int = 1
-    views: ViewSource | None = None
+    views: tuple[Features, NDArray[np.int64]] | None = None
     teacher_tokens: int = 0
     teacher: tuple[StoredFeatures, NDArray[np.int64]] | None = None
 
@@ -377,7 +269,7 @@ class BatchSource:
         Raises:
             EdjeError: none of the images can be read.
         """
-        loop, objective, special_tokens = self.config.loop, self.config.objective, self.special_tokens
+        loop, objective, tokenizer = self.config.loop, self.config.objective, self.tokenizer
         images, captions = Sampler(self.data, loop.batch_size, loop.seed, loop.epoch_of).pairs(number)
         count, pairs = self.config.negatives.count, loop.batch_size // self.world_size
         part = np.arange(pairs) + self.rank * pairs
@@ -389,21 +281,21 @@ class BatchSource:
         own, (other_images, other_texts) = part[chosen], (n[chosen] for n in self.negatives(number, images, captions))
         pair_images = np.concatenate([own, other_images.ravel(), np.repeat(own, count)])
         pair_captions = np.concatenate([captions[own], np.repeat(captions[own], count), captions[other_texts.ravel()]])
-        texts = [self._token_ids(caption) for caption in pair_captions]
+        texts = [self.data.caption(caption) for caption in pair_captions]
         rows, row_images, masked, text_inputs, teacher = texts, pair_images, None, None, None
         if objective.mlm_weight:
             rng = stream(loop.seed, MASKING, number, self.rank)
-            hidden, is_masked = mask_captions(texts[:pairs], objective.mlm_probability, special_tokens, rng)
+            hidden, is_masked = mask_captions(texts[:pairs], objective.mlm_probability, tokenizer, rng)
             rows, row_images = texts + hidden, np.concatenate([pair_images, pair_images[:pairs]])
-        inputs = joint_rows(rows, self.image_tokens, special_tokens)
+        inputs = tokenizer.inputs_of_ids(rows, self.image_tokens)
         if objective.mlm_weight:
             masked = masked_targets(texts[:pairs], is_masked, inputs.input_ids.shape[1])
         if objective.recovery_weight:
             embeddings = torch.from_numpy(self.data.text_embeddings[pair_captions[:pairs]])
-            text_inputs = text_rows(texts[:pairs], special_tokens), embeddings
+            text_inputs = text_rows(texts[:pairs], tokenizer), embeddings
         if self.teacher_tokens:
             tokens = None if self.teacher is None else self.teacher[0].fetch(self.teacher[1][images[part]])[0]
-            teacher = joint_rows(texts, self.teacher_tokens, special_tokens), tokens
+            teacher = tokenizer.inputs_of_ids(texts, self.teacher_tokens), tokens
         return JointBatch(
             pairs=pairs,
             negatives=count,
@@ -471,14 +363,17 @@ class BatchSource:
             local = local[is_readable]
             if not len(local):
                 raise nothing_readable()
-            words = [ids[counted[ids]] for ids in map(self._token_ids, captions[:, local].ravel().tolist())]
+            token_ids = [
+                np.array(self.data.caption(caption), dtype=np.int64) for caption in captions[:, local].ravel().tolist()
+            ]
+            words = [ids[counted[ids]] for ids in token_ids]
             distinct, position = np.unique(np.concatenate(words), return_inverse=True)
             shares = np.zeros((len(distinct), len(words)), dtype=np.float32)
             lengths = np.array([len(part) for part in words])
             np.add.at(shares, (position, np.repeat(np.arange(len(words)), lengths)), 1)
             return AlignmentBatch(
                 patches=patches[torch.from_numpy(is_readable)],
-                words=torch.from_numpy(distinct.astype(np.int64)),
+                words=torch.from_numpy(distinct),
                 shares=torch.from_numpy(shares / lengths.clip(min=1)),
             )
 
@@ -496,15 +391,13 @@ class BatchSource:
         rows = self.data.rows[images]
         if self.views is None:
             return self.features.load(rows)
+        source, view_rows = self.views
         rng = stream(self.config.loop.seed, VIEW_CHOICE, phase, number, self.rank)
-        view = rng.integers(-1, self.views.rows.shape[1], size=len(images))
-        view_rows = np.where(view < 0, -1, self.views.rows[images, view])
-        is_view = view_rows >= 0
+        view = rng.integers(-1, view_rows.shape[1], size=len(images))
+        shown = np.where(view < 0, -1, view_rows[images, view])
+        is_view = shown >= 0
         photos, are_readable = self.features.load(rows[~is_view])
-        views, views_are_readable = self.views.features.load(view_rows[is_view])
+        views, views_are_readable = source.load(shown[is_view])
         order = np.argsort(np.argsort(is_view, kind="stable"), kind="stable")
         values = torch.cat([photos, views])[torch.from_numpy(order)]
         return values, np.concatenate([are_readable, views_are_readable])[order]
-
-    def _token_ids(self, caption: int) -> TokenIds:
-        return self.data.caption(caption)[: self.config.objective.text_length - NUM_SPECIAL_TOKENS]

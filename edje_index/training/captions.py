@@ -1,17 +1,19 @@
 """Prepares captions in shards: token ids, embeddings and mining data. Then joins the shards to the training data.
 
-A repeated preparation of a shard gives the same files, on every engine.
+The workers of a training run share the shards. A finished shard is kept when the run stops. The training data do not
+depend on the number of workers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import shutil
-import time
+import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +23,20 @@ import torch
 from numpy.typing import NDArray
 
 from edje_index.bundles.bundle import load_clip_text_tower
-from edje_index.bundles.info import JOINT_FOLDER, VISION_FOLDER, BundleInfo, read_bundle_info, verify_files
+from edje_index.bundles.info import JOINT_FOLDER, VISION_FOLDER, read_bundle_info, verify_files
 from edje_index.models.clip_config import read_clip_config
-from edje_index.models.devices import resolve_device
 from edje_index.models.joint_inputs import JointTokenizer, clean_canonicalize, load_joint_tokenizer
 from edje_index.models.text_encoder import embed_texts
 from edje_index.models.text_tower import TextTower
-from edje_index.progress import OnProgress
-from storage_formats.atomic import fsync_paths, naming
+from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.checksum import crc32c_file
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.receipts import ShardReceipt
 from storage_formats.reading.embeddings import read_embeddings
-from storage_formats.writing.staging import StagedFiles
 
-CAPTION_TABLE = "captions.arrow"
-SHARD_FOLDER = "shards"
 SHARD_CAPTIONS = 1 << 14
 """Number of captions per shard. The embeddings depend on it by rounding errors, so it must not change."""
 
+_TABLE, _PLAN = "captions.arrow", "plan"
 _SCHEMA = pa.schema(
     [
         pa.field("caption", pa.large_string(), nullable=False),
@@ -72,148 +67,189 @@ class CaptionSet:
 
 
 @dataclass(frozen=True)
-class CaptionTask:
-    """One shard of captions to prepare.
+class TrainingData:
+    """n images and all their c captions, as memory-mapped NumPy arrays. The captions of an image are adjacent.
 
     Attributes:
-        root: working directory of the preparation. It contains the table of captions.
-        shard: shard number.
-        plan: fingerprint of everything that determines the prepared data, except the device and the threads.
+        rows: row of each image in the feature index, int64 [n].
+        caption_starts: offsets of the captions of each image, int64 [n + 1]. Image i has the captions
+            ``caption_starts[i]:caption_starts[i + 1]``.
+        token_starts: offsets of the tokens of each caption, int64 [c + 1]. Caption i has the tokens
+            ``tokens[token_starts[i]:token_starts[i + 1]]``.
+        tokens: token ids of all captions in order, without special tokens, int32. Captions longer than 64 tokens,
+            including special tokens, are truncated.
+        caption_keys: a number per caption, int64 [c]. Captions with the same words have the same number.
+        text_embeddings: embeddings of the captions by the text tower, float32 [c, e].
+        image_mining: embeddings of the images by the mining model, float32 [n, e'].
+        text_mining: embeddings of the captions by the mining model, float32 [c, e'].
     """
 
-    root: str
-    shard: int
-    plan: str
-
-
-@dataclass(frozen=True)
-class CaptionModels:
-    """The models that prepare captions.
-
-    Attributes:
-        tokenizer: tokenizer of the joint encoder.
-        text: text tower that embeds the captions.
-        mining_text: text tower of the mining model; None if `text` also mines hard negatives.
-        mining_index: index that stores the image embeddings of the mining model.
-    """
-
-    tokenizer: JointTokenizer
-    text: TextTower
-    mining_text: TextTower | None
-    mining_index: CommittedIndex
+    rows: NDArray[np.int64]
+    caption_starts: NDArray[np.int64]
+    token_starts: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    caption_keys: NDArray[np.int64]
+    text_embeddings: NDArray[np.float32]
+    image_mining: NDArray[np.float32]
+    text_mining: NDArray[np.float32]
 
     @classmethod
-    def open(
-        cls, bundle: Path, miner: Path | None, mining_index: CommittedIndex, *, device: str, threads: int
-    ) -> CaptionModels:
-        """Load the models, and verify their files.
+    def open(cls, folder: Path) -> TrainingData:
+        """Memory-map the arrays that `prepare_captions` wrote to `folder`."""
+        return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
 
-        Args:
-            bundle: bundle with the tokenizer and the text tower.
-            miner: bundle of the mining model; None if the text tower of `bundle` mines hard negatives.
-            mining_index: index that stores the image embeddings of the mining model.
-            device: "cpu", "cuda" or "cuda:N".
-            threads: number of torch CPU threads in this process.
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return len(self.rows)
 
-        Raises:
-            ModelError: a bundle is damaged, or the device is not available.
-        """
-        torch.set_num_threads(threads)
-        target, info = resolve_device(device), read_bundle_info(bundle)
-        text = _text_tower(info, target)
-        tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=info.canonical_captions)
-        mining_text = None if miner is None else _text_tower(read_bundle_info(miner), target)
-        return cls(tokenizer, text, mining_text, mining_index)
+    def pairs(self, epoch_of: str) -> int:
+        """Return the number of pairs per epoch, which visits every caption ("captions") or image ("images") once."""
+        return self.images if epoch_of == "images" else len(self.caption_keys)
+
+    def caption(self, number: int) -> list[int]:
+        """Return the token ids of caption `number`."""
+        part: list[int] = self.tokens[self.token_starts[number] : self.token_starts[number + 1]].tolist()
+        return part
 
 
-def _text_tower(info: BundleInfo, device: torch.device) -> TextTower:
-    verify_files(info)
-    return load_clip_text_tower(info, read_clip_config(info.path / VISION_FOLDER, info.vision_name), device)
+def write_caption_table(folder: Path, items: CaptionSet, mining_rows: NDArray[np.int64], models: str) -> None:
+    """Write the captions that `prepare_captions` prepares, in order. Finished shards of another plan are removed.
 
-
-def write_caption_table(path: Path, items: CaptionSet, mining_rows: NDArray[np.int64]) -> str:
-    """Write the captions of `items` in order, and return the SHA-256 of the content in hexadecimal.
-
-    The file has one Arrow record batch per shard, so that a worker reads only its shard. If writing fails, `path` does
-    not change.
+    The table has one Arrow record batch per shard, so that a worker reads only its shards.
 
     Args:
-        path: path of the file.
+        folder: directory that the training data will have.
         items: n images and their captions.
         mining_rows: row of each image in the index of the mining model, int64 [n].
+        models: fingerprints of the models and of the index of the mining model.
     """
-    temporary, digest = path.with_name(f".{path.name}.part"), hashlib.sha256()
+    root = _parts(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    temporary, digest = root / f".{_TABLE}.part", hashlib.sha256(models.encode())
     lines = (
         (caption, None if position else int(row))
         for captions, row in zip(items.captions, mining_rows, strict=True)
         for position, caption in enumerate(captions)
     )
-    with naming(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
+    with naming(temporary), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
         while batch := list(itertools.islice(lines, SHARD_CAPTIONS)):
             writer.write_batch(pa.record_batch([*map(list, zip(*batch, strict=True))], schema=_SCHEMA))
             digest.update(json.dumps(batch).encode())
-    fsync_paths([temporary])
-    temporary.replace(path)
-    fsync_paths([path.parent])
-    return digest.hexdigest()
+    plan = root / _PLAN
+    if not plan.exists() or plan.read_text() != digest.hexdigest():
+        for shard in root.glob("*.npz"):
+            shard.unlink()
+        np.save(root / "rows.npy", np.asarray(items.rows, dtype=np.int64))
+        np.save(root / "caption_starts.npy", _starts([len(captions) for captions in items.captions]))
+        temporary.replace(root / _TABLE)
+        fsync_paths([*root.iterdir()])
+        write_bytes_atomic(plan, digest.hexdigest().encode())
 
 
-def prepare_shard(
-    task: CaptionTask, models: CaptionModels, on_progress: Callable[[int], None] = lambda done: None
-) -> ShardReceipt:
-    """Prepare one shard of captions, and commit its files with a receipt.
+def prepare_captions(
+    folder: Path,
+    bundle: Path,
+    miner: Path | None,
+    mining_index: CommittedIndex,
+    device: torch.device,
+    rank: int,
+    size: int,
+    agree: Callable[[bool], bool],
+    should_stop: Callable[[], bool],
+    on_shard: Callable[[int, int], None],
+) -> bool:
+    """Write the `TrainingData` to `folder`, or keep what an earlier call wrote. All workers call this function.
 
     Args:
-        task: shard to prepare.
-        models: models that prepare the captions.
-        on_progress: called with the number of prepared captions. An exception raised by `on_progress` stops this
-            function.
+        folder: directory of the training data. It appears when it is complete. `write_caption_table` was called before.
+        bundle: bundle with the tokenizer of the joint encoder and the text tower.
+        miner: bundle of the mining model; None if the text tower of `bundle` mines hard negatives.
+        mining_index: index that stores the image embeddings of the mining model.
+        device: device of the text towers.
+        rank, size: number of this worker, and number of workers.
+        agree: returns True on all workers if its argument is True on at least one worker.
+        should_stop: called between batches. If the result is True, this worker prepares no further captions.
+        on_shard: called with the number of finished shards and the number of shards.
+
+    Returns:
+        False if a worker stopped. Finished shards are kept.
 
     Raises:
-        CorruptIndexError: the table of captions or the index of the mining model is damaged.
+        ModelError: a bundle is damaged.
+        CorruptIndexError: a file of a shard is damaged. The file is removed, so that it is made again.
         OSError: a file cannot be written.
     """
-    layout, started = Layout(Path(task.root)), time.perf_counter()
-    table = layout.root / CAPTION_TABLE
+    if not agree(not folder.exists()):
+        return True
+    root = _parts(folder)
     try:
-        with pa.memory_map(str(table)) as file:
-            batch = pa.ipc.open_file(file).get_batch(task.shard)
-            if batch.schema != _SCHEMA:
-                raise ValueError("it has other columns")
-            captions: list[str] = batch["caption"].to_pylist()
-            mining_rows = batch["mining_row"].drop_null().to_numpy()
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise CorruptIndexError(f"cannot read the table of captions {table}: {error}; train again") from error
-    token_ids = models.tokenizer.caption_ids(captions)
-    arrays: dict[str, NDArray[Any]] = {
+        table = pa.ipc.open_file(pa.memory_map(str(root / _TABLE)))
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptIndexError(f"cannot read the table of captions {root / _TABLE}: {error}; train again") from error
+    shards = [root / f"{number:08d}.npz" for number in range(table.num_record_batches)]
+    missing = [number for number, path in enumerate(shards) if not path.exists()][rank::size]
+    agree(False)  # a worker that finishes a shard now would change which shards are missing
+    stopped = False
+    if missing:
+        info = read_bundle_info(bundle)
+        tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=info.canonical_captions)
+        towers = {"text_embeddings": _text_tower(bundle, device)}
+        if miner is not None:
+            towers["text_mining"] = _text_tower(miner, device)
+
+        def check(_activity: str, _done: int, _total: int) -> None:
+            if should_stop():
+                raise _StoppedError
+
+        try:
+            for number in missing:
+                arrays = _prepare_shard(table.get_batch(number), tokenizer, towers, mining_index, check)
+                content = io.BytesIO()
+                np.savez(content, **arrays)  # type: ignore[arg-type]
+                write_bytes_atomic(shards[number], content.getvalue())
+                on_shard(sum(path.exists() for path in shards), len(shards))
+        except _StoppedError:
+            stopped = True
+    if agree(stopped):
+        return False
+    if rank == 0:
+        _join_shards(root, shards, folder)
+    agree(False)  # no worker opens the data before they are complete
+    return True
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def _parts(folder: Path) -> Path:
+    """Return the directory of the finished shards of the training data `folder`."""
+    return folder.with_name(f".{folder.name}.part")
+
+
+def _text_tower(bundle: Path, device: torch.device) -> TextTower:
+    info = read_bundle_info(bundle)
+    verify_files(info)
+    return load_clip_text_tower(info, read_clip_config(info.path / VISION_FOLDER, info.vision_name), device)
+
+
+def _prepare_shard(
+    batch: pa.RecordBatch,
+    tokenizer: JointTokenizer,
+    towers: dict[str, TextTower],
+    mining_index: CommittedIndex,
+    check: Callable[[str, int, int], None],
+) -> dict[str, NDArray[Any]]:
+    captions: list[str] = batch["caption"].to_pylist()
+    token_ids = tokenizer.caption_ids(captions)
+    return {
         "tokens": np.array([token for caption in token_ids for token in caption], dtype=np.int32),
         "token_counts": np.array([len(caption) for caption in token_ids], dtype=np.int64),
-        "caption_keys": np.array([_key(caption, models.tokenizer) for caption in captions], dtype=np.int64),
-        "image_mining": read_embeddings(models.mining_index, mining_rows),
+        "caption_keys": np.array([_key(caption, tokenizer) for caption in captions], dtype=np.int64),
+        "image_mining": read_embeddings(mining_index, batch["mining_row"].drop_null().to_numpy()),
+        **{name: embed_texts(tower, captions, check) for name, tower in towers.items()},
     }
-    towers = {"text_embeddings": models.text}
-    if models.mining_text is not None:
-        towers["text_mining"] = models.mining_text
-    for number, (name, tower) in enumerate(towers.items()):
-
-        def report(_activity: str, done: int, total: int, earlier: int = number) -> None:
-            on_progress(int(len(captions) * (earlier + done / total) / len(towers)))
-
-        arrays[name] = embed_texts(tower, captions, report)
-    encoded = time.perf_counter()
-    staged = StagedFiles(layout, task.shard)
-    try:
-        for name, values in arrays.items():
-            final = _shard_file(layout.root, name, task.shard)
-            np.save(staged.path(final.name), values)
-            staged.add(final.name, final)
-        files = staged.commit()
-        seconds = {"encode": encoded - started, "write": time.perf_counter() - encoded}
-        receipt = ShardReceipt(task.shard, task.plan, len(captions), len(captions), 0, {}, files, seconds)
-        staged.commit_receipt(receipt)
-    finally:
-        staged.remove()
-    return receipt
 
 
 def _key(text: str, tokenizer: JointTokenizer) -> int:
@@ -222,64 +258,46 @@ def _key(text: str, tokenizer: JointTokenizer) -> int:
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _shard_file(root: Path, name: str, shard: int) -> Path:
-    return root / SHARD_FOLDER / f"{name}-{shard:08d}.npy"
-
-
-def join_shards(
-    root: Path, receipts: Sequence[ShardReceipt], items: CaptionSet, folder: Path, on_progress: OnProgress
-) -> None:
-    """Write the arrays of `edje_index.training.batches.TrainingData` to the new directory `folder`.
-
-    The memory use does not depend on the number of shards.
-
-    Args:
-        root: working directory with the files of the shards.
-        receipts: receipts of all shards, in order.
-        items: images and captions that were prepared.
-        folder: the directory appears when it is complete.
-        on_progress: called before each array. An exception raised by `on_progress` stops this function.
-
-    Raises:
-        CorruptIndexError: a file of a shard is damaged. The file is removed, so that it is made again.
-        OSError: a file cannot be written.
-    """
+def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
+    """Write the arrays of the `TrainingData`. The memory use does not depend on the number of shards."""
     out = root / folder.name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    for entry in (entry for receipt in receipts for entry in receipt.files):
-        if crc32c_file(root / entry.path) != (entry.bytes, entry.crc32c):
-            (root / entry.path).unlink()
-            raise CorruptIndexError(f"{root / entry.path} was damaged; train again, which prepares its captions again")
-    shards = [receipt.shard for receipt in receipts]
-    names = ["tokens", "caption_keys", "text_embeddings", "image_mining"]
-    if _shard_file(root, "text_mining", shards[0]).exists():
-        names.append("text_mining")
-    for number, name in enumerate(names):
-        on_progress("joining captions", number, len(names))
-        _join([_shard_file(root, name, shard) for shard in shards], out / f"{name}.npy")
+    counts = np.concatenate([_read(path, "token_counts") for path in shards])
+    np.save(out / "token_starts.npy", _starts(counts))
+    for name in ("rows", "caption_starts"):
+        shutil.copyfile(root / f"{name}.npy", out / f"{name}.npy")
+    lengths = {"tokens": int(counts.sum()), "image_mining": len(np.load(root / "rows.npy"))}
+    names = set(np.load(shards[0])) - {"token_counts"}
+    for name in sorted(names):
+        array = _read(shards[0], name)
+        shape = (lengths.get(name, len(counts)), *array.shape[1:])
+        header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": shape}
+        with open(out / f"{name}.npy", "wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for path in shards:
+                file.write(_read(path, name).data)
     if "text_mining" not in names:
         try:
             (out / "text_mining.npy").hardlink_to(out / "text_embeddings.npy")
         except OSError:  # a file system without hard links
             shutil.copyfile(out / "text_embeddings.npy", out / "text_mining.npy")
-    on_progress("joining captions", len(names), len(names))
-    np.save(out / "rows.npy", np.asarray(items.rows, dtype=np.int64))
-    counts = [np.load(_shard_file(root, "token_counts", shard)) for shard in shards]
-    lengths = {"caption_starts": np.array([len(g) for g in items.captions]), "token_starts": np.concatenate(counts)}
-    for name, values in lengths.items():
-        np.save(out / f"{name}.npy", np.concatenate([[0], np.cumsum(values, dtype=np.int64)]))
     fsync_paths([*out.iterdir(), out])
     out.rename(folder)
     fsync_paths([folder.parent])
+    shutil.rmtree(root, ignore_errors=True)
 
 
-def _join(paths: Sequence[Path], out: Path) -> None:
-    """Write an array that consists of the arrays `paths` in order."""
-    mapped = [np.load(path, mmap_mode="r") for path in paths]
-    shape = (sum(map(len, mapped)), *mapped[0].shape[1:])
-    header = {"descr": np.lib.format.dtype_to_descr(mapped[0].dtype), "fortran_order": False, "shape": shape}
-    with open(out, "wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for path in paths:
-            file.write(np.load(path).data)  # not the mapped array, whose pages would stay in memory
+def _read(path: Path, name: str) -> NDArray[Any]:
+    """Read an array of a shard. Its checksum is compared."""
+    try:
+        array: NDArray[Any] = np.ascontiguousarray(np.load(path)[name])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        path.unlink()
+        raise CorruptIndexError(f"{path} was damaged; train again, which prepares its captions again") from error
+    return array
+
+
+def _starts(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the offsets of consecutive parts with the given `lengths`, and the end of the last part."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -6,6 +6,7 @@ does not exist.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -51,10 +52,6 @@ class TrainState:
     skipped: tuple[int, int]
 
 
-class _UnreadableError(Exception):
-    """A checkpoint cannot be read. Other checkpoints may be readable."""
-
-
 class Checkpoints:
     """The checkpoints of a training run, in the folder ``checkpoints`` of the run folder.
 
@@ -67,8 +64,8 @@ class Checkpoints:
         self._folder = run_dir / "checkpoints"
         self._run = run
 
-    def save(self, state: TrainState, kept: Collection[tuple[int, int]] = ()) -> Path:
-        """Write `state` as a checkpoint, remove old checkpoints, and return the path of the new file.
+    def save(self, state: TrainState, kept: Collection[tuple[int, int]] = ()) -> None:
+        """Write `state` as a checkpoint, and remove old checkpoints.
 
         The last two checkpoints, and those whose (stage, step) is in `kept`, are not removed.
         """
@@ -88,7 +85,6 @@ class Checkpoints:
         old = [self._path(*position) for position in self._positions()[:-KEEP] if position not in kept]
         for unneeded in (*old, *unfinished):
             unneeded.unlink(missing_ok=True)
-        return path
 
     def latest(self) -> TrainState | None:
         """Read the newest readable checkpoint. Return None if there are no checkpoints.
@@ -97,15 +93,12 @@ class Checkpoints:
             ModelError: checkpoints exist but none can be read, or the newest readable checkpoint belongs to another
                 training run or has weights that are NaN or infinite.
         """
-        problem: ModelError | None = None
+        problem: _UnreadableError | None = None
         for position in reversed(self._positions()):
             try:
                 return self._read(self._path(*position))
             except _UnreadableError as error:
-                problem = ModelError(
-                    f"cannot read the checkpoint {self._path(*position)}: {error}; remove {self._folder} to train "
-                    "again from step 0"
-                )
+                problem = error
         if problem is not None:
             raise problem
         return None
@@ -124,17 +117,15 @@ class Checkpoints:
             raise ModelError(
                 f"{self._folder} has no checkpoint of step {step}; choose one of the steps {', '.join(map(str, steps))}"
             )
-        path = self._path(last, step)
-        try:
-            return self._read(path)
-        except _UnreadableError as error:
-            raise ModelError(f"cannot read the checkpoint {path}: {error}; choose another step") from error
+        return self._read(self._path(last, step))
 
     def _read(self, path: Path) -> TrainState:
         try:
             state = TrainState(**read_checkpoint(path))
         except (ModelError, TypeError) as error:
-            raise _UnreadableError(str(error)) from error
+            raise _UnreadableError(
+                f"cannot read the checkpoint {path}: {error}; remove {self._folder} to train again from step 0"
+            ) from error
         if state.run != self._run:
             raise ModelError(
                 f"the checkpoint {path} belongs to another training run; use another run folder, or remove "
@@ -153,6 +144,10 @@ class Checkpoints:
         return sorted((int(match[1]), int(match[2])) for match in matches)
 
 
+class _UnreadableError(ModelError):
+    """A checkpoint cannot be read. Other checkpoints may be readable."""
+
+
 class TrainLog:
     """Appends records to ``log.jsonl``. TensorBoard gets the same records if it is installed.
 
@@ -165,21 +160,18 @@ class TrainLog:
     """
 
     def __init__(self, run_dir: Path, stage: int, step: int) -> None:
-        path = run_dir / LOG
         kept = [record for record in read_log(run_dir) if (record["stage"], record["step"]) <= (stage, step)]
-        write_bytes_atomic(path, b"".join(_line(record) for record in kept))
-        self._file = path.open("ab")
+        write_bytes_atomic(run_dir / LOG, b"".join(_line(record) for record in kept))
+        self._run_dir = run_dir
         self._tensorboard: Any = None
-        try:
+        with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return
-        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
+
+            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
 
     def write(self, record: Record) -> None:
         """Append a record. The keys ``stage``, ``phase`` and ``step`` are required."""
-        self._file.write(_line(record))
-        self._file.flush()
+        append_record(self._run_dir, record)
         if self._tensorboard is not None:
             for name, value in record.items():
                 if isinstance(value, float):
@@ -187,10 +179,15 @@ class TrainLog:
 
     def close(self) -> None:
         """Flush all records to disk and close the log."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        fsync_path(self._run_dir / LOG)
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def append_record(run_dir: Path, record: Record) -> None:
+    """Append a record to ``log.jsonl``."""
+    with (run_dir / LOG).open("ab") as file:
+        file.write(_line(record))
 
 
 def read_log(run_dir: Path) -> list[dict[str, Any]]:

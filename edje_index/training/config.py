@@ -13,14 +13,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from storage_formats.errors import UsageError
 
-MAX_TEXT_LENGTH = 64  # maximum tokens per caption that the joint encoder reads
 AdapterKind: TypeAlias = Literal["compressed", "local", "strided", "clustered", "pruned"]
 ONLINE = "online"
 SettingPath = Annotated[Path, Field(strict=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+AtLeastTwo = Annotated[int, Field(ge=2)]
 Values = dict[str, dict[str, Any]]
 Model = TypeVar("Model", bound="Settings")
 
@@ -28,108 +39,68 @@ Model = TypeVar("Model", bound="Settings")
 class Settings(BaseModel):
     """Base class of a group of settings. Unknown names and values of the wrong type are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ArchitectureConfig(Settings):
     """Architecture of the model to train."""
 
-    adapter: AdapterKind = Field(
-        default="compressed",
-        description="Kind of adapter. compressed: learned queries attend to the patches. local: one token per patch. "
-        "strided, clustered, pruned: the patches are reduced without training.",
-    )
-    tokens: int = Field(
-        default=64,
-        ge=1,
-        description="Stored tokens per image. A local adapter ignores this setting and stores one token per patch.",
-    )
-    adapter_hidden: int = Field(default=8192, ge=1, description="Width of the adapter's MLP.")
-    language_layers: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of language model layers to keep, counted from the input. None keeps all layers.",
-    )
-    canonical_captions: bool = Field(
-        default=True,
-        description="Convert captions to lower case without punctuation, in training and in search.",
-    )
-    word_embeddings: Literal["trained", "frozen"] = Field(
-        default="trained",
-        description="Train or freeze the word embeddings. A packed model does not store frozen word embeddings.",
-    )
-    dropout: float | None = Field(
-        default=None, ge=0, lt=1, description="Dropout of hidden states. None keeps the value of the language model."
-    )
-    attention_dropout: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="Dropout of attention weights; slow on a CPU. None keeps the value of the language model.",
-    )
+    adapter: AdapterKind = "compressed"
+    """Kind of adapter. compressed: learned queries attend to the patches. local: one token per patch. strided,
+    clustered, pruned: the patches are reduced without training."""
+    tokens: PositiveInt = 64
+    """Stored tokens per image. A local adapter ignores this setting and stores one token per patch."""
+    adapter_hidden: PositiveInt = 8192
+    """Width of the adapter's MLP."""
+    language_layers: PositiveInt | None = None
+    """Number of language model layers to keep, counted from the input. None keeps all layers."""
+    canonical_captions: bool = True
+    """Convert captions to lower case without punctuation, in training and in search."""
+    word_embeddings: Literal["trained", "frozen"] = "trained"
+    """Train or freeze the word embeddings. A packed model does not store frozen word embeddings."""
+    dropout: Fraction | None = None
+    """Dropout of hidden states. None keeps the value of the language model."""
+    attention_dropout: Fraction | None = None
+    """Dropout of attention weights; slow on a CPU. None keeps the value of the language model."""
 
 
 class AugmentationConfig(Settings):
     """Settings of random augmentation, which is drawn anew at every step."""
 
-    views: int = Field(
-        default=0,
-        ge=0,
-        description="Random crops per image, half of them mirrored. Each crop costs one pass of the vision tower.",
-    )
-    patch_dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Fraction of patches removed at random before a compressed adapter reads the patches.",
-    )
-    step_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens per image that the joint encoder reads in a training step. None reads all tokens.",
-    )
+    views: NonNegativeInt = 0
+    """Random crops per image, half of them mirrored. Each crop costs one pass of the vision tower."""
+    patch_dropout: Fraction = 0.0
+    """Fraction of patches removed at random before a compressed adapter reads the patches."""
+    step_tokens: PositiveInt | None = None
+    """Tokens per image that the joint encoder reads in a training step. None reads all tokens."""
 
 
 class ObjectiveConfig(Settings):
     """Settings of the training loss, a weighted sum of losses.
 
-    The matching loss is always computed. Other losses are computed only if their weight is not 0.
+    The matching loss has weight 1. With a teacher, the distillation loss is added with weight 1.
     """
 
-    itm_weight: float = Field(default=1.0, ge=0, description="Weight of the matching loss.")
-    mlm_weight: float = Field(default=1.0, ge=0, description="Weight of the masked language modelling loss.")
-    mlm_probability: float = Field(default=0.5, ge=0, le=1, description="Fraction of caption tokens that are masked.")
-    recovery_weight: float = Field(default=1.0, ge=0, description="Weight of the text-embedding recovery loss.")
-    distillation_weight: float = Field(
-        default=1.0, ge=0, description="Weight of the distillation loss, used only with a teacher."
-    )
-    text_length: int = Field(
-        default=MAX_TEXT_LENGTH,
-        ge=4,
-        le=MAX_TEXT_LENGTH,
-        description="Maximum tokens per caption in training, including [CLS] and both [SEP]. Search always uses 64.",
-    )
+    mlm_weight: NonNegativeFloat = 1.0
+    """Weight of the masked language modelling loss; 0 leaves out this loss."""
+    mlm_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Fraction of caption tokens that are masked."""
+    recovery_weight: NonNegativeFloat = 1.0
+    """Weight of the text-embedding recovery loss; 0 leaves out this loss."""
 
 
 class NegativesConfig(Settings):
     """Settings of hard-negative mining."""
 
-    count: int = Field(default=3, ge=1, description="Negative images per caption, and negative captions per image.")
-    selection: Literal["top", "softmax"] = Field(
-        default="top",
-        description="Choice of negatives. top: the most similar candidates. softmax: random draws with softmax "
-        "probabilities.",
-    )
-    temperature: float | None = Field(
-        default=None,
-        ge=0,
-        description="Softmax temperature, if selection is softmax. None uses the temperature of the mining model.",
-    )
-    curriculum_steps: int = Field(
-        default=0,
-        ge=0,
-        description="Steps over which the share of mined negatives grows from 0 to 1. Other negatives are random.",
-    )
+    count: PositiveInt = 3
+    """Negative images per caption, and negative captions per image."""
+    selection: Literal["top", "softmax"] = "top"
+    """Choice of negatives. top: the most similar candidates. softmax: random draws with softmax probabilities, at the
+    temperature of the mining model."""
+    curriculum_steps: NonNegativeInt = 0
+    """Steps over which the share of mined negatives grows from 0 to 1. Other negatives are random."""
 
 
 class AlignmentConfig(Settings):
@@ -138,165 +109,136 @@ class AlignmentConfig(Settings):
     The alignment phase trains the adapter, without the language model, to make tokens that match caption words.
     """
 
-    steps: int = Field(default=0, ge=0, description="Number of alignment steps; 0 skips the alignment phase.")
-    batch_size: int = Field(default=256, ge=2, description="Images per alignment step.")
-    captions: int = Field(default=5, ge=1, description="Captions per image in an alignment step.")
-    lr: float = Field(default=1e-3, ge=0, description="Learning rate after warm-up.")
+    steps: NonNegativeInt = 0
+    """Number of alignment steps; 0 skips the alignment phase."""
+    batch_size: AtLeastTwo = 256
+    """Images per alignment step."""
+    captions: PositiveInt = 5
+    """Captions per image in an alignment step."""
+    lr: NonNegativeFloat = 1e-3
+    """Learning rate after warm-up."""
 
 
 class OptimizerConfig(Settings):
     """Settings of the AdamW optimiser and of the learning-rate schedule."""
 
-    lr: float = Field(default=3e-4, ge=0, description="Learning rate after warm-up.")
-    adapter_lr_factor: float = Field(
-        default=1.0, ge=0, description="Factor that multiplies lr for the adapter; 0 freezes the adapter."
-    )
-    weight_decay: float = Field(default=0.05, ge=0, description="Weight decay of AdamW.")
-    decayed: Literal["all", "matrices"] = Field(
-        default="all",
-        description="Parameters with weight decay. matrices: no decay of biases, norms and other vectors.",
-    )
-    warmup_steps: int = Field(
-        default=100,
-        ge=0,
-        description="Steps of linear warm-up. With decay=epoch, warm-up ends after the first epoch at the latest.",
-    )
-    warmup_lr: float = Field(default=1e-6, ge=0, description="Learning rate at the first step of the warm-up.")
-    min_lr: float = Field(default=1e-6, ge=0, description="Lowest learning rate of the decay.")
-    decay: Literal["epoch", "cosine"] = Field(
-        default="epoch",
-        description="Decay of the learning rate. epoch: multiply by decay_rate after every epoch. cosine: fall along a "
-        "cosine to min_lr.",
-    )
-    decay_rate: float = Field(
-        default=0.9, ge=0, description="Factor that multiplies the learning rate after every epoch, with decay=epoch."
-    )
-    clip_norm: float = Field(
-        default=0.0,
-        ge=0,
-        description="Maximum norm of the gradient; larger gradients are scaled down. 0 means no limit.",
-    )
+    lr: NonNegativeFloat = 3e-4
+    """Learning rate after warm-up."""
+    adapter_lr_factor: NonNegativeFloat = 1.0
+    """Factor that multiplies lr for the adapter; 0 freezes the adapter."""
+    weight_decay: NonNegativeFloat = 0.05
+    """Weight decay of AdamW."""
+    decayed: Literal["all", "matrices"] = "all"
+    """Parameters with weight decay. matrices: no decay of biases, norms and other vectors."""
+    warmup_steps: NonNegativeInt = 100
+    """Steps of linear warm-up. With decay=epoch, warm-up ends after the first epoch at the latest."""
+    warmup_lr: NonNegativeFloat = 1e-6
+    """Learning rate at the first step of the warm-up."""
+    min_lr: NonNegativeFloat = 1e-6
+    """Lowest learning rate of the decay."""
+    decay: Literal["epoch", "cosine"] = "epoch"
+    """Decay of the learning rate. epoch: multiply by decay_rate after every epoch. cosine: fall along a cosine to
+    min_lr."""
+    decay_rate: NonNegativeFloat = 0.9
+    """Factor that multiplies the learning rate after every epoch, with decay=epoch."""
+    clip_norm: NonNegativeFloat = 0.0
+    """Maximum norm of the gradient; larger gradients are scaled down. 0 means no limit."""
 
 
 class LoopConfig(Settings):
     """Settings of the training loop: length of the joint phase, batches, random seed and data type."""
 
-    steps: int | None = Field(default=None, ge=1, description="Number of optimiser steps. Set either steps or epochs.")
-    epochs: float | None = Field(default=None, gt=0, description="Number of epochs. Set either steps or epochs.")
-    epoch_of: Literal["captions", "images"] = Field(
-        default="captions",
-        description="What an epoch visits once: every caption, or every image with one of its captions.",
-    )
-    batch_size: int = Field(default=64, ge=2, description="Pairs per forward pass, summed over all workers.")
-    accumulate: int = Field(default=1, ge=1, description="Forward passes per optimiser step.")
-    seed: int = Field(default=0, ge=0, description="Seed of all random numbers.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Data type of matrix products. auto is bfloat16 on CUDA and float32 on a CPU."
-    )
-    max_bad_steps: int = Field(
-        default=10,
-        ge=1,
-        description="Number of consecutive steps without a finite gradient after which training fails.",
-    )
+    steps: PositiveInt | None = None
+    """Number of optimiser steps. Set either steps or epochs."""
+    epochs: PositiveFloat | None = None
+    """Number of epochs. Set either steps or epochs."""
+    epoch_of: Literal["captions", "images"] = "captions"
+    """What an epoch visits once: every caption, or every image with one of its captions."""
+    batch_size: AtLeastTwo = 64
+    """Pairs per forward pass, summed over all workers."""
+    accumulate: PositiveInt = 1
+    """Forward passes per optimiser step."""
+    seed: NonNegativeInt = 0
+    """Seed of all random numbers."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of matrix products. auto is bfloat16 on CUDA and float32 on a CPU."""
 
 
 class FittingConfig(Settings):
     """Settings of the final score, whose weights are fitted to the dev captions."""
 
-    pooled_dim: int = Field(
-        default=0, ge=0, description="Dimensions of the pooled similarity; 0 leaves out the pooled similarity."
-    )
-    hubness_bank: int = Field(
-        default=0,
-        ge=0,
-        description="Number of captions, and of images, in the hubness bank; 0 leaves out the hubness correction.",
-    )
-    dev_captions: int = Field(
-        default=500, ge=1, description="Maximum number of dev captions, and of dev images, used as queries."
-    )
-    dev_pool: int = Field(default=20, ge=2, description="Candidates re-ranked per dev query.")
+    pooled_dim: NonNegativeInt = 0
+    """Dimensions of the pooled similarity; 0 leaves out the pooled similarity."""
+    hubness_bank: NonNegativeInt = 0
+    """Number of captions, and of images, in the hubness bank; 0 leaves out the hubness correction."""
+    dev_captions: PositiveInt = 500
+    """Maximum number of dev captions, and of dev images, used as queries."""
+    dev_pool: AtLeastTwo = 20
+    """Candidates re-ranked per dev query."""
 
 
 class TrainingInputs(Settings):
     """Files that a training run reads."""
 
-    captions: tuple[SettingPath, ...] = Field(
-        min_length=1, strict=False, description="Caption files: JSONL, COCO or Karpathy JSON, Parquet, WebDataset tar."
-    )
-    images: SettingPath | None = Field(
-        default=None,
-        description="Base directory of relative image paths. None uses the directory of each caption file.",
-    )
-    split: str | None = Field(default=None, description="Split of the captions to train on. None takes all splits.")
-    dev: SettingPath | None = Field(
-        default=None,
-        description="Captions of other images. The weights of the final score are fitted to these captions.",
-    )
-    dev_split: str | None = Field(default=None, description="Split of the dev captions to use. None takes all splits.")
-    model: SettingPath | None = Field(
-        default=None, description="Bundle with the frozen towers. Set either inputs.model or inputs.vision."
-    )
-    vision: str | None = Field(default=None, description="Name of the frozen towers in open_clip.")
-    language: SettingPath | None = Field(
-        default=None, description="Initial language model: directory of a Hugging Face BERT model, or a bundle."
-    )
-    init: SettingPath | None = Field(
-        default=None,
-        description="Bundle with the initial joint encoder. The adapter of the bundle is used too if its sizes match.",
-    )
-    features: Literal["online"] | SettingPath | None = Field(
-        default=None,
-        description="Index that stores the features of the vision tower. None computes and stores the features before "
-        "the training. online computes the features in every step, and stores no features.",
-    )
-    feature_precision: Literal["bf16", "fp8", "nvfp4"] = Field(
-        default="bf16",
-        description="Precision in which the run stores the features. fp8 takes half the disk space of bf16, and nvfp4 "
-        "about 28 %. Given features are read in bf16, or else in the first precision of their index.",
-    )
-    teacher: SettingPath | None = Field(default=None, description="Bundle of the teacher model, for distillation.")
-    teacher_features: SettingPath | None = Field(
-        default=None,
-        description="Index that the teacher built. None gives the features of the student to the teacher's adapter.",
-    )
-    miner: SettingPath | None = Field(
-        default=None, description="Bundle of the mining model for hard negatives. None uses the frozen towers."
-    )
+    captions: Annotated[tuple[SettingPath, ...], Field(min_length=1, strict=False)]
+    """Caption files: JSONL, COCO or Karpathy JSON, Parquet, WebDataset tar."""
+    images: SettingPath | None = None
+    """Base directory of relative image paths. None uses the directory of each caption file."""
+    split: str | None = None
+    """Split of the captions to train on. None takes all splits."""
+    dev: SettingPath | None = None
+    """Captions of other images. The weights of the final score are fitted to these captions."""
+    dev_split: str | None = None
+    """Split of the dev captions to use. None takes all splits."""
+    model: SettingPath | None = None
+    """Bundle with the frozen towers. Set either inputs.model or inputs.vision."""
+    vision: str | None = None
+    """Name of the frozen towers in open_clip."""
+    language: SettingPath | None = None
+    """Initial language model: directory of a Hugging Face BERT model, or a bundle."""
+    init: SettingPath | None = None
+    """Bundle with the initial joint encoder. The adapter of the bundle is used too if its sizes match."""
+    features: Literal["online"] | SettingPath | None = None
+    """Index that stores the features of the vision tower. None computes and stores the features before the training.
+    online computes the features in every step, and stores no features."""
+    feature_precision: Literal["bf16", "fp8", "nvfp4"] = "bf16"
+    """Precision in which the run stores the features. fp8 takes half the disk space of bf16, and nvfp4 about 28 %.
+    Given features are read in bf16, or else in the first precision of their index."""
+    teacher: SettingPath | None = None
+    """Bundle of the teacher model, for distillation."""
+    teacher_features: SettingPath | None = None
+    """Index that the teacher built. None gives the features of the student to the teacher's adapter."""
+    miner: SettingPath | None = None
+    """Bundle of the mining model for hard negatives. None uses the frozen towers."""
 
 
 class RunSettings(Settings):
     """Output, hardware and checkpoints. These settings change the trained weights only by rounding errors."""
 
-    out: SettingPath = Field(description="Directory of the bundle to write.")
-    dir: SettingPath | None = Field(
-        default=None, description="Run folder for checkpoints and the log. None uses OUT.run."
-    )
-    workers: int = Field(default=1, ge=1, description="Number of worker processes. Two or more workers run on Ray.")
-    address: str | None = Field(
-        default=None,
-        description="Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None starts a local Ray.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Device to train on. auto uses cuda if a CUDA device is available."
-    )
-    threads: int | None = Field(default=None, ge=1, description="CPU threads per worker. None uses PyTorch's default.")
-    checkpoint_every: int = Field(default=200, ge=1, description="Number of steps between checkpoints.")
-    log_every: int = Field(default=10, ge=1, description="Number of steps between log lines.")
-    compile: bool = Field(default=False, description="Use torch.compile.")
-    evaluate_every: int | None = Field(
-        default=None,
-        ge=0,
-        description="Number of steps between evaluations on the dev captions. None: evaluate after every epoch. "
-        "0: never evaluate.",
-    )
-    keep_best: int = Field(
-        default=0,
-        ge=0,
-        description="Number of checkpoints with the highest dev recall to keep. The last two checkpoints are kept too.",
-    )
-    export_step: int | None = Field(
-        default=None, ge=1, description="Write a bundle from the checkpoint of this step, without further training."
-    )
+    out: SettingPath
+    """Directory of the bundle to write."""
+    dir: SettingPath | None = None
+    """Run folder for checkpoints, features and the log. None uses OUT.run."""
+    workers: PositiveInt = 1
+    """Number of worker processes. Two or more workers run on Ray."""
+    address: str | None = None
+    """Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None starts a local Ray."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on. auto uses cuda if a CUDA device is available."""
+    threads: PositiveInt | None = None
+    """CPU threads per worker. None uses PyTorch's default."""
+    checkpoint_every: PositiveInt = 200
+    """Number of steps between checkpoints."""
+    log_every: PositiveInt = 10
+    """Number of steps between log lines."""
+    compile: bool = False
+    """Use torch.compile."""
+    evaluate_every: NonNegativeInt | None = None
+    """Number of steps between evaluations on the dev captions. None: evaluate after every epoch. 0: never evaluate."""
+    keep_best: NonNegativeInt = 0
+    """Number of checkpoints with the highest dev recall to keep. The last two checkpoints are kept too."""
+    export_step: PositiveInt | None = None
+    """Write a bundle from the checkpoint of this step, without further training."""
 
     @property
     def folder(self) -> Path:
@@ -329,19 +271,16 @@ class TrainConfig(Settings):
 
     def _problems(self) -> dict[str, bool]:
         """Return whether each contradiction between settings exists, by the line that describes it."""
-        loop, negatives, architecture = self.loop, self.negatives, self.architecture
+        loop, architecture, augmentation = self.loop, self.architecture, self.augmentation
         return {
             f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs or 0:g}; set one of them": (
                 loop.steps is not None and loop.epochs is not None
             ),
-            f"loop.batch_size is {loop.batch_size} and negatives.count is {negatives.count}; loop.batch_size must be "
-            "larger": loop.batch_size <= negatives.count,
-            "negatives.temperature is set, but negatives.selection is 'top'; set negatives.selection to softmax": (
-                negatives.temperature is not None and negatives.selection == "top"
-            ),
+            f"loop.batch_size is {loop.batch_size} and negatives.count is {self.negatives.count}; loop.batch_size must "
+            "be larger": loop.batch_size <= self.negatives.count,
             f"augmentation.patch_dropout needs a compressed adapter, but architecture.adapter is "
             f"{architecture.adapter!r}; set augmentation.patch_dropout to 0": (
-                self.augmentation.patch_dropout > 0 and architecture.adapter != "compressed"
+                augmentation.patch_dropout > 0 and architecture.adapter != "compressed"
             ),
         }
 
@@ -353,22 +292,20 @@ class TrainSettings(TrainConfig):
     run: RunSettings
 
     def _problems(self) -> dict[str, bool]:
-        inputs, objective, fitting, loop = self.inputs, self.objective, self.fitting, self.loop
-        no_loss = inputs.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight
+        inputs, fitting, loop, run = self.inputs, self.fitting, self.loop, self.run
         return super()._problems() | {
             "set exactly one of inputs.model and inputs.vision, which give the frozen towers": (
                 (inputs.model is None) == (inputs.vision is None)
             ),
             "the number of steps is missing; set loop.steps or loop.epochs": loop.steps is None and loop.epochs is None,
-            f"loop.batch_size is {loop.batch_size} and run.workers is {self.run.workers}; the batch size must be a "
-            "multiple of the number of workers": loop.batch_size % self.run.workers != 0,
-            "there is nothing to train: all losses have weight 0; raise a weight or set inputs.teacher": no_loss,
+            f"loop.batch_size is {loop.batch_size} and run.workers is {run.workers}; the batch size must be a "
+            "multiple of the number of workers": loop.batch_size % run.workers != 0,
             "fitting.pooled_dim and fitting.hubness_bank need inputs.dev: the weights of the pooled similarity and of "
             "the hubness correction are fitted to dev captions": (
                 fitting.pooled_dim + fitting.hubness_bank > 0 and inputs.dev is None
             ),
             "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev captions": (
-                self.run.keep_best > 0 and inputs.dev is None
+                run.keep_best > 0 and inputs.dev is None
             ),
             f"inputs.feature_precision is {inputs.feature_precision}, but inputs.features is set, so the run stores no "
             "features; leave inputs.feature_precision out": (

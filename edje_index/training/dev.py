@@ -15,8 +15,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
-from edje_index.training.batches import TrainingData
-from edje_index.training.captions import CaptionSet
+from edje_index.training.captions import CaptionSet, TrainingData
 from edje_index.training.config import FittingConfig
 from edje_index.training.features import Features
 from edje_index.training.fit_weights import DevPools, HubnessProducts, WeightChoice, choose_weights

@@ -7,7 +7,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from edje_index.images.decoded_input import LOAD, DecodeSettings, decode_input
 from edje_index.images.input_lists import InputTable
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.models.adapter import PATCH_REDUCTIONS, Adapter, AdapterConfig, build_adapter
 from edje_index.models.devices import as_tensor
 from edje_index.training.random_streams import VIEWS, stream
 from storage_formats.errors import CorruptIndexError, EdjeError
@@ -75,47 +73,15 @@ class Features(ABC):
         return torch.from_numpy(read_embeddings(self.index, rows))
 
 
-@dataclass(frozen=True)
-class ViewSource:
-    """Reads features of augmented views, that is, of random crops of the images.
-
-    Attributes:
-        features: reads the features of all views of all images.
-        rows: row of each view of each image in `features`, int64 [n, views]; -1 for a missing view.
-    """
-
-    features: Features
-    rows: NDArray[np.int64]
-
-
 class StoredFeatures(Features):
-    """Features that an index stores as blocks. They are read in bf16, or else in the first precision of the index.
+    """Features that an index stores as blocks. They are read in bf16, or else in the first precision of the index."""
 
-    Args:
-        index: index to read.
-        trained: configuration of the adapter to train. If this adapter reduces patches and `index` stores all patches,
-            the stored patches are reduced after reading.
-    """
-
-    def __init__(self, index: CommittedIndex, trained: AdapterConfig | None = None) -> None:
+    def __init__(self, index: CommittedIndex) -> None:
         super().__init__(index)
-        self._reduction: Adapter | None = None
-        patches = index.manifest.spec.block_shape[0]
-        if trained is not None and trained.kind in PATCH_REDUCTIONS and trained.num_tokens < patches:
-            self._reduction = build_adapter(trained.features(patches))
         stored = index.manifest.spec.precisions
         self._store = TokenStore(index, "bf16" if "bf16" in stored else stored[0])
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
-        """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""
-        return self.fetch(rows)
-
-    def finish(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values`, which are features already."""
-        return values
-
-    @torch.inference_mode()
-    def fetch(self, rows: NDArray[np.int64]) -> Loaded:
         """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
@@ -123,97 +89,30 @@ class StoredFeatures(Features):
             raise CorruptIndexError(
                 f"the index {self.index.root} has no features for row {rows[holes][0]}; run 'edje-index verify'"
             )
-        tensor = as_tensor(blocks)
-        if self._reduction is not None:
-            tensor = self._reduction(tensor.float()).bfloat16()
-        return tensor, np.ones(len(rows), dtype=bool)
+        return as_tensor(blocks), np.ones(len(rows), dtype=bool)
 
+    def finish(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
-@dataclass(frozen=True)
-class Crops:
-    """Which views to make of every photo.
-
-    Attributes:
-        views: number of views per photo.
-        size: (height, width) of a view in pixels.
-        seed: seed of the random crops.
-    """
-
-    views: int
-    size: tuple[int, int]
-    seed: int
-
-    def view(self, photo: Image.Image, data: bytes, number: int) -> Image.Image:
-        """Return view `number` of `photo`.
-
-        The file contents `data` of the photo seed the random crop.
-        """
-        content = int(content_hash(data)[:32], 16)  # the views of a moved photo do not change
-        return random_view(photo, self.size, stream(self.seed, VIEWS, content, number))
-
-
-def random_view(photo: Image.Image, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
-    """Return a random crop of `photo`, resized to `size` (height, width), mirrored with probability 1/2.
-
-    As in Szegedy et al. (2015), the crop has 35 % to 100 % of the area of the photo.
-    """
-    area, aspect = rng.uniform(*_AREA), np.exp(rng.uniform(*np.log(_ASPECT)))
-    pixels = photo.width * photo.height * area
-    width, height = min(photo.width, (pixels * aspect) ** 0.5), min(photo.height, (pixels / aspect) ** 0.5)
-    left, top = rng.uniform(0, photo.width - width), rng.uniform(0, photo.height - height)
-    view = photo.resize(size[::-1], Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
-    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else view
-
-
-class UnreadableImages:
-    """The images that one worker could not read, although they were readable before.
-
-    Args:
-        run_dir: run folder. Each image gets one line in the file `unreadable-RANK.jsonl`.
-        rank: rank of the worker.
-    """
-
-    def __init__(self, run_dir: Path, rank: int) -> None:
-        self.run_dir = run_dir
-        self._path = run_dir / _UNREADABLE.replace("*", str(rank))
-        self._uris: set[str] = set()
-        self._lock = threading.Lock()
-
-    def add(self, uri: str, error: ImageError) -> None:
-        """Record that the image `uri` cannot be read. Only the first call for an image has an effect."""
-        with self._lock:
-            if uri not in self._uris:
-                self._uris.add(uri)
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"uri": uri, "reason": error.reason, "detail": error.detail}) + "\n")
-
-
-def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
-    """Return the number of images that the workers of a training run could not read, also before it was resumed."""
-    values = [line.value for path in sorted(run_dir.glob(_UNREADABLE)) for line in read_json_lines(path)]
-    reasons = {value["uri"]: value["reason"] for value in values if value}  # a killed worker may leave half a line
-    return dict(sorted(Counter(reasons.values()).items()))
-
-
-def nothing_readable() -> EdjeError:
-    """Return the error for a batch without any image that can be read."""
-    return EdjeError(
-        "none of the images of a batch can be read any more; restore the image files, and train again to resume. The "
-        "files unreadable-*.jsonl in the run folder name the images"
-    )
+    def fetch(self, rows: NDArray[np.int64]) -> Loaded:
+        return self.load(rows)
 
 
 class OnlineFeatures(Features):
     """Features that the frozen vision tower computes from the images, with the same code as an index build.
 
+    Each image that cannot be read, although it could be read before, gets one line in the file
+    ``unreadable-RANK.jsonl`` of the run folder.
+
     Args:
         index: index with the rows and embeddings of the images. Its blocks are not read.
         inputs: table with the image of each row.
         encoder: the vision tower of the initial bundle, and an adapter without weights.
-        unreadable: record of the images that cannot be read.
+        run_dir: run folder.
+        rank: rank of the worker.
         pool: threads that read and decode.
-        crops: views to make of every photo; None to use the photos. With v views per photo, row r is view r % v of
-            photo r // v.
+        views: number of augmented views of every photo; 0 for the photos. Row r is view r % views of photo r // views.
+        seed: seed of the random crops.
         compile: whether to use torch.compile for the tower.
     """
 
@@ -222,24 +121,27 @@ class OnlineFeatures(Features):
         index: CommittedIndex,
         inputs: InputTable,
         encoder: ImageEncoder,
-        unreadable: UnreadableImages,
+        run_dir: Path,
+        rank: int,
         pool: ThreadPoolExecutor,
-        crops: Crops | None = None,
         *,
+        views: int = 0,
+        seed: int = 0,
         compile: bool = False,
     ) -> None:
         super().__init__(index)
-        self._inputs, self._encoder, self._unreadable, self._pool = inputs, encoder, unreadable, pool
-        self._crops = crops
+        self._inputs, self._encoder, self._pool, self._views, self._seed = inputs, encoder, pool, views, seed
         self._tower = torch.compile(encoder.tokens, dynamic=True) if compile else encoder.tokens
+        self._run_dir, self._log = run_dir, run_dir / _UNREADABLE.replace("*", str(rank))
+        self._logged: set[str] = set()
+        self._lock = threading.Lock()
 
     def unreadable(self) -> int:
-        """Return the number of images that the workers of the training run could not read so far."""
-        return sum(unreadable_by_reason(self._unreadable.run_dir).values())
+        return sum(unreadable_by_reason(self._run_dir).values())
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
         """Read and decode the images of the k `rows`, float32 [k, 3, h, w]. An image that cannot be read is blank."""
-        images, views = np.divmod(rows, 1 if self._crops is None else self._crops.views)
+        images, views = np.divmod(rows, max(1, self._views))
         with torch.inference_mode(False):  # the threads write to the tensor, and are never in inference mode
             pixels = torch.zeros(len(rows), 3, *self._encoder.vision.image_size)
         readable = self._pool.map(self._load_one, self._inputs.refs(images), views.tolist(), pixels)
@@ -247,16 +149,22 @@ class OnlineFeatures(Features):
 
     def _load_one(self, ref: InputRef, view: int, target: torch.Tensor) -> bool:
         """Write the pixels of one image to `target`. Return False if the image cannot be read."""
-        crops = self._crops
         try:
             data = read_bytes(ref)
 
             def convert(image: Image.Image) -> torch.Tensor:
-                return self._encoder.preprocess(image if crops is None else crops.view(image, data, view))
+                if self._views:
+                    image = photo_view(image, data, view, self._encoder.vision.image_size, self._seed)
+                return self._encoder.preprocess(image)
 
             target.copy_(decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), convert).pixels)
         except ImageError as error:
-            self._unreadable.add(ref.uri, error)
+            line = json.dumps({"uri": ref.uri, "reason": error.reason, "detail": error.detail}) + "\n"
+            with self._lock:
+                if ref.uri not in self._logged:
+                    self._logged.add(ref.uri)
+                    with self._log.open("a", encoding="utf-8") as file:
+                        file.write(line)
             return False
         return True
 
@@ -280,3 +188,37 @@ class OnlineFeatures(Features):
         if len(rows) >= TOWER_BATCH and not is_readable.any():
             raise nothing_readable()
         return torch.cat(features), is_readable
+
+
+def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
+    """Return the number of images that the workers of a training run could not read, also before it was resumed."""
+    values = [line.value for path in sorted(run_dir.glob(_UNREADABLE)) for line in read_json_lines(path)]
+    reasons = {value["uri"]: value["reason"] for value in values if value}  # a killed worker may leave half a line
+    return dict(sorted(Counter(reasons.values()).items()))
+
+
+def nothing_readable() -> EdjeError:
+    """Return the error for a batch without any image that can be read."""
+    return EdjeError(
+        "none of the images of a batch can be read any more; restore the image files, and train again to resume. The "
+        "files unreadable-*.jsonl in the run folder name the images"
+    )
+
+
+def photo_view(photo: Image.Image, data: bytes, view: int, size: tuple[int, int], seed: int) -> Image.Image:
+    """Return augmented view number `view` of `photo`, which was decoded from the file contents `data`."""
+    content = int(content_hash(data)[:32], 16)  # the views of a moved photo do not change
+    return random_view(photo, size, stream(seed, VIEWS, content, view))
+
+
+def random_view(photo: Image.Image, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
+    """Return a random crop of `photo`, resized to `size` (height, width), mirrored with probability 1/2.
+
+    As in Szegedy et al. (2015), the crop has 35 % to 100 % of the area of the photo.
+    """
+    area, aspect = rng.uniform(*_AREA), np.exp(rng.uniform(*np.log(_ASPECT)))
+    pixels = photo.width * photo.height * area
+    width, height = min(photo.width, (pixels * aspect) ** 0.5), min(photo.height, (pixels / aspect) ** 0.5)
+    left, top = rng.uniform(0, photo.width - width), rng.uniform(0, photo.height - height)
+    view = photo.resize(size[::-1], Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
+    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else view

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.models.weights import State
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import HubnessBank, ScoreModels
 from edje_index.scoring.weights import DirectionWeights
-from edje_index.training.batches import BatchSource, SpecialTokens, joint_rows
+from edje_index.training.batches import BatchSource
 from edje_index.training.checkpoints import Checkpoints
 from edje_index.training.dev import DevSet, choose_dev_weights
 from edje_index.training.features import nothing_readable
 from edje_index.training.fit_weights import WeightChoice
+from edje_index.training.loop import TrainTask, WorkerGroup, open_start
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.random_streams import BANK, stream
 from edje_index.training.start import trained_part
-from edje_index.training.task import TrainTask, WorkerGroup, open_task
 
 _BATCH = 64
 _ACTIVITY = "making the hubness bank, captions and images"
@@ -51,15 +48,15 @@ def finish_model(
         ModelError: the run has no checkpoint of `step` in the joint phase, or the checkpoint cannot be read.
     """
     fitting, run_dir = task.config.fitting, task.config.run.folder
-    opened = open_task(replace(task, teacher=None), WorkerGroup())
-    device, source, bundle = opened.device, opened.source, opened.start
+    bundle, source, device = open_start(task, WorkerGroup())
     checkpoints = Checkpoints(run_dir, task.run)
     state = checkpoints.latest() if step is None else checkpoints.at(step)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
         raise ModelError(f"{run_dir} has no checkpoint of the joint phase yet; resume the training run")
     adapter = trained_part(bundle.adapter)
-    adapter.load_state_dict(_with_prefix(state.weights, "adapter."))
-    bundle.joint.load_state_dict(_with_prefix(state.weights, "joint."))
+    for prefix, module in (("adapter.", adapter), ("joint.", bundle.joint)):
+        named = {name.removeprefix(prefix): part for name, part in state.weights.items() if name.startswith(prefix)}
+        module.load_state_dict(named)
     bundle = replace(bundle, trained=True, info=None)
     bundle.adapter.to(device).eval()
     bundle.joint.to(device).eval()
@@ -78,10 +75,6 @@ def finish_model(
     has_bank = bundle.hubness_bank is not None and (score.t2i.hubness or score.i2t.hubness)
     bundle = replace(bundle, score=score, hubness_bank=bundle.hubness_bank if has_bank else None)
     return bundle, state.step, choices
-
-
-def _with_prefix(weights: State, prefix: str) -> State:
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 @torch.inference_mode()
@@ -110,22 +103,19 @@ def make_hubness_bank(
     captions = np.sort(rng.permutation(len(data.text_embeddings))[:count])
     images = np.sort(rng.permutation(data.images)[:count])
     joint, pooled, total = models.joint, models.pooled, len(captions) + len(images)
-
-    def batches(positions: NDArray[np.int64], done: int) -> Iterator[NDArray[np.int64]]:
-        for start in range(0, len(positions), _BATCH):
-            on_progress(_ACTIVITY, done + start, total)
-            yield positions[start : start + _BATCH]
-
     caption_vectors, image_vectors = torch.zeros(len(captions), 0), torch.zeros(len(images), 0)
     if pooled is not None:
-        special_tokens, chunks = SpecialTokens.of(joint.tokenizer), []
-        for batch in batches(captions, 0):
-            token_ids = [data.caption(caption) for caption in batch]
-            sentences = joint.sentence_vectors(joint_rows(token_ids, 0, special_tokens))
-            chunks.append(pooled.captions([ids.tolist() for ids in token_ids], sentences).cpu())
+        chunks = []
+        for start in range(0, len(captions), _BATCH):
+            on_progress(_ACTIVITY, start, total)
+            token_ids = [data.caption(caption) for caption in captions[start : start + _BATCH]]
+            sentences = joint.sentence_vectors(joint.tokenizer.inputs_of_ids(token_ids, 0))
+            chunks.append(pooled.captions(token_ids, sentences).cpu())
         caption_vectors = torch.cat(chunks)
         chunks, readable = [], []
-        for batch in batches(images, len(captions)):
+        for start in range(0, len(images), _BATCH):
+            on_progress(_ACTIVITY, len(captions) + start, total)
+            batch = images[start : start + _BATCH]
             features, are_readable = source.features.fetch(data.rows[batch])
             readable.append(batch[are_readable])
             if are_readable.any():

@@ -1,43 +1,218 @@
-"""The training loop of one worker: runs the optimiser steps of both phases, from the last checkpoint on."""
+"""The training loop of one worker: opens the files of the run, and runs the optimiser steps of both phases."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.models.adapter import CompressionAdapter
-from edje_index.models.devices import autocast, resolve_dtype
+from edje_index.images.input_lists import InputTable
+from edje_index.images.preprocessing import Preprocessor
+from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.models.adapter import CompressionAdapter, build_adapter
+from edje_index.models.devices import autocast, resolve_device, resolve_dtype
 from edje_index.scoring.parts import content_token_mask
-from edje_index.training.checkpoints import DEV, RECALL, Checkpoints, TrainLog, TrainState, best_steps, read_log
-from edje_index.training.config import LoopConfig, OptimizerConfig
+from edje_index.training.batches import BatchSource, to_device
+from edje_index.training.captions import CaptionSet, TrainingData, prepare_captions
+from edje_index.training.checkpoints import (
+    DEV,
+    RECALL,
+    Checkpoints,
+    TrainLog,
+    TrainState,
+    append_record,
+    best_steps,
+    read_log,
+)
+from edje_index.training.config import OptimizerConfig, TrainSettings
 from edje_index.training.dev import DevSet, dev_recalls
+from edje_index.training.features import Features, OnlineFeatures, StoredFeatures
 from edje_index.training.random_streams import DROPOUT, stream
-from edje_index.training.start import init_from_features, make_trainable
-from edje_index.training.step import TOTAL, AlignmentObjective, JointObjective
-from edje_index.training.task import OpenedTask, TrainTask, WorkerGroup, open_task
-from storage_formats.errors import EdjeError, UsageError
+from edje_index.training.start import init_from_features, make_trainable, trained_part
+from edje_index.training.step import (
+    TOTAL,
+    AlignmentObjective,
+    JointObjective,
+    Teacher,
+    learning_rate,
+    make_optimizer,
+    steps_per_epoch,
+)
+from storage_formats.cpus import usable_cpus
+from storage_formats.errors import EdjeError
+from storage_formats.format.manifest import CommittedIndex
 
-ALIGNMENT, JOINT = "alignment", "joint"
-BETAS = (0.9, 0.999)
+CAPTIONS, ALIGNMENT, JOINT = "captions", "alignment", "joint"
+MAX_BAD_STEPS = 10
+"""Number of steps without a finite gradient in a row after which training fails."""
 Record = dict[str, Any]
 _Item = TypeVar("_Item")
 _ALIGNMENT_WARMUP = 0.1  # warm-up steps as a fraction of the alignment steps
 _AHEAD = 2  # batches that are made ahead
+_MAX_DECODE_THREADS = 16
 
 
 class TrainingStopped(EdjeError):
     """The training run was stopped on request. A checkpoint was saved first."""
+
+
+@dataclass(frozen=True)
+class TrainTask:
+    """Everything that a train worker needs. Other processes can receive a task, because it contains only plain values.
+
+    Attributes:
+        config: settings of the training run.
+        run: fingerprint of the settings, data and initial weights of the training run.
+        start: path of the bundle with the initial weights.
+        features: index of the features that the adapter is trained on. For online features, only its embeddings are
+            read.
+        data: folder of the `TrainingData`, see `captions.prepare_captions`.
+        mining: index of the embeddings of the mining model.
+        miner: path of the bundle of the mining model; None if the frozen towers mine hard negatives.
+        temperature: temperature of the softmax that draws negatives; 0 selects the most similar candidates.
+        steps: number of optimiser steps of the joint phase.
+        new_adapter: True if the adapter in `start` has random weights.
+        inputs: file of an `edje_index.images.input_lists.InputTable` with the image of each row, for online features;
+            None for stored features.
+        views: index of the stored features of augmented views, and the row of each view of each training image, int64
+            [n, views], -1 for a missing view; None without stored views.
+        teacher: path of the bundle of the teacher; None without distillation.
+        teacher_tokens: index of the teacher's tokens, and the row of each training image, int64 [n]. None if the
+            teacher's adapter reads the features of the batch.
+        dev: dev captions, and the folder of their `TrainingData`; None without dev captions.
+    """
+
+    config: TrainSettings
+    run: str
+    start: Path
+    features: CommittedIndex
+    data: Path
+    mining: CommittedIndex
+    temperature: float
+    steps: int
+    new_adapter: bool = True
+    miner: Path | None = None
+    inputs: Path | None = None
+    views: tuple[CommittedIndex, NDArray[np.int64]] | None = None
+    teacher: Path | None = None
+    teacher_tokens: tuple[CommittedIndex, NDArray[np.int64]] | None = None
+    dev: tuple[CaptionSet, Path] | None = None
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """The rank of this worker, and operations that involve all workers of a training run.
+
+    All workers must call these methods in the same order.
+
+    Attributes:
+        rank: rank of this worker, counted from 0. Worker 0 writes the checkpoints and the log.
+        size: number of workers.
+        on_machine: number of workers on the machine of this worker.
+    """
+
+    rank: int = 0
+    size: int = 1
+    on_machine: int = 1
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Return True if `flag` is True on at least one worker. Wait until all workers call this method."""
+        if self.size == 1:
+            return flag
+        value = torch.tensor(int(flag), device=device)
+        distributed.all_reduce(value, distributed.ReduceOp.MAX)
+        return bool(value.item())
+
+    def mean(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Average each scalar in `values` over the workers."""
+        stacked = torch.stack([value.detach().float() for value in values.values()])
+        if self.size > 1:
+            distributed.all_reduce(stacked)
+            stacked /= self.size
+        return dict(zip(values, stacked.tolist(), strict=True))
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all workers, in rank order. Gradients flow back to the worker that the rows come from.
+
+        All workers have the same number of rows.
+        """
+        gathered: torch.Tensor = rows if self.size == 1 else _Gather.apply(rows, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: WorkerGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(rows) for _ in range(group.size)]
+        distributed.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone()
+        distributed.all_reduce(total)
+        return total.chunk(ctx.group.size)[ctx.group.rank], None
+
+
+def open_start(task: TrainTask, group: WorkerGroup) -> tuple[ModelBundle, BatchSource, torch.device]:
+    """Return the bundle with the initial weights, what makes the batches, and the device to train on.
+
+    Raises:
+        EdjeError: the device or a file cannot be used.
+    """
+    config = task.config
+    device = resolve_device(config.run.device)
+    start = ModelBundle.load(task.start, verify=False)
+    adapter = start.adapter.config
+    data = TrainingData.open(task.data)
+    features: Features
+    views: tuple[Features, NDArray[np.int64]] | None = None
+    if task.inputs is None:
+        features = StoredFeatures(task.features)
+        if task.views is not None:
+            views = StoredFeatures(task.views[0]), task.views[1]
+    else:
+        assert start.info is not None
+        vision = start.vision.to(device)
+        frozen = build_adapter(adapter.features(vision.num_patches)).to(device)
+        dtype = resolve_dtype(config.loop.dtype, device)
+        encoder = ImageEncoder(start.info, vision, frozen, Preprocessor(start.clip_config), dtype)
+        # On a CPU, as many threads as the model has. On a GPU, the workers of a machine share its CPUs equally.
+        threads = config.run.threads if device.type == "cpu" else usable_cpus() // group.on_machine
+        pool = ThreadPoolExecutor(min(max(1, threads or usable_cpus()), _MAX_DECODE_THREADS), "edje-decode")
+        images = InputTable(task.inputs), encoder, config.run.folder, group.rank, pool
+        features = OnlineFeatures(task.features, *images, compile=config.run.compile)
+        if count := config.augmentation.views:
+            cropped = OnlineFeatures(
+                task.features, *images, views=count, seed=config.loop.seed, compile=config.run.compile
+            )
+            views = cropped, data.rows[:, None] * count + np.arange(count)
+    source = BatchSource(
+        data=data,
+        features=features,
+        tokenizer=start.joint.tokenizer,
+        image_tokens=min(config.augmentation.step_tokens or adapter.num_tokens, adapter.num_tokens),
+        temperature=task.temperature,
+        config=config,
+        rank=group.rank,
+        world_size=group.size,
+        views=views,
+    )
+    return start, source, device
 
 
 def run_worker(
@@ -56,18 +231,52 @@ def run_worker(
 
     Raises:
         TrainingStopped: `should_stop` returned True on at least one worker.
-        ModelError: ``loop.max_bad_steps`` steps in a row had no finite gradient, or the checkpoints cannot be used.
+        ModelError: `MAX_BAD_STEPS` steps in a row had no finite gradient, or the checkpoints cannot be used.
         EdjeError: the device or a file cannot be used.
+        OSError: a file cannot be written.
     """
-    config = task.config
+    config, run_dir = task.config, task.config.run.folder
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    opened = open_task(task, group)
-    start, source = opened.start, opened.source
-    make_trainable(start, config.architecture, opened.device)
-    trainer = _Trainer(task, opened, group, should_stop, on_record)
-    state = trainer.checkpoints.latest()
-    group.barrier()  # no worker writes a checkpoint while another worker still reads one
+    device = resolve_device(config.run.device)
+
+    def report_shard(done: int, shards: int) -> None:
+        if group.rank == 0 and done < shards:
+            record = {"stage": -1, "phase": CAPTIONS, "step": done, "steps": shards}
+            append_record(run_dir, record)
+            on_record(record)
+
+    def agree(flag: bool) -> bool:
+        return group.any(flag, device)
+
+    prepared = [(task.data, task.miner, task.mining)]
+    if task.dev is not None:
+        prepared.append((task.dev[1], None, task.features))
+    for folder, miner, mining in prepared:
+        ranks = group.rank, group.size
+        if not prepare_captions(folder, task.start, miner, mining, device, *ranks, agree, should_stop, report_shard):
+            raise TrainingStopped("the training run stopped while preparing captions; finished shards are kept")
+    start, source, device = open_start(task, group)
+    teacher = None
+    if task.teacher is not None:
+        bundle, tokens = ModelBundle.load(task.teacher, verify=False), None
+        if task.teacher_tokens is not None:
+            tokens = StoredFeatures(task.teacher_tokens[0]), task.teacher_tokens[1]
+        teacher = Teacher(bundle.joint, None if tokens else trained_part(bundle.adapter), device)
+        source = replace(source, teacher_tokens=bundle.block_shape[0], teacher=tokens)
+    make_trainable(start, config.architecture, device)
+    state = Checkpoints(run_dir, task.run).latest()
+    agree(False)  # no worker writes a checkpoint while another worker still reads one
+
+    def evaluate() -> dict[str, float]:
+        """Measure R@1 on the dev captions, with the logit alone as in the published code."""
+        assert task.dev is not None
+        start.adapter.eval()
+        start.joint.eval()
+        recalls = dev_recalls(start, DevSet.open(*task.dev, source.features), source.features, config.fitting)
+        return {**recalls, RECALL: sum(recalls.values()) / len(recalls)}
+
+    skipped, common = (0, 0), (task, group, device, source, should_stop, on_record)
     with torch.random.fork_rng():
         if config.alignment.steps and (state is None or state.stage == 0):
             settings, adapter = config.alignment, start.adapter
@@ -75,256 +284,191 @@ def run_worker(
                 init_from_features(adapter, source.features, source.data, config.loop.seed)
             warmup = int(settings.steps * _ALIGNMENT_WARMUP)
             changes = {"lr": settings.lr, "decay": "cosine", "warmup_steps": warmup, "adapter_lr_factor": 1.0}
-            trainer.run(
-                Phase(
-                    name=ALIGNMENT,
-                    stage=0,
-                    module=AlignmentObjective(adapter, start.joint, config.augmentation),
-                    batch=source.alignment(content_token_mask(start.joint.tokenizer)),
-                    steps=settings.steps,
-                    accumulate=1,
-                    images=min(settings.batch_size, source.data.images),
-                    optimizer=config.optimizer.model_copy(update=changes),
-                    steps_per_epoch=1,
-                ),
+            skipped = _run_phase(
+                *common,
                 state,
+                skipped,
+                name=ALIGNMENT,
+                stage=0,
+                module=AlignmentObjective(adapter, start.joint, config.augmentation),
+                make_batch=source.alignment(content_token_mask(start.joint.tokenizer)),
+                steps=settings.steps,
+                accumulate=1,
+                images=min(settings.batch_size, source.data.images),
+                optimization=config.optimizer.model_copy(update=changes),
+                epoch=1,
             )
         if not config.optimizer.adapter_lr_factor:  # unused gradients would cost time and count in the norm
             start.adapter.requires_grad_(False)
-        per_epoch = steps_per_epoch(config.loop, source.data.pairs(config.loop.epoch_of))
+        epoch = steps_per_epoch(config.loop, source.data.pairs(config.loop.epoch_of))
         every = config.run.evaluate_every
-        if every is None:
-            every = max(1, round(per_epoch))
-        trainer.run(
-            Phase(
-                name=JOINT,
-                stage=1 if config.alignment.steps else 0,
-                module=JointObjective(
-                    start.adapter, start.joint, config.objective, config.augmentation, opened.teacher, group.gather
-                ),
-                batch=source.joint,
-                steps=task.steps,
-                accumulate=config.loop.accumulate,
-                images=config.loop.batch_size * config.loop.accumulate,
-                optimizer=config.optimizer,
-                steps_per_epoch=per_epoch,
-                evaluate_every=0 if task.dev is None else every,
-            ),
+        _run_phase(
+            *common,
             state,
+            skipped,
+            name=JOINT,
+            stage=1 if config.alignment.steps else 0,
+            module=JointObjective(
+                start.adapter, start.joint, config.objective, config.augmentation, teacher, group.gather
+            ),
+            make_batch=source.joint,
+            steps=task.steps,
+            accumulate=config.loop.accumulate,
+            images=config.loop.batch_size * config.loop.accumulate,
+            optimization=config.optimizer,
+            epoch=epoch,
+            evaluate=evaluate,
+            evaluate_every=0 if task.dev is None else max(1, round(epoch)) if every is None else every,
         )
 
 
-@dataclass(frozen=True)
-class Phase:
-    """One phase of a training run.
+def _run_phase(
+    task: TrainTask,
+    group: WorkerGroup,
+    device: torch.device,
+    source: BatchSource,
+    should_stop: Callable[[], bool],
+    on_record: Callable[[Record], None],
+    state: TrainState | None,
+    skipped: tuple[int, int],
+    *,
+    name: str,
+    stage: int,
+    module: nn.Module,
+    make_batch: Callable[[int], Any],
+    steps: int,
+    accumulate: int,
+    images: int,
+    optimization: OptimizerConfig,
+    epoch: float,
+    evaluate: Callable[[], dict[str, float]] = dict,
+    evaluate_every: int = 0,
+) -> tuple[int, int]:
+    """Run the steps of one phase that follow `state`, the last checkpoint.
 
-    Attributes:
-        name: name of the phase in the log.
-        stage: number of the phase, counted from 0.
+    Args:
+        task, group, device, source, should_stop, on_record: as in `run_worker`.
+        state: the last checkpoint, also of an earlier phase; None to start from step 0.
+        skipped: number of steps without a finite gradient before this phase, see `TrainState`.
+        name, stage: name of the phase in the log, and its number, counted from 0.
         module: module to train. Its ``forward`` maps a batch to losses by name.
-        batch: makes a batch from the batch number, which counts from 0 in each phase.
+        make_batch: makes a batch from the batch number, which counts from 0 in each phase.
         steps: number of optimiser steps.
         accumulate: number of batches per optimiser step.
         images: number of images per optimiser step, over all workers.
-        optimizer: settings of the optimiser and of the learning rate.
-        steps_per_epoch: number of optimiser steps per epoch, may be fractional.
+        optimization: settings of the optimiser and of the learning rate.
+        epoch: number of optimiser steps per epoch, may be fractional.
+        evaluate: returns recalls by name.
         evaluate_every: number of steps between two evaluations; 0 never evaluates.
+
+    Returns:
+        `skipped` after this phase.
     """
-
-    name: str
-    stage: int
-    module: nn.Module
-    batch: Callable[[int], Any]
-    steps: int
-    accumulate: int
-    images: int
-    optimizer: OptimizerConfig
-    steps_per_epoch: float
-    evaluate_every: int = 0
-
-
-@dataclass
-class _Window:
-    """Sums of losses and times since the last log record."""
-
-    started: float = field(default_factory=time.monotonic)
-    waited: float = 0.0
-    steps: int = 0
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def add(self, losses: dict[str, torch.Tensor]) -> None:
-        for name, value in losses.items():
-            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value.detach()
-
-
-class _Trainer:
-    """Runs the phases of a training run on one worker. Arguments as in :func:`run_worker`."""
-
-    def __init__(
-        self,
-        task: TrainTask,
-        opened: OpenedTask,
-        group: WorkerGroup,
-        should_stop: Callable[[], bool],
-        on_record: Callable[[Record], None],
-    ) -> None:
-        self.checkpoints = Checkpoints(task.config.run.folder, task.run)
-        self._task = task
-        self._opened = opened
-        self._group = group
-        self._should_stop = should_stop
-        self._on_record = on_record
-        self._skipped = (0, 0)
-        self._dev: DevSet | None = None  # opened by only one worker, and only when the first evaluation is due
-
-    def run(self, phase: Phase, state: TrainState | None) -> None:
-        """Run the steps of `phase` that follow `state`, the last checkpoint."""
-        resumed = state if state is not None and state.stage == phase.stage else None
-        first, runtime, device = 0, self._task.config.run, self._opened.device
-        if resumed is not None:
-            phase.module.load_state_dict(resumed.weights)
-            first = resumed.step
-        if first == phase.steps:
-            return
-        module = phase.module.to(device).train()
-        optimizer = make_optimizer(module, phase.optimizer)
-        if resumed is not None:
-            try:
-                optimizer.load_state_dict(resumed.optimizer)
-            except ValueError as error:
-                raise ModelError(
-                    f"the optimiser state in the checkpoint of step {first} does not fit the parameters ({error}); "
-                    "resume with the version of edje-index that wrote the checkpoint, or use another run folder"
-                ) from error
-            self._skipped = resumed.skipped
-        compiled: Any = torch.compile(module, dynamic=True) if runtime.compile else module
-        wrapped = self._group.wrap(compiled, device)
-        log = TrainLog(runtime.folder, phase.stage, first) if self._group.rank == 0 else None
-        window = _Window()
-        numbers = range(first * phase.accumulate, phase.steps * phase.accumulate)
+    run, loop, run_dir, first = task.config.run, task.config.loop, task.config.run.folder, 0
+    resumed = state if state is not None and state.stage == stage else None
+    if resumed is not None:
+        module.load_state_dict(resumed.weights)
+        first = resumed.step
+    if first == steps:
+        return skipped
+    module = module.to(device).train()
+    optimizer = make_optimizer(module, optimization)
+    if resumed is not None:
         try:
-            with contextlib.closing(made_ahead(phase.batch, numbers)) as batches:
-                for step in range(first, phase.steps):
-                    self._step(phase, wrapped, optimizer, batches, step, window)
-                    done = step + 1
-                    stop = self._group.any(self._should_stop(), device)
-                    is_evaluated = phase.evaluate_every > 0 and done % phase.evaluate_every == 0
-                    if is_evaluated:
-                        self._evaluate(phase, log, done)
-                    if done % runtime.log_every == 0 or done == phase.steps:
-                        self._report(phase, log, done, window)
-                        window = _Window()
-                    keeps = is_evaluated and runtime.keep_best > 0
-                    if stop or keeps or done % runtime.checkpoint_every == 0 or done == phase.steps:
-                        self._save(phase, optimizer, done)
-                    if stop and done < phase.steps:
-                        raise TrainingStopped(
-                            f"the training run stopped after step {done} of {phase.steps} of the {phase.name} phase"
-                        )
-        finally:
-            if log is not None:
-                log.close()
-
-    def _step(
-        self,
-        phase: Phase,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batches: Iterator[Any],
-        step: int,
-        window: _Window,
-    ) -> None:
-        device, loop = self._opened.device, self._task.config.loop
-        rate = learning_rate(step, phase.steps, phase.steps_per_epoch, phase.optimizer)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["factor"]
-        for part in range(phase.accumulate):
-            waiting_since = time.monotonic()
-            batch = next(batches).to(device)
-            window.waited += time.monotonic() - waiting_since
-            batch = self._opened.source.with_features(batch)
-            number = step * phase.accumulate + part
-            # Seeds dropout, so that a resumed training run draws the same random numbers.
-            seed = stream(loop.seed, DROPOUT, phase.stage, number, self._group.rank).integers(2**63)
-            torch.manual_seed(int(seed))
-            is_last = part == phase.accumulate - 1
-            with contextlib.ExitStack() as stack:
-                if isinstance(module, DistributedDataParallel) and not is_last:
-                    stack.enter_context(module.no_sync())  # the workers exchange gradients after the last part
-                with autocast(resolve_dtype(loop.dtype, device), device):
-                    losses = module(batch)
-                (losses[TOTAL] / phase.accumulate).backward()
-            window.add({name: value / phase.accumulate for name, value in losses.items()})
-        parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])  # type: ignore[misc]
-        if phase.optimizer.clip_norm:
-            nn.utils.clip_grads_with_norm_(parameters, phase.optimizer.clip_norm, norm)
-        is_bad = self._group.any(not bool(torch.isfinite(norm)), device)
-        if not is_bad:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        window.add({"gradient": norm})
-        window.steps += 1
-        total, in_a_row = self._skipped
-        self._skipped = (total + 1, in_a_row + 1) if is_bad else (total, 0)
-        if self._skipped[1] >= loop.max_bad_steps:
+            optimizer.load_state_dict(resumed.optimizer)
+        except ValueError as error:
             raise ModelError(
-                f"{self._skipped[1]} steps in a row had no finite gradient, up to step {step + 1} of the "
-                f"{phase.name} phase; train again in a new run folder with a lower optimizer.lr, a higher "
-                "optimizer.warmup_steps, or loop.dtype float32"
-            )
+                f"the optimiser state in the checkpoint of step {first} does not fit the parameters ({error}); "
+                "resume with the version of edje-index that wrote the checkpoint, or use another run folder"
+            ) from error
+        skipped = resumed.skipped
+    compiled: Any = torch.compile(module, dynamic=True) if run.compile else module
+    if group.size > 1:
+        compiled = DistributedDataParallel(compiled, device_ids=[device] if device.type == "cuda" else None)
+    log = TrainLog(run_dir, stage, first) if group.rank == 0 else None
 
-    def _save(self, phase: Phase, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if self._group.rank == 0:
-            runtime = self._task.config.run
-            weights = {name: tensor.detach().cpu() for name, tensor in phase.module.state_dict().items()}
-            kept = best_steps(read_log(runtime.folder), runtime.keep_best) if runtime.keep_best else set()
-            self.checkpoints.save(
-                TrainState(self._task.run, phase.stage, step, weights, optimizer.state_dict(), self._skipped), kept
-            )
-        self._group.barrier()
-
-    def _evaluate(self, phase: Phase, log: TrainLog | None, step: int) -> None:
-        """Measure and log recall on worker 0, with the logit alone as in the published code. Other workers wait."""
+    def write(record: Record) -> None:
         if log is not None:
-            bundle, source = self._opened.start, self._opened.source
-            if self._dev is None:
-                assert self._task.dev is not None
-                self._dev = DevSet.open(*self._task.dev, source.features)
-            modules: tuple[nn.Module, ...] = (bundle.adapter, bundle.joint)
-            were_training = [module.training for module in modules]
-            for module in modules:
-                module.eval()
-            recalls = dev_recalls(bundle, self._dev, source.features, self._task.config.fitting)
-            for module, was_training in zip(modules, were_training, strict=True):
-                module.train(was_training)
-            recalls[RECALL] = sum(recalls.values()) / len(recalls)
-            record = {"stage": phase.stage, "phase": DEV, "step": step, "steps": phase.steps, **recalls}
             log.write(record)
-            self._on_record(record)
-        self._group.barrier()
+            on_record(record)
 
-    def _report(self, phase: Phase, log: TrainLog | None, step: int, window: _Window) -> None:
-        means = self._group.mean({name: total / window.steps for name, total in window.sums.items()})
-        if log is None:
-            return
-        seconds = time.monotonic() - window.started
-        record = {
-            "stage": phase.stage,
-            "phase": phase.name,
-            "step": step,
-            "steps": phase.steps,
-            "lr": learning_rate(step - 1, phase.steps, phase.steps_per_epoch, phase.optimizer),
-            **means,
-            "images_per_second": window.steps * phase.images / seconds,
-            "step_seconds": seconds / window.steps,
-            "seconds": seconds,
-            "data_wait": window.waited,
-            "skipped": self._skipped[0],
-            "unreadable": self._opened.source.features.unreadable(),
-        }
-        log.write(record)
-        self._on_record(record)
+    sums: dict[str, torch.Tensor] = {}  # of the losses since the last log record
+    started, waited, since = time.monotonic(), 0.0, first
+    batches = made_ahead(make_batch, range(first * accumulate, steps * accumulate))
+    with contextlib.closing(batches), contextlib.nullcontext() if log is None else contextlib.closing(log):
+        for step in range(first, steps):
+            rate = learning_rate(step, steps, epoch, optimization)
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = rate * parameters["factor"]
+            for part in range(accumulate):
+                waiting_since = time.monotonic()
+                batch = to_device(next(batches), device)
+                waited += time.monotonic() - waiting_since
+                batch = source.with_features(batch)
+                # Seeds dropout, so that a resumed training run draws the same random numbers.
+                number = step * accumulate + part
+                torch.manual_seed(int(stream(loop.seed, DROPOUT, stage, number, group.rank).integers(2**63)))
+                # The workers exchange gradients after the last part.
+                alone = group.size > 1 and part < accumulate - 1
+                with compiled.no_sync() if alone else contextlib.nullcontext():
+                    with autocast(resolve_dtype(loop.dtype, device), device):
+                        losses = compiled(batch)
+                    (losses[TOTAL] / accumulate).backward()
+                for loss, value in losses.items():
+                    sums[loss] = sums.get(loss, torch.zeros_like(value)) + (value / accumulate).detach()
+            trained = [parameter for parameter in module.parameters() if parameter.grad is not None]
+            norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])  # type: ignore[misc]
+            if optimization.clip_norm:
+                nn.utils.clip_grads_with_norm_(trained, optimization.clip_norm, norm)
+            is_bad = group.any(not bool(torch.isfinite(norm)), device)
+            if not is_bad:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            sums["gradient"] = sums.get("gradient", torch.zeros_like(norm)) + norm
+            skipped = (skipped[0] + 1, skipped[1] + 1) if is_bad else (skipped[0], 0)
+            done = step + 1
+            if skipped[1] >= MAX_BAD_STEPS:
+                raise ModelError(
+                    f"{skipped[1]} steps in a row had no finite gradient, up to step {done} of the {name} phase; train "
+                    "again in a new run folder with a lower optimizer.lr, a higher optimizer.warmup_steps, or "
+                    "loop.dtype float32"
+                )
+            place = {"stage": stage, "phase": name, "step": done, "steps": steps}
+            stop = group.any(should_stop(), device)
+            is_evaluated = evaluate_every > 0 and done % evaluate_every == 0
+            if is_evaluated:
+                if log is not None:
+                    write({**place, "phase": DEV, **evaluate()})
+                    module.train()
+                group.any(False, device)  # the other workers wait
+            if done % run.log_every == 0 or done == steps:
+                means = group.mean({loss: total / (done - since) for loss, total in sums.items()})
+                seconds = time.monotonic() - started
+                write(
+                    {
+                        **place,
+                        "lr": rate,
+                        **means,
+                        "images_per_second": (done - since) * images / seconds,
+                        "step_seconds": seconds / (done - since),
+                        "seconds": seconds,
+                        "data_wait": waited,
+                        "skipped": skipped[0],
+                        "unreadable": source.features.unreadable(),
+                    }
+                )
+                sums, started, waited, since = {}, time.monotonic(), 0.0, done
+            keeps = is_evaluated and run.keep_best > 0
+            if stop or keeps or done % run.checkpoint_every == 0 or done == steps:
+                if group.rank == 0:
+                    weights = {key: tensor.detach().cpu() for key, tensor in module.state_dict().items()}
+                    kept = best_steps(read_log(run_dir), run.keep_best) if run.keep_best else set()
+                    saved = TrainState(task.run, stage, done, weights, optimizer.state_dict(), skipped)
+                    Checkpoints(run_dir, task.run).save(saved, kept)
+                group.any(False, device)
+            if stop and done < steps:
+                raise TrainingStopped(f"the training run stopped after step {done} of {steps} of the {name} phase")
+    return skipped
 
 
 def made_ahead(make: Callable[[int], _Item], numbers: range) -> Generator[_Item, None, None]:
@@ -340,67 +484,3 @@ def made_ahead(make: Callable[[int], _Item], numbers: range) -> Generator[_Item,
         finally:
             for future in ready:
                 future.cancel()
-
-
-def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return an AdamW optimiser for the trainable parameters of `module`.
-
-    Each parameter group has a ``factor``. The training loop multiplies the learning rate by this factor.
-    """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            is_decayed = parameter.ndim > 1 or config.decayed == "all"
-            groups.setdefault((is_decayed, name.startswith("adapter.")), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {
-                "params": parameters,
-                "weight_decay": config.weight_decay if is_decayed else 0.0,
-                "factor": config.adapter_lr_factor if adapter else 1.0,
-            }
-            for (is_decayed, adapter), parameters in groups.items()
-        ],
-        lr=config.warmup_lr,
-        betas=BETAS,
-        fused=True,
-    )
-
-
-def total_steps(config: LoopConfig, pairs: int) -> int:
-    """Return the number of optimiser steps of the joint phase.
-
-    Args:
-        config: settings of the training loop, with the number of steps or epochs.
-        pairs: number of pairs per epoch.
-
-    Raises:
-        UsageError: `pairs` is less than `config.batch_size`.
-    """
-    if pairs < config.batch_size:
-        raise UsageError(f"{pairs} {config.epoch_of} do not fill a batch of {config.batch_size}; lower loop.batch_size")
-    return config.steps or max(1, math.ceil((config.epochs or 0) * steps_per_epoch(config, pairs)))
-
-
-def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
-    """Return the number of optimiser steps per epoch of `pairs` pairs. The number may be fractional."""
-    return (pairs // config.batch_size) / config.accumulate
-
-
-def learning_rate(step: int, total_steps: int, steps_per_epoch: float, config: OptimizerConfig) -> float:
-    """Return the learning rate of optimiser step `step`, counted from 0.
-
-    During warm-up, the learning rate rises linearly from `config.warmup_lr` to `config.lr`. After warm-up,
-    `config.decay` selects the learning rate:
-
-    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``.
-    - "cosine": falls along a cosine to `config.min_lr` at the last step.
-    """
-    # As in the published code, warm-up with decay ``epoch`` ends with the first epoch.
-    if step < config.warmup_steps and (config.decay == "cosine" or step < steps_per_epoch):
-        return config.warmup_lr + (config.lr - config.warmup_lr) * step / config.warmup_steps
-    floor = min(config.min_lr, config.lr)
-    if config.decay == "epoch":
-        return max(floor, config.lr * config.decay_rate ** int(step // steps_per_epoch))
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2

@@ -8,9 +8,6 @@ Step 1 uses patch features, because adapter tokens overfit their training captio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,7 +16,8 @@ from torch import nn
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import PooledSimilarity, token_statistics, word_bags
-from edje_index.training.batches import BatchSource, SpecialTokens, TrainingData, joint_rows
+from edje_index.training.batches import BatchSource
+from edje_index.training.captions import TrainingData
 from edje_index.training.features import Features
 from edje_index.training.random_streams import POOLING, stream
 
@@ -54,28 +52,42 @@ def fit_pooled_similarity(
     """
     data = source.data
     chosen = np.sort(stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES])
-    images = _pool_images(adapter, source, chosen, joint.device, on_progress)
-    captions = _Captions.of(joint, data, chosen)
-    patches = (images.patches - images.patches.mean(dim=0)) / column_scale(images.patches)
+    patches, tokens, image_of_row = _pool_images(adapter, source, chosen, joint.device, on_progress)
+    captions = np.concatenate([np.arange(*data.caption_starts[[image, image + 1]]) for image in chosen])
+    image_of_caption = np.repeat(np.arange(len(chosen)), np.diff(data.caption_starts)[chosen])
+    # The captions as vectors: the mean hidden state and the bag of words of each caption, centred and scaled.
+    word_ids, word_weights = _counted_words(data, captions)
+    sentences = _sentence_vectors(joint, data, captions)
+    sentence_mean, sentence_scale = sentences.mean(dim=0), column_scale(sentences) * joint.width**0.5
+    columns = torch.empty(len(captions), joint.width + len(word_ids), dtype=torch.float64)
+    columns[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
+    bags = columns[:, joint.width :]
+    bags.copy_(word_bags([data.caption(caption) for caption in captions], word_ids, word_weights))
+    bag_mean = bags.mean(dim=0)
+    bags.sub_(bag_mean).mul_(_WORDS_SHARE)
+    mean_per_image = torch.zeros(len(chosen), columns.shape[1], dtype=torch.float64)
+    mean_per_image.index_add_(0, torch.from_numpy(image_of_caption), columns)
+    mean_per_image /= torch.from_numpy(np.bincount(image_of_caption, minlength=len(chosen)).clip(min=1))[:, None]
+    patches = (patches - patches.mean(dim=0)) / column_scale(patches)
     of_images, of_captions = canonical_maps(
         patches.T @ patches / len(patches),
-        captions.columns.T @ captions.columns / len(captions.columns),
-        patches.T @ captions.mean_per_image[torch.from_numpy(images.image)] / len(patches),
+        columns.T @ columns / len(columns),
+        patches.T @ mean_per_image[torch.from_numpy(image_of_row)] / len(patches),
         dim,
     )
-    token_mean, token_scale = images.tokens.mean(dim=0), column_scale(images.tokens)
-    of_tokens = ridge_map((images.tokens - token_mean) / token_scale, patches @ of_images) / token_scale[:, None]
-    of_sentences = of_captions[: joint.width] / captions.sentence_scale[:, None]
+    token_mean, token_scale = tokens.mean(dim=0), column_scale(tokens)
+    of_tokens = ridge_map((tokens - token_mean) / token_scale, patches @ of_images) / token_scale[:, None]
+    of_sentences = of_captions[: joint.width] / sentence_scale[:, None]
     of_words = _WORDS_SHARE * of_captions[joint.width :]
-    caption_offset = -(captions.sentence_mean @ of_sentences + captions.bag_mean @ of_words)
-    fitted = PooledSimilarity(joint.width, len(captions.word_ids), of_words.shape[1])
+    caption_offset = -(sentence_mean @ of_sentences + bag_mean @ of_words)
+    fitted = PooledSimilarity(joint.width, len(word_ids), of_words.shape[1])
     fitted.load_state_dict(
         {
             "image": of_tokens.float(),
             "image_offset": -(token_mean @ of_tokens).float(),
             "sentence": of_sentences.float(),
-            "word_numbers": captions.word_ids,
-            "word_weights": captions.word_weights,
+            "word_numbers": word_ids,
+            "word_weights": word_weights,
             "words": of_words.float(),
             "caption_offset": caption_offset.float(),
         }
@@ -83,71 +95,19 @@ def fit_pooled_similarity(
     return fitted
 
 
-@dataclass(frozen=True)
-class _Captions:
-    """The c captions of n images as vectors, for canonical correlation analysis.
-
-    Attributes:
-        columns: mean hidden state [d] and bag of words [w] of each caption, centred and scaled, float64 [c, d + w].
-        mean_per_image: mean of `columns` over the captions of each image, float64 [n, d + w].
-        sentence_mean: mean of the hidden states, subtracted in `columns` [d].
-        sentence_scale: divisor of the hidden states in `columns` [d].
-        bag_mean: mean of the bags of words, subtracted in `columns` [w].
-        word_ids: token ids of the words that are counted, ascending [w].
-        word_weights: weight of each counted word [w].
-    """
-
-    columns: torch.Tensor
-    mean_per_image: torch.Tensor
-    sentence_mean: torch.Tensor
-    sentence_scale: torch.Tensor
-    bag_mean: torch.Tensor
-    word_ids: torch.Tensor
-    word_weights: torch.Tensor
-
-    @classmethod
-    def of(cls, joint: JointEncoder, data: TrainingData, images: NDArray[np.int64]) -> Self:
-        """Compute the vectors of all captions of the images with the numbers `images`, int64 [n]."""
-        captions = np.concatenate([np.arange(*data.caption_starts[[image, image + 1]]) for image in images])
-        image_of_caption = np.repeat(np.arange(len(images)), np.diff(data.caption_starts)[images])
-        word_ids, word_weights = _counted_words(data, captions)
-        sentences = _sentence_vectors(joint, data, captions)
-        sentence_mean, sentence_scale = sentences.mean(dim=0), column_scale(sentences) * joint.width**0.5
-        columns = torch.empty(len(captions), joint.width + len(word_ids), dtype=torch.float64)
-        columns[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
-        bags = columns[:, joint.width :]
-        bags.copy_(word_bags([data.caption(caption).tolist() for caption in captions], word_ids, word_weights))
-        bag_mean = bags.mean(dim=0)
-        bags.sub_(bag_mean).mul_(_WORDS_SHARE)
-        mean = torch.zeros(len(images), columns.shape[1], dtype=torch.float64)
-        mean.index_add_(0, torch.from_numpy(image_of_caption), columns)
-        mean /= torch.from_numpy(np.bincount(image_of_caption, minlength=len(images)).clip(min=1))[:, None]
-        return cls(columns, mean, sentence_mean, sentence_scale, bag_mean, word_ids, word_weights)
-
-
-@dataclass(frozen=True)
-class _PooledImages:
-    """Statistics of r images. Augmented views count as images.
-
-    Attributes:
-        patches: mean and standard deviation of the patch features, float64 [r, 2 d_v].
-        tokens: statistics of the tokens, see `token_statistics`, float64 [r, 3 d].
-        image: position of each image in the list of chosen images, int64 [r]. A view has the position of its image.
-    """
-
-    patches: torch.Tensor
-    tokens: torch.Tensor
-    image: NDArray[np.int64]
-
-
 @torch.inference_mode()
 def _pool_images(
     adapter: nn.Module, source: BatchSource, chosen: NDArray[np.int64], device: torch.device, on_progress: OnProgress
-) -> _PooledImages:
-    """Compute the statistics of the images with the numbers `chosen`, then of all views of these images."""
+) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+    """Compute the statistics of the images with the numbers `chosen`, then of all views of these images.
+
+    Returns:
+        Mean and standard deviation of the patch features, float64 [r, 2 d_v]; statistics of the tokens, see
+        `token_statistics`, float64 [r, 3 d]; and the position of each image or view in `chosen`, int64 [r].
+    """
     parts: list[tuple[Features, NDArray[np.int64]]] = [(source.features, source.data.rows[chosen])]
-    if (views := source.views) is not None:
-        parts += [(views.features, views.rows[chosen, view]) for view in range(views.rows.shape[1])]
+    if source.views is not None:
+        parts += [(source.views[0], rows) for rows in source.views[1][chosen].T]
     patches, tokens, image = [], [], []
     total = len(chosen) * len(parts)
     for part, (features, rows) in enumerate(parts):
@@ -163,7 +123,7 @@ def _pool_images(
                 tokens.append(token_statistics(adapter(blocks).bfloat16()).cpu())
                 image.append(existing)
             on_progress(_ACTIVITY, part * len(chosen) + min(start + _IMAGE_BATCH, len(rows)), total)
-    return _PooledImages(torch.cat(patches).double(), torch.cat(tokens).double(), np.concatenate(image))
+    return torch.cat(patches).double(), torch.cat(tokens).double(), np.concatenate(image)
 
 
 def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,13 +138,12 @@ def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[tor
 
 def _sentence_vectors(joint: JointEncoder, data: TrainingData, captions: NDArray[np.int64]) -> torch.Tensor:
     """Compute the mean hidden state of each caption, float64 [c, d]."""
-    special_tokens = SpecialTokens.of(joint.tokenizer)
-    order = np.argsort(np.diff(data.token_starts)[captions], kind="stable")
+    scorer, order = joint.scorer(), np.argsort(np.diff(data.token_starts)[captions], kind="stable")
     vectors = torch.empty(len(captions), joint.width, dtype=torch.float64)
     for start in range(0, len(order), _CAPTION_BATCH):
         batch = order[start : start + _CAPTION_BATCH]
-        inputs = joint_rows([data.caption(caption) for caption in captions[batch]], 0, special_tokens)
-        vectors[batch] = joint.sentence_vectors(inputs).double().cpu()
+        inputs = joint.tokenizer.inputs_of_ids([data.caption(caption) for caption in captions[batch]], 0)
+        vectors[batch] = scorer.sentence_vectors(inputs).double().cpu()
     return vectors
 
 

@@ -16,7 +16,6 @@ from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, enco
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     LOCAL,
-    PATCH_REDUCTIONS,
     PATCHES,
     Adapter,
     AdapterConfig,
@@ -32,7 +31,7 @@ from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
 from edje_index.models.weights import State, check_finite, read_checkpoint, read_weights, save_weights
 from edje_index.scoring.weights import DirectionWeights
-from edje_index.training.batches import TrainingData
+from edje_index.training.captions import TrainingData
 from edje_index.training.config import ArchitectureConfig
 from edje_index.training.features import Features
 from edje_index.training.random_streams import CLUSTERING, stream
@@ -237,26 +236,14 @@ def trained_part(adapter: Adapter) -> nn.Module:
     return adapter.local if isinstance(adapter, ReducedAdapter) else adapter
 
 
-def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
-    """Return the encoder fingerprints of indexes that the adapter `trained` of the bundle `info` can be trained on.
-
-    An index with the first fingerprint contains exactly the inputs of the adapter. If the adapter reduces patches,
-    there is a second fingerprint. An index with the second fingerprint contains all patches.
-    """
-    patches = int(info.vision["num_patches"])
-    features = trained.features(patches)
-    adapters = [build_adapter(features)]
-    if trained.kind in PATCH_REDUCTIONS:
-        adapters.append(build_adapter(replace(features, kind=PATCHES, num_tokens=patches)))
-    fingerprints = []
-    for adapter in adapters:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / ADAPTER_WEIGHTS
-            save_weights(adapter, path)
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        files = {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
-        fingerprints.append(encoder_fingerprint(adapter.config.to_json(), files))
-    return fingerprints
+def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
+    """Return the encoder fingerprint of indexes that the adapter `trained` of the bundle `info` can be trained on."""
+    adapter = build_adapter(trained.features(int(info.vision["num_patches"])))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ADAPTER_WEIGHTS
+        save_weights(adapter, path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return encoder_fingerprint(adapter.config.to_json(), {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}})
 
 
 def init_from_features(adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The losses of a training step, and the objectives of both phases, which map a batch to losses.
+"""The losses of a training step, the objectives of both phases, which map a batch to losses, and the optimiser.
 
 For the losses, see the section "Effective Discriminative Training" of the EDJE paper. Shape letters: b pairs per batch,
 k negatives per pair, m tokens per image, w distinct words, d width of a token, e width of an embedding.
@@ -6,6 +6,7 @@ k negatives per pair, m tokens per image, w distinct words, d width of a token, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,12 +17,14 @@ from edje_index.models.adapter import Adapter
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.joint_inputs import JointInputs
 from edje_index.training.batches import AlignmentBatch, JointBatch
-from edje_index.training.config import AugmentationConfig, ObjectiveConfig
+from edje_index.training.config import AugmentationConfig, LoopConfig, ObjectiveConfig, OptimizerConfig
 from edje_index.training.start import trained_part
+from storage_formats.errors import UsageError
 
 Losses = dict[str, torch.Tensor]
 TOTAL = "loss"
 FIRST_TEMPERATURE = 0.07
+BETAS = (0.9, 0.999)
 _TEACHER_BATCH = 256  # pairs per forward pass of the teacher
 
 
@@ -147,8 +150,8 @@ class JointObjective(nn.Module):
     images are images of the positive pairs of all workers.
 
     Args:
-        adapter, joint: modules to train.
-        config: weights and kinds of the losses.
+        adapter, joint: modules to train. Heads that no loss uses are frozen, which excludes them from weight decay.
+        config: weights of the losses.
         augmentation: random augmentation.
         teacher: the teacher; None without distillation.
         gather: maps the tokens of this worker's images to the tokens of the images of all workers.
@@ -166,18 +169,22 @@ class JointObjective(nn.Module):
         super().__init__()
         self.adapter = trained_part(adapter)
         self.joint = joint
-        self._config = config
+        self._weights = {"mlm": config.mlm_weight, "recovery": config.recovery_weight}
         self._augmentation = augmentation
         self._gather = gather
         self._teacher = (teacher,)  # in a tuple, so that PyTorch does not register the teacher as a submodule
-        self._freeze_unused()
+        head = joint.language_model.cls.predictions
+        if not config.mlm_weight:
+            for part in (head.transform, head.bias):
+                part.requires_grad_(False)
+        if not config.recovery_weight:
+            joint.text_projection.requires_grad_(False)
 
     def forward(self, batch: JointBatch) -> Losses:
         """Return a dictionary with each loss by name, the weighted sum ``loss``, and ``accuracy``.
 
         ``accuracy`` is the fraction of positive pairs that have a higher logit than all negatives of the pair.
         """
-        config = self._config
         tokens = random_subset(
             self.adapter(kept_patches(batch.patches, self._augmentation)), self._augmentation.step_tokens
         )
@@ -189,34 +196,19 @@ class JointObjective(nn.Module):
         positive, images, texts = parts[0], *(part.view(batch.pairs, batch.negatives) for part in parts[1:])
         losses = {"itm": itm_loss(positive, images, texts)}
         if batch.masked is not None:
-            losses["mlm"] = self._mlm(hidden[pairs:], *batch.masked)
+            positions, targets = batch.masked
+            masked = hidden[pairs:].reshape(-1, hidden.shape[2]).index_select(0, positions)
+            losses["mlm"] = mlm_loss(self.joint.language_model.cls(masked).float(), targets)
         if batch.text_inputs is not None:
-            losses["recovery"] = self._recovery(*batch.text_inputs)
+            inputs, embeddings = batch.text_inputs
+            no_images = torch.empty(0, 0, self.joint.width, device=embeddings.device)
+            cls = self.joint.hidden_states(inputs, no_images)[:, 0]
+            losses["recovery"] = recovery_loss(self.joint.text_projection(cls).float(), embeddings)
         if (teacher := self._teacher[0]) is not None:
             losses["distillation"] = distillation_loss(parts, torch.split(teacher.logits(batch, self._gather), sizes))
-        total = torch.stack([getattr(config, f"{name}_weight") * loss for name, loss in losses.items()]).sum()
+        total = torch.stack([self._weights.get(name, 1.0) * loss for name, loss in losses.items()]).sum()
         best = torch.cat([images, texts], dim=1).amax(dim=1)
         return {TOTAL: total, **losses, "accuracy": (positive > best).float().mean()}
-
-    def _mlm(self, hidden: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        masked = hidden.reshape(-1, hidden.shape[2]).index_select(0, positions)
-        return mlm_loss(self.joint.language_model.cls(masked).float(), targets)
-
-    def _recovery(self, inputs: JointInputs, embeddings: torch.Tensor) -> torch.Tensor:
-        no_images = torch.empty(0, 0, self.joint.width, device=embeddings.device)
-        hidden = self.joint.hidden_states(inputs, no_images)
-        return recovery_loss(self.joint.text_projection(hidden[:, 0]).float(), embeddings)
-
-    def _freeze_unused(self) -> None:
-        """Freeze heads that no loss uses, to exclude these heads from weight decay."""
-        head = self.joint.language_model.cls.predictions
-        if not self._config.mlm_weight:
-            for part in (head.transform, head.bias):
-                part.requires_grad_(False)
-        if not self._config.recovery_weight:
-            self.joint.text_projection.requires_grad_(False)
-        if not self._config.itm_weight and self._teacher[0] is None:
-            self.joint.classification_head.requires_grad_(False)
 
 
 class AlignmentObjective(nn.Module):
@@ -262,3 +254,67 @@ def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
     if count is None or count >= n:
         return blocks
     return blocks[:, torch.randperm(n)[:count].sort().values.to(blocks.device)]
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return an AdamW optimiser for the trainable parameters of `module`.
+
+    Each parameter group has a ``factor``. The training loop multiplies the learning rate by this factor.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            is_decayed = parameter.ndim > 1 or config.decayed == "all"
+            groups.setdefault((is_decayed, name.startswith("adapter.")), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": parameters,
+                "weight_decay": config.weight_decay if is_decayed else 0.0,
+                "factor": config.adapter_lr_factor if adapter else 1.0,
+            }
+            for (is_decayed, adapter), parameters in groups.items()
+        ],
+        lr=config.warmup_lr,
+        betas=BETAS,
+        fused=True,
+    )
+
+
+def total_steps(config: LoopConfig, pairs: int) -> int:
+    """Return the number of optimiser steps of the joint phase.
+
+    Args:
+        config: settings of the training loop, with the number of steps or epochs.
+        pairs: number of pairs per epoch.
+
+    Raises:
+        UsageError: `pairs` is less than `config.batch_size`.
+    """
+    if pairs < config.batch_size:
+        raise UsageError(f"{pairs} {config.epoch_of} do not fill a batch of {config.batch_size}; lower loop.batch_size")
+    return config.steps or max(1, math.ceil((config.epochs or 0) * steps_per_epoch(config, pairs)))
+
+
+def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
+    """Return the number of optimiser steps per epoch of `pairs` pairs. The number may be fractional."""
+    return (pairs // config.batch_size) / config.accumulate
+
+
+def learning_rate(step: int, total_steps: int, steps_per_epoch: float, config: OptimizerConfig) -> float:
+    """Return the learning rate of optimiser step `step`, counted from 0.
+
+    During warm-up, the learning rate rises linearly from `config.warmup_lr` to `config.lr`. After warm-up,
+    `config.decay` selects the learning rate:
+
+    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``.
+    - "cosine": falls along a cosine to `config.min_lr` at the last step.
+    """
+    # As in the published code, warm-up with decay ``epoch`` ends with the first epoch.
+    if step < config.warmup_steps and (config.decay == "cosine" or step < steps_per_epoch):
+        return config.warmup_lr + (config.lr - config.warmup_lr) * step / config.warmup_steps
+    floor = min(config.min_lr, config.lr)
+    if config.decay == "epoch":
+        return max(floor, config.lr * config.decay_rate ** int(step // steps_per_epoch))
+    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     help="Index that stores the features of the vision tower. 'online' computes the features in every step, and "
     "stores no features.",
 )
-@click.option("--teacher", type=PATH, help="Bundle of the teacher model; needed only for distillation.")
 @click.option(
     "--preset",
     type=click.Choice(["paper", "paper-finetune", "small-data"]),
@@ -66,7 +65,6 @@ if TYPE_CHECKING:
 @click.option("--show-settings", is_flag=True, help="Print every setting with its description, as TOML, and exit.")
 @click.option("--steps", type=int, help="Number of optimiser steps.")
 @click.option("--epochs", type=float, help="Number of passes over all captions, instead of --steps.")
-@click.option("--run-dir", type=PATH, help="Directory for checkpoints, features and the log.  [default: OUT.run]")
 @click.option("--workers", type=int, help="Number of worker processes; several processes run on Ray.  [default: 1]")
 @click.option(
     "--device", type=DEVICE, help="Device to train on. auto uses cuda if a CUDA device is available.  [default: auto]"
@@ -85,8 +83,8 @@ def train(
     """Train an adapter and a joint encoder on CAPTIONS with a frozen vision tower, and write a model bundle.
 
     CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar format. The features of the vision
-    tower are computed once and stored in --run-dir, unless --features is given. Run the same command again to resume an
-    interrupted training run.
+    tower are computed once and stored in the run folder OUT.run, unless --features is given. Run the same command again
+    to resume an interrupted training run.
 
     Settings come from --preset, --config, --set and the other options, in this order; later values override earlier
     values. --show-settings lists all settings.
@@ -104,7 +102,7 @@ def train(
       edje-index train captions.jsonl --dev dev.jsonl --model clip --language minilm --preset small-data --out model
       edje-index train captions.jsonl --model clip --language minilm --epochs 5 --set architecture.adapter=local \\
         --out teacher
-      edje-index train captions.jsonl --model clip --init teacher --teacher teacher --epochs 5 --out student
+      edje-index train captions.jsonl --model clip --init teacher --set inputs.teacher=teacher --epochs 5 --out student
       edje-index train --preset small-data --show-settings > settings.toml
     """
     from edje_index.training.config import TrainSettings, validated

@@ -20,9 +20,7 @@ DEDICATED_OPTIONS = {
     "language": "inputs.language",
     "init": "inputs.init",
     "features": "inputs.features",
-    "teacher": "inputs.teacher",
     "out": "run.out",
-    "run_dir": "run.dir",
     "workers": "run.workers",
     "device": "run.device",
     "steps": "loop.steps",
@@ -104,7 +102,8 @@ def describe_settings(values: Values) -> str:
             shown = "required" if setting.is_required() else "not set" if default is None else _toml(default)
             names = [choice for choice in get_args(setting.annotation) if isinstance(choice, str)]
             choices = f" One of {', '.join(names)}." if names else ""
-            lines.append(f"# {setting.description}{choices}  [default: {shown}]")
+            description = " ".join(str(setting.description).split())
+            lines.append(f"# {description}{choices}  [default: {shown}]")
             lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from pipelines.progress.events import JobStopped
 from storage_formats.errors import EdjeError, UsageError
 
 if TYPE_CHECKING:
-    from edje_index.training.task import TrainTask
+    from edje_index.training.loop import TrainTask
 
 _STOP_FILE = "stop"
 _RAY_FOLDER = "ray"
@@ -144,8 +144,7 @@ def _worker_loop(config: dict[str, Any]) -> None:
     """Run the training steps of one Ray worker."""
     import ray.train
 
-    from edje_index.training.loop import TrainingStopped, run_worker
-    from edje_index.training.task import WorkerGroup
+    from edje_index.training.loop import TrainingStopped, WorkerGroup, run_worker
 
     task: TrainTask = config["task"]
     context = ray.train.get_context()

@@ -1,7 +1,7 @@
 """The training job: trains a model bundle from captions and a frozen vision tower.
 
 `run` prepares the run folder, trains, and writes the bundle. It calls `features`, which finds or builds the indexes of
-features, and `captions`, which prepares the captions on an engine.
+features.
 
 Files in the run folder:
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from edje_index.images.inputs import InputRef
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.config import TrainSettings
-    from edje_index.training.features import Crops
     from storage_formats.format.manifest import CommittedIndex
 
 INPUT_TABLE = "inputs.arrow"
@@ -132,13 +131,13 @@ def stored_features(job: Preparation, items: Sequence[CaptionedImage], given: Co
         UsageError: another tower built `given`.
         JobStopped: the build stopped early. Finished shards are kept.
     """
-    from edje_index.training.start import feature_fingerprints
+    from edje_index.training.start import feature_fingerprint
 
     start = job.start
     if given is not None:
         assert start.info is not None
         kind = start.adapter.config.features(start.vision.num_patches).kind
-        return check_encoder(given, feature_fingerprints(start.info, start.adapter.config), kind)
+        return check_encoder(given, feature_fingerprint(start.info, start.adapter.config), kind)
     model = job.tower_bundle("features-model", start.adapter.config.features(start.vision.num_patches))
     return job.build("features.edje", model, job.sources("features.edje.jsonl", items), "features of the frozen tower")
 
@@ -186,7 +185,6 @@ def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[Com
         JobStopped: `should_stop()` returned True. The next call crops all photos again, or resumes the build.
     """
     from edje_index.images.inputs import display_path
-    from edje_index.training.features import Crops
     from pipelines.sources import iter_all, open_sources
     from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
@@ -201,20 +199,20 @@ def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[Com
         view_list = files / "views.jsonl"
         if not view_list.exists():
             sources = job.sources("viewed.jsonl", items)
-            refs = iter_all(open_sources(sources, _path_column(sources)))
-            numbered = ((ref, photos[ref.uri]) for ref in refs if ref.uri in photos)
+            refs = (ref for ref in iter_all(open_sources(sources, _path_column(sources))) if ref.uri in photos)
+            viewed = ((ref, [files / f"{photos[ref.uri]}-{view}.jpg" for view in range(count)]) for ref in refs)
             job.on_event(StatusMessage(f"cropping {count} views of {len(photos):,} photos"))
             shutil.rmtree(files, ignore_errors=True)
             files.mkdir(parents=True)
-            crops, done = Crops(count, job.start.vision.image_size, settings.loop.seed), 0
+            size, done = job.start.vision.image_size, 0
             with ThreadPoolExecutor(_CROP_THREADS, "edje-views") as pool:
-                while batch := list(itertools.islice(numbered, _CROPS_AHEAD)):
+                while batch := list(itertools.islice(viewed, _CROPS_AHEAD)):
                     if job.should_stop():
                         raise JobStopped(f"stopped after cropping {done:,} photos; the next run crops all photos again")
-                    list(pool.map(lambda photo: write_views(photo[0], photo[1], files, crops), batch))
+                    list(pool.map(lambda photo: write_views(photo[0], photo[1], size, settings.loop.seed), batch))
                     done += len(batch)
-            paths = (view_path(files, photo, view) for photo in range(len(photos)) for view in range(count))
-            write_bytes_atomic(view_list, "".join(json.dumps({"path": str(path)}) + "\n" for path in paths).encode())
+            paths = (str(files / f"{photo}-{view}.jpg") for photo in range(len(photos)) for view in range(count))
+            write_bytes_atomic(view_list, "".join(json.dumps({"path": path}) + "\n" for path in paths).encode())
         model = job.tower_bundle("features-model", job.start.adapter.config.features(job.start.vision.num_patches))
         index = job.build(name, model, (os.fspath(view_list),), "features of the views")
     shutil.rmtree(files, ignore_errors=True)
@@ -223,34 +221,29 @@ def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[Com
     return index, rows.reshape(-1, count)[numbers]
 
 
-def view_path(folder: Path, photo: int, view: int) -> Path:
-    """Return the path in `folder` of view number `view` of photo number `photo`."""
-    return folder / f"{photo}-{view}.jpg"
-
-
-def write_views(ref: InputRef, photo: int, folder: Path, crops: Crops) -> None:
+def write_views(ref: InputRef, paths: Sequence[Path], size: tuple[int, int], seed: int) -> None:
     """Write the views of the photo `ref` as JPEG files. A photo that cannot be decoded gets no views."""
     from edje_index.images.decode import ImageError
     from edje_index.images.decoded_input import LOAD, DecodeSettings, decode_input
     from edje_index.images.inputs import read_bytes
+    from edje_index.training.features import photo_view
 
     try:
         data = read_bytes(ref)
-        pixels = decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image).pixels
+        photo = decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image).pixels
     except ImageError:  # the photo has no features either; the build of the feature index reports the failure
         return
-    for view in range(crops.views):
-        crops.view(pixels, data, view).save(view_path(folder, photo, view), quality=95)
+    for view, path in enumerate(paths):
+        photo_view(photo, data, view, size, seed).save(path, quality=95)
 
 
-def check_encoder(index: CommittedIndex, accepted: Sequence[str], content: str) -> CommittedIndex:
-    """Return `index`. Raise UsageError if the encoder fingerprint of the index is not in `accepted`."""
+def check_encoder(index: CommittedIndex, accepted: str, content: str) -> CommittedIndex:
+    """Return `index`. Raise UsageError if `accepted` is not the encoder fingerprint of the index."""
     encoder = index.manifest.model["fingerprint"]
-    if encoder not in accepted:
+    if encoder != accepted:
         raise UsageError(
-            f"{index.root} does not contain the required features ({content}), because its encoder "
-            f"fingerprint is {encoder} instead of {' or '.join(accepted)}; give another index, or omit "
-            "the index to let the training run compute it"
+            f"{index.root} does not contain the required features ({content}), because its encoder fingerprint is "
+            f"{encoder} instead of {accepted}; give another index, or omit the index to let the training run compute it"
         )
     return index
 

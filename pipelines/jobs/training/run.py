@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from edje_index.training.config import ONLINE, TrainSettings
-from pipelines.jobs.training.captions import prepare_captions, stoppable_progress
 from pipelines.jobs.training.features import (
     INPUT_TABLE,
     Preparation,
@@ -24,23 +25,21 @@ from pipelines.jobs.training.features import (
     stored_features,
     stored_views,
 )
-from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
+from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage
+from pipelines.progress.wording import counted
 from storage_formats.atomic import write_json_atomic
 from storage_formats.change import locked
 from storage_formats.errors import EdjeError, UsageError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import BundleInfo
     from edje_index.captions.reading import CaptionedImage
     from edje_index.training.captions import CaptionSet
-    from edje_index.training.task import TrainTask
+    from edje_index.training.loop import TrainTask
     from storage_formats.format.manifest import CommittedIndex
 
-FORMAT = 4  # of the record in `run.json`
+FORMAT = 5  # of the record in `run.json`
 BLANK_CAPTION = "blank-caption"
 """The key of `TrainResult.left_out` that counts blank captions instead of images."""
 _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
@@ -97,7 +96,7 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
     Raises:
         UsageError: an input cannot be read, or the run folder belongs to another training run.
         ModelError: a bundle or language model cannot be used.
-        JobStopped: `should_stop()` returned True. The last checkpoint is kept.
+        JobStopped: `should_stop()` returned True. The last checkpoint and all finished parts are kept.
         EdjeError: another process uses the run folder, or a file in the run folder is damaged.
     """
     from edje_index.captions.reading import check_apart, check_image_directory, read_caption_file
@@ -266,7 +265,7 @@ def prepare_training(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> tuple[TrainTask, TrainResult]:
-    """Make the missing parts of the run folder.
+    """Make the missing parts of the run folder, except the prepared captions, which the train workers make.
 
     Args:
         settings: settings of the training run.
@@ -279,19 +278,14 @@ def prepare_training(
         should_stop: the preparation stops once `should_stop()` returns True.
 
     Returns:
-        The task of the optimiser steps, and the result as far as it is known.
-
-    Raises:
-        UsageError: a caption file or an index cannot be used for the request.
-        ModelError: a bundle or language model cannot be used.
-        JobStopped: `should_stop()` returned True; finished parts are kept.
+        The task of the train workers, and the result as far as it is known.
     """
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
-    from edje_index.training.batches import TrainingData
-    from edje_index.training.loop import total_steps
+    from edje_index.training.captions import TrainingData, write_caption_table
+    from edje_index.training.loop import TrainTask
     from edje_index.training.start import make_start
-    from edje_index.training.task import TrainTask
+    from edje_index.training.step import total_steps
 
     inputs, folder = settings.inputs, settings.run.folder
     is_online = inputs.features == ONLINE
@@ -312,35 +306,43 @@ def prepare_training(
         on_event(StatusMessage(f"blank captions left out: {blank:,}"))
         left_out = {**left_out, BLANK_CAPTION: blank}
     steps = total_steps(settings.loop, captions.pairs(settings.loop.epoch_of))
-    mining = features, captions.rows
+    mining, mining_rows, miner = features, captions.rows, bundle.info
     if inputs.miner is not None:
-        index = job.build("miner.edje", inputs.miner, job.sources("miner.edje.jsonl", kept), "embeddings for mining")
-        mining = index, rows_of_all(index, kept)
+        miner = read_bundle_info(inputs.miner)
+        mining = job.build("miner.edje", inputs.miner, job.sources("miner.edje.jsonl", kept), "embeddings for mining")
+        mining_rows = rows_of_all(mining, kept)
     teacher_tokens = None
     if inputs.teacher is not None:
         teacher_tokens = _teacher_tokens(inputs.teacher, bundle, given.get("teacher_features"), features, kept)
     views = stored_views(job, kept) if settings.augmentation.views and not is_online else None
-    prepare_captions(folder / "data", captions, start, inputs.miner, mining, settings.run, on_event, should_stop)
-    if not (TrainingData.open(folder / "data").rows == captions.rows).all():
+    data = folder / "data"
+    if not data.exists():
+        models = " ".join([bundle.info.fingerprint, miner.fingerprint, mining.manifest.model["fingerprint"]])
+        write_caption_table(data, captions, mining_rows, models)
+        count = captions.pairs("captions")
+        on_event(StatusMessage(f"preparing {counted(count, 'caption')}"))
+    elif not np.array_equal(TrainingData.open(data).rows, captions.rows):
         raise UsageError(
-            f"{folder / 'data'} contains the training data of other images: the features have changed, or another "
-            "version of edje-index chose the images; set run.dir to another folder"
+            f"{data} contains the training data of other images: the features have changed, or another version of "
+            "edje-index chose the images; set run.dir to another folder"
         )
-    if dev is not None:
-        prepare_captions(folder / "dev", dev, start, None, (features, dev.rows), settings.run, on_event, should_stop)
-    temperature = 0.0 if settings.negatives.selection == "top" else settings.negatives.temperature
-    if temperature is None:  # that of the mining model
-        miner = bundle if inputs.miner is None else ModelBundle.load(inputs.miner)
-        temperature = 1 / float(miner.clip.get_parameter("logit_scale").exp())
+    if dev is not None and not (folder / "dev").exists():
+        write_caption_table(folder / "dev", dev, dev.rows, bundle.info.fingerprint)
+    temperature = 0.0
+    if settings.negatives.selection == "softmax":  # at the temperature of the mining model
+        clip = (bundle if inputs.miner is None else ModelBundle.load(inputs.miner)).clip
+        temperature = 1 / float(clip.get_parameter("logit_scale").exp())
     task = TrainTask(
         config=settings,
         run=fingerprint,
         start=start,
         features=features,
-        data=folder / "data",
+        data=data,
+        mining=mining,
         temperature=temperature,
         steps=steps,
         new_adapter=inputs.init is None or read_bundle_info(inputs.init).adapter != bundle.info.adapter,
+        miner=None if inputs.miner is None else inputs.miner.absolute(),  # a worker has another directory
         inputs=folder / INPUT_TABLE if is_online else None,
         views=views,
         teacher=None if inputs.teacher is None else inputs.teacher.absolute(),
@@ -416,7 +418,7 @@ def _teacher_tokens(
     """
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig
-    from edje_index.training.start import feature_fingerprints
+    from edje_index.training.start import feature_fingerprint
 
     info, student = read_bundle_info(teacher), start.info
     assert student is not None
@@ -432,11 +434,10 @@ def _teacher_tokens(
             "inputs.init to a model with the tokenizer of the teacher"
         )
     if given is not None:
-        check_encoder(given, [info.encoder_fingerprint], "tokens of the teacher")
+        check_encoder(given, info.encoder_fingerprint, "tokens of the teacher")
         return given, rows_of_all(given, items)
-    # The features of a step: those of the student's adapter, also if `features` stores all patches.
-    read = feature_fingerprints(student, start.adapter.config)[0]
-    if read != feature_fingerprints(info, AdapterConfig.from_json(info.adapter, info.path))[0]:
+    read = feature_fingerprint(student, start.adapter.config)
+    if read != feature_fingerprint(info, AdapterConfig.from_json(info.adapter, info.path)):
         raise UsageError(
             f"the adapter of the teacher {teacher} cannot read the features of the student, because another tower "
             "computes them or they have too few patches; set inputs.teacher_features to an index that the teacher built"
@@ -450,8 +451,7 @@ def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> No
     Raises:
         JobStopped: `should_stop()` returned True. The last checkpoint contains all finished steps.
     """
-    from edje_index.training.loop import TrainingStopped, run_worker
-    from edje_index.training.task import WorkerGroup
+    from edje_index.training.loop import TrainingStopped, WorkerGroup, run_worker
 
     last = -_REPORT_SECONDS
 
@@ -476,8 +476,8 @@ def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> No
 def describe_record(record: dict[str, Any]) -> str:
     """Return a log record as one line of text."""
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
-    if "lr" not in record:  # an evaluation
-        return ", ".join(parts + [f"{name} R@1 {100 * record[name]:.1f}" for name in ("t2i", "i2t")])
+    if "lr" not in record:  # an evaluation, or shards of captions
+        return ", ".join(parts + [f"{name} R@1 {100 * record[name]:.1f}" for name in ("t2i", "i2t") if name in record])
     parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
     parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
     parts.append(f"{(record['steps'] - record['step']) * record['step_seconds'] / 60:.0f} min left")
@@ -510,7 +510,15 @@ def finish_training(
     from edje_index.training.finish import finish_model
 
     config, folder, inputs = task.config, task.config.run.folder, task.config.inputs
-    bundle, steps, choices = finish_model(task, config.run.export_step, stoppable_progress(on_event, should_stop))
+
+    def progress(activity: str, done: int, total: int) -> None:
+        if should_stop():
+            raise JobStopped(
+                f"stopped while {activity}, after {done:,} of {total:,}; run the command again to continue"
+            )
+        on_event(Progress(activity, done, total))
+
+    bundle, steps, choices = finish_model(task, config.run.export_step, progress)
     records = read_log(folder)
     dev = None
     if choices:  # by what is ranked: images in text-to-image search, captions in image-to-text search

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +11,13 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.training.batches import BatchSource, SpecialTokens, TrainingData
-from edje_index.training.captions import CaptionSet
-from edje_index.training.config import RunSettings, TrainSettings, validated
+from edje_index.training.batches import BatchSource
+from edje_index.training.captions import CaptionSet, TrainingData, prepare_captions, write_caption_table
+from edje_index.training.config import TrainSettings, validated
 from edje_index.training.features import StoredFeatures
-from edje_index.training.loop import total_steps
+from edje_index.training.loop import TrainTask
 from edje_index.training.start import make_start
-from edje_index.training.task import TrainTask
-from pipelines.jobs.training.captions import prepare_captions
-from pipelines.progress.events import OnEvent, ShouldStop
+from edje_index.training.step import total_steps
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
@@ -47,23 +46,6 @@ def captions(count: int = IMAGES) -> list[tuple[str, ...]]:
     rng = np.random.default_rng(3)
     made = [tuple(" ".join(rng.choice(WORDS, rng.integers(2, 7))) for _ in range(2)) for _ in range(count)]
     return [("A dog .", made[0][1]), ("a dog", made[1][1]), *made[2:]]
-
-
-def prepare(
-    folder: Path,
-    items: CaptionSet,
-    bundle: Path,
-    index: Path,
-    *,
-    miner: Path | None = None,
-    on_event: OnEvent = lambda _: None,
-    should_stop: ShouldStop = lambda: False,
-    workers: int = 1,
-) -> None:
-    """Prepare captions on the CPU, with one thread per worker."""
-    run = RunSettings(out=folder.with_name("out"), workers=workers, device="cpu", threads=1)
-    mining = CommittedIndex.open(index), items.rows
-    prepare_captions(folder, items, bundle, miner, mining, run, on_event, should_stop)
 
 
 @dataclass(frozen=True)
@@ -96,13 +78,30 @@ class Case:
         steps = total_steps(config.loop, TrainingData.open(self.data).pairs(config.loop.epoch_of))
         dev_captions = (self.items, self.data) if dev else None
         index = CommittedIndex.open(self.features)
-        return TrainTask(config, "run", start, index, self.data, temperature=0.1, steps=steps, dev=dev_captions)
+        return TrainTask(config, "run", start, index, self.data, index, temperature=0.1, steps=steps, dev=dev_captions)
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
         data, features = TrainingData.open(self.data), StoredFeatures(CommittedIndex.open(self.features))
-        special_tokens = SpecialTokens.of(bundle.joint.tokenizer)
-        return BatchSource(data, features, special_tokens, 4, 0.1, self.config(**settings), rank, world)
+        return BatchSource(data, features, bundle.joint.tokenizer, 4, 0.1, self.config(**settings), rank, world)
+
+
+def prepare(
+    folder: Path,
+    case: Case,
+    *,
+    miner: Path | None = None,
+    rank: int = 0,
+    size: int = 1,
+    agree: Callable[[bool], bool] = lambda flag: flag,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_shard: Callable[[int, int], None] = lambda done, shards: None,
+) -> bool:
+    """Prepare the captions of `case` on the CPU. Worker 0 writes the table."""
+    if size == 1 and not folder.exists():
+        write_caption_table(folder, case.items, case.items.rows, str(miner))
+    device, index = torch.device("cpu"), CommittedIndex.open(case.features)
+    return prepare_captions(folder, case.bundle, miner, index, device, rank, size, agree, should_stop, on_shard)
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -120,5 +119,5 @@ def case(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Case:
     features = folder / "features.edje"
     write_random_index(features, IndexSpec(IMAGES + 3, 8, (16, 32), embed_dim=24))
     made = Case(folder, tiny_bundle, features, CaptionSet(np.arange(IMAGES) + 2, captions()))
-    prepare(made.data, made.items, tiny_bundle, features)
+    assert prepare(made.data, made)
     return made

@@ -18,10 +18,9 @@ from edje_index.training.config import FittingConfig
 from edje_index.training.dev import DevSet, choose_dev_weights
 from edje_index.training.features import StoredFeatures
 from edje_index.training.finish import finish_model, make_hubness_bank
-from edje_index.training.loop import TrainingStopped, run_worker
+from edje_index.training.loop import TrainingStopped, TrainTask, WorkerGroup, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
-from edje_index.training.task import TrainTask, WorkerGroup
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES
@@ -181,9 +180,7 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
     models = bundle.score_models
     bank = make_hubness_bank(adapter, models, source, count, lambda *report: reports.append(report[1:]))
     data = source.data
-    texts = [
-        bundle.joint.tokenizer.tokenizer.decode(data.caption(at).tolist()) for at in range(len(data.text_embeddings))
-    ]
+    texts = [bundle.joint.tokenizer.tokenizer.decode(data.caption(at)) for at in range(len(data.text_embeddings))]
     embedded = read_embeddings(index, data.rows)
     with torch.no_grad():
         tokens = adapter(source.features.fetch(data.rows)[0].float()).bfloat16()

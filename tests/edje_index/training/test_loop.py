@@ -10,13 +10,13 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.weights import read_checkpoint
+from edje_index.training import loop
 from edje_index.training.checkpoints import Checkpoints, read_log
-from edje_index.training.config import PRESETS, OptimizerConfig, make_config
+from edje_index.training.config import PRESETS, OptimizerConfig, TrainConfig, validated
 from edje_index.training.finish import finish_model
-from edje_index.training.loop import TrainingStopped, learning_rate, make_optimizer, run_worker, total_steps
+from edje_index.training.loop import TrainingStopped, WorkerGroup, open_start, run_worker
 from edje_index.training.start import make_trainable
-from edje_index.training.step import JointObjective
-from edje_index.training.task import WorkerGroup, open_task
+from edje_index.training.step import JointObjective, learning_rate, make_optimizer, total_steps
 from storage_formats.errors import UsageError
 
 
@@ -102,8 +102,9 @@ def test_frozen_words_stay_the_language_models(case, tmp_path, words):
     assert not torch.equal(after.joint.text_projection.weight, before.joint.text_projection.weight)
 
 
-def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_path):
-    task = case.task(tmp_path, loop__max_bad_steps=3, loop__steps=6)
+def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_BAD_STEPS", 3)
+    task = case.task(tmp_path, loop__steps=6)
     path = sorted((task.start / "joint").glob("model.safetensors"))[0]
     from safetensors.torch import load_file, save_file
 
@@ -140,15 +141,13 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
     still = {"architecture__dropout": 0.0, "architecture__attention_dropout": 0.0}
     task = case.task(tmp_path, **settings, **still)
     run_worker(task, WorkerGroup(), never)
-    opened = open_task(task, WorkerGroup())
-    make_trainable(opened.start, task.config.architecture, torch.device("cpu"))
-    module = JointObjective(
-        opened.start.adapter, opened.start.joint, task.config.objective, task.config.augmentation
-    ).train()
+    start, source, _ = open_start(task, WorkerGroup())
+    make_trainable(start, task.config.architecture, torch.device("cpu"))
+    module = JointObjective(start.adapter, start.joint, task.config.objective, task.config.augmentation).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.05)
     for number in range(2):
         optimizer.zero_grad()
-        module(opened.source.joint(number))["loss"].backward()
+        module(source.joint(number))["loss"].backward()
         total = sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None) ** 0.5
         assert total > 0.5
         for parameter in module.parameters():
@@ -163,7 +162,7 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
 
 
 PRETRAINING = OptimizerConfig()
-FINETUNING = make_config(PRESETS["paper-finetune"]).optimizer
+FINETUNING = validated(TrainConfig, PRESETS["paper-finetune"]).optimizer
 
 
 def published_rates(config: OptimizerConfig, epochs: int, steps_per_epoch: int) -> list[float]:

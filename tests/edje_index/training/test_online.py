@@ -22,14 +22,7 @@ from edje_index.models.adapter import build_adapter
 from edje_index.training.batches import BatchSource, Sampler
 from edje_index.training.config import FittingConfig
 from edje_index.training.dev import DevSet, choose_dev_weights, dev_recalls
-from edje_index.training.features import (
-    Crops,
-    OnlineFeatures,
-    UnreadableImages,
-    ViewSource,
-    random_view,
-    unreadable_by_reason,
-)
+from edje_index.training.features import OnlineFeatures, photo_view, unreadable_by_reason
 from edje_index.training.start import make_start
 from storage_formats.errors import EdjeError
 from storage_formats.format.manifest import CommittedIndex
@@ -49,10 +42,9 @@ class Photos:
     def path(self, row: int) -> Path:
         return self.folder / f"{row}.jpg"
 
-    def features(self, crops: Crops | None = None) -> OnlineFeatures:
-        unreadable, index = UnreadableImages(self.folder, 0), CommittedIndex.open(self.case.features)
-        inputs = InputTable(self.folder / "inputs.arrow")
-        return OnlineFeatures(index, inputs, self.encoder, unreadable, ThreadPoolExecutor(2), crops)
+    def features(self, views: int = 0) -> OnlineFeatures:
+        index, inputs = CommittedIndex.open(self.case.features), InputTable(self.folder / "inputs.arrow")
+        return OnlineFeatures(index, inputs, self.encoder, self.folder, 0, ThreadPoolExecutor(2), views=views, seed=7)
 
     def source(self, **settings: object) -> BatchSource:
         return replace(self.case.source(**settings), features=self.features())
@@ -91,18 +83,16 @@ def test_features_are_those_of_a_build(photos):
 
 
 def test_views_are_the_crops_that_a_stored_view_has(photos):
-    crops = Crops(3, photos.encoder.vision.image_size, seed=7)
+    size, data = photos.encoder.vision.image_size, photos.path(4).read_bytes()
     rows = np.array([4 * 3 + 1, 9 * 3])
-    photo = decode_rgb(photos.path(4).read_bytes())
-    values, is_readable = photos.features(crops).load(rows)
+    photo = decode_rgb(data)
+    values, is_readable = photos.features(3).load(rows)
     assert is_readable.all()
-    expected = photos.encoder.preprocess(crops.view(photo, photos.path(4).read_bytes(), 1))
+    expected = photos.encoder.preprocess(photo_view(photo, data, 1, size, 7))
     assert torch.equal(values[0], expected)
-    other = photos.encoder.preprocess(random_view(photo, crops.size, np.random.default_rng(0)))
+    other = photos.encoder.preprocess(photo_view(photo, data, 2, size, 7))
     assert not torch.equal(values[0], other)
-    source = replace(
-        photos.source(), views=ViewSource(photos.features(crops), np.arange(ROWS * 3).reshape(-1, 3)[2:-1])
-    )
+    source = replace(photos.source(), views=(photos.features(3), np.arange(ROWS * 3).reshape(-1, 3)[2:-1]))
     batch = source.with_features(source.joint(0))
     assert batch.patches.shape == (8, 16, 32)
     assert not torch.equal(batch.patches, photos.source().with_features(photos.source().joint(0)).patches)

@@ -58,13 +58,13 @@ def test_it_tells_whose_caption_it_is(case):
     assert fitted.sizes["dim"] == 12
     data = source.data
     words = fitted.word_numbers.tolist()
-    counted = [set(data.caption(at).tolist()) for at in range(len(data.token_starts) - 1)]
+    counted = [set(data.caption(at)) for at in range(len(data.token_starts) - 1)]
     every = {word for caption in counted for word in caption}
     assert words == sorted(word for word in every if sum(word in caption for caption in counted) >= MIN_CAPTIONS)
     bundle = replace(bundle, pooled=fitted, info=None)
     with torch.no_grad():
         tokens = trained_part(bundle.adapter)(source.features.fetch(data.rows)[0].float()).bfloat16()
-    numbers = [data.caption(at).tolist() for at in data.caption_starts[:-1]]
+    numbers = [data.caption(at) for at in data.caption_starts[:-1]]
     texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]
     models, weights = bundle.score_models, ScoreWeights()
     scored = [models.part("pooled", Pairs([text] * len(tokens), tokens), "t2i", weights) for text in texts]

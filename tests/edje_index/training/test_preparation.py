@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass, fields
-from pathlib import Path
+import threading
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training import captions as caption_shards
-from edje_index.training.batches import TrainingData
-from pipelines.progress.events import JobStopped, Progress
+from edje_index.training.captions import TrainingData
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
-from tests.edje_index.training.conftest import IMAGES, Case, prepare
-
-
-@dataclass(frozen=True)
-class Job:
-    case: Case
-    folder: Path
-
-    @property
-    def root(self) -> Path:
-        return self.folder.with_name(f".{self.folder.name}.part")
-
-    def run(self, on_event=lambda _: None, should_stop=lambda: False, items=None, miner=None) -> None:
-        case = self.case
-        items = items or case.items
-        prepare(self.folder, items, case.bundle, case.features, miner=miner, on_event=on_event, should_stop=should_stop)
-
-
-@pytest.fixture
-def job(case, tmp_path):
-    return Job(case, tmp_path / "data")
+from tests.edje_index.training.conftest import IMAGES, prepare
 
 
 def check_equal(one: TrainingData, other: TrainingData) -> None:
@@ -46,26 +24,17 @@ def check_equal(one: TrainingData, other: TrainingData) -> None:
         np.testing.assert_allclose(left, right, rtol=0, atol=1e-6 if left.dtype == np.float32 else 0)
 
 
-def stop_after(shards: int):
-    """Return a list of the progress events, a callback that adds to the list, and a callback to stop."""
-    events: list[Progress] = []
-
-    def on_event(event):
-        if isinstance(event, Progress) and event.shards:
-            events.append(event)
-
-    return events, on_event, lambda: bool(events) and events[-1].finished_shards >= shards
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Five shards of the 48 captions."""
+    monkeypatch.setattr(caption_shards, "SHARD_CAPTIONS", 10)
 
 
-def receipts(job: Job) -> list[Path]:
-    return sorted((job.root / "build" / "receipts").iterdir())
-
-
-def test_the_data_are_those_of_the_models(case, job):
+def test_the_data_are_those_of_the_models(case):
     bundle, data = ModelBundle.load(case.bundle), TrainingData.open(case.data)
     texts = case.items.texts()
     np.testing.assert_allclose(data.text_embeddings, bundle.text.encode(texts), rtol=0, atol=1e-6)
-    assert [data.caption(number).tolist() for number in range(len(texts))] == bundle.joint.tokenizer.caption_ids(texts)
+    assert [data.caption(number) for number in range(len(texts))] == bundle.joint.tokenizer.caption_ids(texts)
     np.testing.assert_array_equal(
         data.image_mining, read_embeddings(CommittedIndex.open(case.features), case.items.rows)
     )
@@ -76,60 +45,51 @@ def test_the_data_are_those_of_the_models(case, job):
     assert (0, 2) in equal, "the captions 'A dog .' and 'a dog' have the same words"
 
 
-@pytest.mark.parametrize("captions_per_shard", [7, 47])
-def test_shards_do_not_change_the_data(case, job, monkeypatch, captions_per_shard):
-    monkeypatch.setattr(caption_shards, "SHARD_CAPTIONS", captions_per_shard)
-    job.run()
-    check_equal(TrainingData.open(case.data), TrainingData.open(job.folder))
-    assert [path.name for path in job.folder.parent.iterdir()] == ["data"]
+def test_several_workers_and_another_mining_model_give_the_same_data(case, tmp_path, small_shards):
+    """The workers are threads. With a mining model, the captions have two embeddings."""
+    barrier, flags, done = threading.Barrier(3), [False] * 3, []
+
+    def work(rank: int) -> None:
+        def agree(flag: bool) -> bool:
+            barrier.wait()
+            flags[rank] = flag
+            barrier.wait()
+            return any(flags)
+
+        done.append(prepare(tmp_path / "data", case, miner=case.bundle, rank=rank, size=3, agree=agree))
+
+    prepare(tmp_path / "data", case, miner=case.bundle, should_stop=lambda: True)  # writes the table
+    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert done == [True] * 3
+    check_equal(TrainingData.open(case.data), TrainingData.open(tmp_path / "data"))
+    assert (tmp_path / "data" / "text_mining.npy").stat().st_nlink == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_another_mining_model_has_its_own_embeddings(case, job):
-    job.run(miner=case.bundle)
-    check_equal(TrainingData.open(case.data), TrainingData.open(job.folder))
-    assert (job.folder / "text_mining.npy").stat().st_nlink == 1
+def test_a_stopped_preparation_resumes_after_its_finished_shards(case, tmp_path, small_shards):
+    finished: list[tuple[int, int]] = []
+    data, options = tmp_path / "data", {"on_shard": lambda *shards: finished.append(shards)}
+    assert not prepare(data, case, should_stop=lambda: len(finished) == 2, **options)
+    assert not data.exists()
+    assert not prepare(data, case, should_stop=lambda: len(finished) == 4, **options)
+    assert prepare(data, case, **options)
+    assert finished == [(number, 5) for number in range(1, 6)]
+    check_equal(TrainingData.open(case.data), TrainingData.open(data))
+    assert prepare(data, case, should_stop=lambda: True), "finished data need no preparation"
 
 
-def test_a_stopped_preparation_resumes_after_its_finished_shards(case, job, monkeypatch):
-    monkeypatch.setattr(caption_shards, "SHARD_CAPTIONS", 10)
-    events, on_event, should_stop = stop_after(2)
-    with pytest.raises(JobStopped, match=r"^stopped; 20 of 48 captions are kept, 2 of 5 shards are finished$"):
-        job.run(on_event, should_stop)
-    assert not job.folder.exists()
-    written = [path.stat().st_mtime_ns for path in receipts(job)]
-    events, on_event, should_stop = stop_after(4)
-    with pytest.raises(JobStopped, match="4 of 5 shards are finished"):
-        job.run(on_event, should_stop)
-    assert [path.stat().st_mtime_ns for path in receipts(job)][:2] == written
-    assert [event.finished_shard[0] for event in events if event.finished_shard] == [2, 3]
-    events, on_event, _ = stop_after(6)
-    job.run(on_event)
-    assert (events[-1].activity, events[-1].done, events[-1].total) == ("preparing captions", 48, 48)
-    assert {event.bottleneck for event in events} <= {"model", "write", None}
-    check_equal(TrainingData.open(case.data), TrainingData.open(job.folder))
-
-
-def test_a_damaged_shard_is_found_and_prepared_again(case, job, monkeypatch):
-    monkeypatch.setattr(caption_shards, "SHARD_CAPTIONS", 10)
-    _, on_event, should_stop = stop_after(2)
-    with pytest.raises(JobStopped):
-        job.run(on_event, should_stop)
-    path = job.root / "shards" / "text_embeddings-00000001.npy"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
-    with pytest.raises(CorruptIndexError, match=r"text_embeddings-00000001.npy was damaged; train again"):
-        job.run()
-    job.run()
-    check_equal(TrainingData.open(case.data), TrainingData.open(job.folder))
-
-
-def test_a_full_disk_stops_the_preparation(job, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", full)
-    monkeypatch.setattr(Path, "hardlink_to", full)
-    with pytest.raises(JobStopped, match=f"^cannot write {job.folder}: No space left on device; finished shards are k"):
-        job.run()
-    monkeypatch.undo()
-    job.run()
-    assert job.folder.exists()
+def test_a_damaged_shard_is_found_and_prepared_again(case, tmp_path, small_shards):
+    data, finished = tmp_path / "data", []
+    assert not prepare(data, case, should_stop=lambda: len(finished) == 2, on_shard=lambda *_: finished.append(0))
+    path = tmp_path / ".data.part" / "00000001.npz"
+    content = path.read_bytes()
+    middle = content.index(b"text_embeddings.npy") + 400  # among the numbers
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    with pytest.raises(CorruptIndexError, match=r"00000001.npz was damaged; train again"):
+        prepare(data, case)
+    prepare(data, case)
+    check_equal(TrainingData.open(case.data), TrainingData.open(data))

@@ -24,7 +24,7 @@ from edje_index.training.step import (
 )
 
 
-@pytest.fixture(params=range(5))
+@pytest.fixture(params=range(2))
 def rng(request):
     return np.random.default_rng(request.param)
 
@@ -160,7 +160,6 @@ def test_gradients_reach_adapter_language_model_and_heads_and_not_the_tower(case
     [
         ({"objective__mlm_weight": 0.0}, "joint.language_model.cls.predictions.transform"),
         ({"objective__recovery_weight": 0.0}, "joint.text_projection"),
-        ({"objective__itm_weight": 0.0}, "joint.classification_head"),
     ],
 )
 def test_a_loss_of_weight_zero_leaves_its_head_alone(case, bundle, settings, still):
@@ -180,7 +179,7 @@ def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle,
     local = build_adapter(AdapterConfig("local", 16, 32, 16, 24))
     source = case.source()
     batch = replace(source, teacher_tokens=16).joint(0)
-    assert (batch.teacher[0].input_ids == source.special_tokens.image).sum(dim=1).tolist() == [16] * 40
+    assert (batch.teacher[0].input_ids == source.tokenizer.image_token_id).sum(dim=1).tolist() == [16] * 40
     tokens = local(batch.patches.float())
     if has_tokens:
         batch = replace(batch, teacher=(batch.teacher[0], tokens.detach()))
