@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from pipelines.api import train
     from pipelines.jobs.add_rows import append_index, update_index
     from pipelines.jobs.build import BuildResult, build_index
-    from pipelines.jobs.copy import CompactResult, CopyResult, MergeResult, compact_index, copy_index, merge_indexes
+    from pipelines.jobs.copy import CopyResult, compact_index, copy_index
+    from pipelines.jobs.merge import merge_indexes
     from pipelines.jobs.quantize import QuantizeResult, quantize_index
     from pipelines.jobs.repair import RepairResult, repair_index
     from pipelines.jobs.snapshots import DeleteResult, delete_rows
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "BuildResult": "pipelines.jobs.build",
-    "CompactResult": "pipelines.jobs.copy",
     "CopyResult": "pipelines.jobs.copy",
     "DeleteResult": "pipelines.jobs.snapshots",
     "JobStopped": "pipelines.progress.events",
-    "MergeResult": "pipelines.jobs.copy",
     "QuantizeResult": "pipelines.jobs.quantize",
     "RepairResult": "pipelines.jobs.repair",
     "TrainResult": "pipelines.jobs.training.run",
@@ -34,7 +33,7 @@ _MODULES = {
     "compact_index": "pipelines.jobs.copy",
     "copy_index": "pipelines.jobs.copy",
     "delete_rows": "pipelines.jobs.snapshots",
-    "merge_indexes": "pipelines.jobs.copy",
+    "merge_indexes": "pipelines.jobs.merge",
     "quantize_index": "pipelines.jobs.quantize",
     "repair_index": "pipelines.jobs.repair",
     "train": "pipelines.api",
@@ -43,11 +42,9 @@ _MODULES = {
 
 __all__ = [
     "BuildResult",
-    "CompactResult",
     "CopyResult",
     "DeleteResult",
     "JobStopped",
-    "MergeResult",
     "QuantizeResult",
     "RepairResult",
     "TrainResult",

@@ -221,7 +221,7 @@ class Change:
         snapshot = replace(
             changed.snapshot,
             number=current.snapshot.number + 1,
-            change={"kind": self.kind, **details, "created": _now()},
+            change={"kind": self.kind, **details, "created": now()},
             next_shard=max(current.snapshot.next_shard, current.spec.shards, changed.spec.shards),
         )
         kept = self.layout.snapshot(current.snapshot.number)
@@ -373,7 +373,8 @@ def _digest(layout: Layout) -> str | None:
         return None
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the time in UTC, as manifests store it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 

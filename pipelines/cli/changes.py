@@ -124,7 +124,7 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
     Example:
       edje-index merge 2024.edje 2025.edje --out photos.edje
     """
-    from pipelines.jobs.copy import merge_indexes
+    from pipelines.jobs.merge import merge_indexes
 
     with running_job(out, quiet=quiet) as (on_event, should_stop):
         result = merge_indexes(indexes, out, on_event=on_event, should_stop=should_stop)
@@ -133,7 +133,8 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
         return
     for each in result.inputs:
         print_line(
-            f"{each.index}: {counted(each.rows, 'row')}, {each.duplicates:,} duplicates; row ids plus {each.offset:,}"
+            f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,} duplicates; row ids plus "
+            f"{each['offset']:,}"
         )
     print_line(f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')}, {result.seconds:.1f} s")
 

@@ -1,14 +1,14 @@
-"""Compactions, merges and copies: write rows of indexes anew, without the model. No token is decoded."""
+"""Compactions and copies: write rows of an index anew, without the model. No token is decoded."""
 
 from __future__ import annotations
 
-import bisect
-import datetime
 import hashlib
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,6 @@ from pipelines.engines.base import TaskInterrupted, open_engine
 from pipelines.environment import free_disk
 from pipelines.jobs.build import ignore, never
 from pipelines.jobs.plan import (
-    SOURCES_MEMBER,
-    holds_clips,
     recorded_sources,
     stopping_on_full_disk,
     with_sources,
@@ -34,11 +32,13 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Segment
 from storage_formats.format.object_store import IndexLocation, index_location, is_url, local_path
+from storage_formats.ordered_results import ordered_results
 
 if TYPE_CHECKING:
     from storage_formats.change import Change
     from storage_formats.format.manifest import CommittedIndex, Manifest
     from storage_formats.format.receipts import ShardReceipt
+    from storage_formats.format.selection import Selection
     from storage_formats.format.shard_table import FileEntry
     from storage_formats.writing.index_copy import CopyTarget
 
@@ -47,37 +47,51 @@ CopyShard = Callable[[int, Callable[[int], None], ShouldStop], "ShardReceipt"]
 """Function that writes the shard with a number and returns its receipt. It reports the number of rows copied so far."""
 
 _FILES_AT_ONCE = 8
-_HASH = "S64"  # SHA-256, hexadecimal
 
 
 @dataclass(frozen=True)
-class CompactResult:
-    """The result of a compaction.
+class CopyResult:
+    """The result of a compaction, a merge or a copy.
 
     Attributes:
-        rows: number of rows of the compacted index.
-        removed: number of deleted rows that were removed; 0 if there was nothing to do.
-        first_row: first row id of the copied rows.
-        shards: number of shards of the compacted index.
-        row_map: path or URL of the Parquet file that maps old row ids to new row ids; None if there was nothing to do.
-        snapshot: number of the current snapshot.
+        rows: number of rows of the written index. Deleted rows do not count.
+        shards: number of shards of the written index.
+        snapshot: number of its current snapshot; of a copy, number of the copied snapshot.
         seconds: wall time of this run.
+        first_row: first row id of the copied rows.
+        removed: number of deleted rows that a compaction removed; 0 if there was nothing to do.
+        row_map: path or URL of the Parquet file that maps the row ids before a compaction to those after it; None if
+            there was nothing to do.
+        duplicates: number of rows that a merge deleted, because an earlier index has the same content.
+        inputs: for each merged index, its `index`, the `offset` added to its row ids, and its numbers of `rows`
+            (including deleted rows) and `duplicates`.
+        files: number of files of a copy, apart from `index.json`.
+        copied_files: number of files that this run wrote. The other files were already in the destination.
+        copied_bytes: length of the written files in bytes.
 
     Example:
-        >>> from pipelines import compact_index, delete_rows
-        >>> _ = delete_rows("photos.edje", rows=[0, 5])
-        >>> result = compact_index("photos.edje")
+        >>> from pipelines import compact_index, copy_index, delete_rows
+        >>> result = copy_index("photos.edje", "backup.edje")
+        >>> result.snapshot, result.files
+        (0, 9)
+        >>> _ = delete_rows("backup.edje", rows=[0, 5])
+        >>> result = compact_index("backup.edje")
         >>> result.rows, result.removed, result.first_row, result.snapshot
         (4, 2, 1024, 2)
     """
 
     rows: int
-    removed: int
-    first_row: int
     shards: int
-    row_map: str | None
     snapshot: int
     seconds: float
+    first_row: int = 0
+    removed: int = 0
+    row_map: str | None = None
+    duplicates: int = 0
+    inputs: Sequence[dict[str, Any]] = ()
+    files: int = 0
+    copied_files: int = 0
+    copied_bytes: int = 0
 
 
 @name_missing_extra("search")
@@ -87,7 +101,7 @@ def compact_index(
     only_shards_with_deleted: bool = False,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
-) -> CompactResult:
+) -> CopyResult:
     """Rewrite an index without its deleted rows, as `edje-index compact` does. The model is not needed.
 
     The copied rows get new ids. `storage_formats.TokenStore.translate` maps old row ids to new row ids. If no row is
@@ -117,67 +131,97 @@ def compact_index(
         >>> TokenStore.open("pages.edje").translate([2, 3])
         array([  -1, 1024])
     """
+    from edje_index.indexing.faiss_index import ann_without_rows, extend_ann
     from storage_formats.change import begin_change
-    from storage_formats.format.manifest import RowMap
+    from storage_formats.format.manifest import Counts, RowMap
     from storage_formats.format.row_map import write_row_map
+    from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, iter_stored_rows
     from storage_formats.format.selection import Selection
-    from storage_formats.writing.copying import RowCopier
+    from storage_formats.format.shard_table import read_shard_tables
+    from storage_formats.writing.copying import count_values, with_values
+    from storage_formats.writing.publish import add_counts, total_counts, write_shard_tables
     from storage_formats.writing.working_copy import working_copy
 
     started = time.monotonic()
+    request = {"only_shards_with_deleted": only_shards_with_deleted}
     with (
         working_copy(index) as copy,
-        begin_change(copy.root, "compact", {"only_shards_with_deleted": only_shards_with_deleted}) as change,
+        begin_change(copy.root, "compact", request) as change,
+        stopping_on_full_disk(copy.root),
     ):
         assert change.index is not None
         source, manifest, spec = change.index, change.index.manifest, change.index.manifest.spec
-        removed, row_map = len(source.deleted), None
-        if removed:
-            shards = list(spec.shard_numbers())
-            if only_shards_with_deleted:
-                shards = shards_to_compact(source)
-            selection = Selection.of(source, shards=shards)
-            kept = _segments_without(spec, set(shards))
-            if not len(selection) and not kept:
-                raise UsageError(f"cannot compact {index}: all its rows are deleted; delete the directory instead")
-            first_shard = max(spec.shards, manifest.snapshot.next_shard)
-            new = Segment(first_shard * spec.shard_size, len(selection))
-            segments = (*kept, new) if len(selection) else kept
-            target = replaced(spec, rows=segments[-1].stop, segments=segments)
-            text = f"compact {manifest.snapshot} {manifest.shard_tables} {spec.precisions} {shards}"
-            plan = hashlib.sha256(text.encode()).hexdigest()
-            receipts: list[ShardReceipt] = []
-            if len(selection):
-                _check_disk(change.layout.root, target, new.rows)
-                copier = RowCopier(source, selection, change.layout, target, plan)
-                try:
-                    new_shards = target.segment_shards(new)
-                    receipts = _copy_shards(
-                        change, new_shards, new.rows, plan, copier.copy_shard, on_event, should_stop
-                    )
-                finally:
-                    copier.close()
-            with stopping_on_full_disk(change.layout.root):
-                changed = _compacted(change, target, set(shards), receipts, on_event)
-                parts = ((row_ids, new.first_row + ranks) for row_ids, ranks in selection.by_shard())
-                entry = RowMap(write_row_map(change.layout, parts), new.first_row, is_partial=bool(kept))
-                changed = replaced(changed, row_maps=(*manifest.row_maps, entry))
-                row_map = entry.file.path
-                details = {"first_row": new.first_row, "rows": new.rows, "removed": removed}
-                manifest = change.commit(changed, details).manifest
-    spec = manifest.spec
-    return CompactResult(
-        rows=spec.used_rows,
-        removed=removed,
-        first_row=spec.used_segments[-1].first_row if removed else spec.used_segments[0].first_row,
-        shards=spec.used_shards,
-        row_map=None if row_map is None else f"{str(index).rstrip('/')}/{row_map}",
+        removed = len(source.deleted)
+        if not removed:
+            rows, first_row = spec.used_rows, spec.used_segments[0].first_row
+            return CopyResult(rows, spec.used_shards, manifest.snapshot.number, time.monotonic() - started, first_row)
+
+        # The plan: rows of `shards` move to one new segment, the others stay.
+        shards = _shards_to_compact(source) if only_shards_with_deleted else list(spec.shard_numbers())
+        selection = Selection.of(source, shards=shards)
+        kept = _segments_without(spec, set(shards))
+        if not len(selection) and not kept:
+            raise UsageError(f"cannot compact {index}: all its rows are deleted; delete the directory instead")
+        new = Segment(max(spec.shards, manifest.snapshot.next_shard) * spec.shard_size, len(selection))
+        segments = (*kept, new) if len(selection) else kept
+        target = replaced(spec, rows=segments[-1].stop, segments=segments)
+        text = f"compact {manifest.snapshot} {manifest.shard_tables} {spec.precisions} {shards}"
+        plan = hashlib.sha256(text.encode()).hexdigest()
+
+        receipts = _copy_rows(change, source, selection, target, plan, on_event, should_stop) if len(selection) else []
+
+        left_out, failed = Counter[str](), Counter(manifest.counts.failed)
+        values = Counter({column.name: column.values for column in manifest.columns})
+        for table in iter_stored_rows(source, ["status", "reason", *values], shards):
+            left_out.update(table["status"].to_pylist())
+            failed.subtract(failures_by_reason(table))
+            values.subtract({name: len(table) - table[name].null_count for name in values})
+        values.update(count_values(change.layout, [receipt.shard for receipt in receipts], manifest.columns))
+        counts = Counts(
+            manifest.counts.inputs - left_out.total(),
+            manifest.counts.indexed - left_out[INDEXED],
+            manifest.counts.duplicates - left_out[DUPLICATE],
+            {reason: number for reason, number in failed.items() if number},
+        )
+        if not kept:
+            ann = build_copied_ann(source.root, target, [manifest], on_event, replace_file=False)
+        elif manifest.ann_files:
+            on_event(StatusMessage("changing the nearest-neighbour index"))
+            ann = ann_without_rows(source, [row for shard in shards for row in spec.shard_rows(shard)])
+            ann = extend_ann(change.layout, target, ann) if receipts else ann
+        else:
+            ann = manifest.ann
+        lines = [line for line in read_shard_tables(source.root, manifest.shard_tables) if line[0] not in set(shards)]
+        files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
+        tables = write_shard_tables(change.layout, target, [*lines, *files])
+        parts = ((row_ids, new.first_row + ranks) for row_ids, ranks in selection.by_shard())
+        row_map = RowMap(write_row_map(change.layout, parts), new.first_row, is_partial=bool(kept))
+        groups = recorded_sources(manifest)
+        changed = replaced(
+            manifest if groups is None else with_sources(manifest, groups),
+            spec=target,
+            counts=add_counts(counts, total_counts(receipts)),
+            shard_table=tables[0],
+            further_tables=tuple(tables[1:]),
+            ann=ann,
+            snapshot=replaced(manifest.snapshot, deleted=None, deleted_rows=0),
+            columns=with_values(manifest.columns, values),
+            row_maps=(*manifest.row_maps, row_map),
+        )
+        details = {"first_row": new.first_row, "rows": new.rows, "removed": removed}
+        manifest = change.commit(changed, details).manifest
+    return CopyResult(
+        rows=target.used_rows,
+        shards=target.used_shards,
         snapshot=manifest.snapshot.number,
         seconds=time.monotonic() - started,
+        first_row=target.used_segments[-1].first_row,
+        removed=removed,
+        row_map=f"{str(index).rstrip('/')}/{row_map.file.path}",
     )
 
 
-def shards_to_compact(index: CommittedIndex) -> list[int]:
+def _shards_to_compact(index: CommittedIndex) -> list[int]:
     """Return the shards with deleted rows, and those with duplicates of a row of these shards, ascending."""
     from storage_formats.format.rows import iter_stored_rows
 
@@ -209,328 +253,6 @@ def _segments_without(spec: IndexSpec, shards: set[int]) -> tuple[Segment, ...]:
             elif start is None:
                 start = shard
     return tuple(segments)
-
-
-def _compacted(
-    change: Change, target: IndexSpec, shards: set[int], receipts: list[ShardReceipt], on_event: OnEvent
-) -> Manifest:
-    """Write the shard tables and the nearest-neighbour index after a compaction of `shards`. Return the manifest."""
-    from storage_formats.format.manifest import Counts
-    from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, iter_stored_rows
-    from storage_formats.format.shard_table import read_shard_tables
-    from storage_formats.writing.copying import count_values, with_values
-    from storage_formats.writing.publish import add_counts, total_counts, write_shard_tables
-
-    assert change.index is not None
-    index, manifest, layout = change.index, change.index.manifest, change.layout
-    counts, values = total_counts(receipts), count_values(layout, [each.shard for each in receipts], manifest.columns)
-    is_partial = len(target.used_segments) > 1 or not receipts
-    if is_partial:
-        names = [column.name for column in manifest.columns]
-        kept, left_out = [], Counts(0, 0, 0)
-        values.update({column.name: column.values for column in manifest.columns})
-        for table in iter_stored_rows(index, ["status", "reason", *names], sorted(shards)):
-            statuses, failed = table["status"].to_pylist(), failures_by_reason(table)
-            of_shard = Counts(len(table), statuses.count(INDEXED), statuses.count(DUPLICATE), failed)
-            left_out = add_counts(left_out, of_shard)
-            values.subtract({name: len(table) - table[name].null_count for name in names})
-        failed = {reason: number - left_out.failed.get(reason, 0) for reason, number in manifest.counts.failed.items()}
-        kept_counts = Counts(
-            manifest.counts.inputs - left_out.inputs,
-            manifest.counts.indexed - left_out.indexed,
-            manifest.counts.duplicates - left_out.duplicates,
-            {reason: number for reason, number in failed.items() if number},
-        )
-        counts = add_counts(kept_counts, counts)
-    kept = [line for line in read_shard_tables(index.root, manifest.shard_tables) if line[0] not in shards]
-    files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-    tables = write_shard_tables(layout, target, [*kept, *files])
-    groups = recorded_sources(manifest)
-    if groups is not None:
-        manifest = with_sources(manifest, groups)
-    return replaced(
-        manifest,
-        spec=target,
-        counts=counts,
-        shard_table=tables[0],
-        further_tables=tuple(tables[1:]),
-        ann=_ann_after(change, target, shards, bool(receipts), on_event)
-        if is_partial
-        else build_copied_ann(layout.root, target, [manifest], on_event, replace_file=False),
-        snapshot=replaced(manifest.snapshot, deleted=None, deleted_rows=0),
-        columns=with_values(manifest.columns, values),
-    )
-
-
-def _ann_after(change: Change, target: IndexSpec, shards: set[int], has_new: bool, on_event: OnEvent) -> dict[str, Any]:
-    """Remove the rows of `shards` from the nearest-neighbour index, and add the new rows. Return its description."""
-    from edje_index.indexing.faiss_index import ann_without_rows, extend_ann
-
-    assert change.index is not None
-    index = change.index
-    if not index.manifest.ann.get("files"):
-        return index.manifest.ann
-    on_event(StatusMessage("changing the nearest-neighbour index"))
-    row_ids = [row for shard in sorted(shards) for row in index.manifest.spec.shard_rows(shard)]
-    ann = ann_without_rows(index, row_ids)
-    return extend_ann(change.layout, target, ann) if has_new else ann
-
-
-@dataclass(frozen=True)
-class MergedInput:
-    """One of the indexes that were merged.
-
-    Attributes:
-        index: directory of the index.
-        offset: number that is added to the row ids of this index to get the row ids in the merged index.
-        rows: number of rows, including deleted rows and duplicates.
-        duplicates: number of rows that are deleted in the merged index, because an earlier index has the same content.
-    """
-
-    index: str
-    offset: int
-    rows: int
-    duplicates: int
-
-
-@dataclass(frozen=True)
-class MergeResult:
-    """The result of a merge.
-
-    Attributes:
-        inputs: the merged indexes, in the order of their rows.
-        rows: number of rows of the new index that are not deleted.
-        duplicates: number of rows that are deleted in the new index, because an earlier index has the same content.
-        shards: number of shards of the new index.
-        seconds: wall time of this run.
-
-    Example:
-        >>> from pipelines import append_index, build_index, merge_indexes
-        >>> _ = build_index("photos/0.jpg", "more.edje", "model", engine="inline", threads=1)
-        >>> result = merge_indexes(["photos.edje", "more.edje"], "all.edje")
-        >>> result.rows, result.duplicates, [each.offset for each in result.inputs]
-        (6, 1, [0, 1024])
-    """
-
-    inputs: tuple[MergedInput, ...]
-    rows: int
-    duplicates: int
-    shards: int
-    seconds: float
-
-
-@name_missing_extra("search")
-def merge_indexes(
-    indexes: Sequence[str | Path],
-    out: str | Path,
-    *,
-    on_event: OnEvent = ignore,
-    should_stop: ShouldStop = never,
-) -> MergeResult:
-    """Copy several indexes of the same model into a new index, as `edje-index merge` does. The model is not needed.
-
-    The row ids of the first index stay the same, and those of each further index grow by a constant. If an earlier
-    index has an image with the same content, the row is deleted. Call the function again to resume a stopped merge.
-
-    Args:
-        indexes: directories of the indexes, in the order of their rows.
-        out: directory of the new index.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`.
-
-    Raises:
-        UsageError: an index does not exist, the indexes differ in model, block shape, shard size, precisions or frames
-            per clip, or `out` is not free.
-        JobStopped: the merge stopped early, or a file is damaged. Finished shards are kept.
-        EdjeError: another process is writing to `out`.
-        MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour index.
-
-    Example:
-        >>> import shutil
-        >>> from pipelines import merge_indexes
-        >>> _ = shutil.copytree("photos.edje", "copy.edje")
-        >>> merge_indexes(["photos.edje", "copy.edje"], "all.edje").duplicates
-        6
-    """
-    from storage_formats.change import begin_change, begin_index
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
-    from storage_formats.format.tombstones import Tombstones
-    from storage_formats.writing.copying import ShardCopier
-    from storage_formats.writing.publish import Provenance, new_manifest
-
-    started = time.monotonic()
-    opened = [CommittedIndex.open(local_path(root)) for root in indexes]
-    _refuse_different(opened)
-    first, segments, offsets, firsts = opened[0].manifest.spec, list[Segment](), list[int](), list[int]()
-    for each in opened:
-        used = each.manifest.spec.used_segments
-        next_row = -(-segments[-1].stop // first.shard_size) * first.shard_size if segments else 0
-        offsets.append(next_row - used[0].first_row)
-        firsts.append(next_row // first.shard_size)
-        segments += [Segment(segment.first_row + offsets[-1], segment.rows) for segment in used]
-    columns = tuple(sorted(merge_columns(*(each.manifest.columns for each in opened)), key=lambda each: each.name))
-    if len(columns) > MAX_COLUMNS:
-        raise UsageError(
-            f"the merged index would have {len(columns)} source columns; merge fewer indexes, so that the index has at "
-            f"most {MAX_COLUMNS}"
-        )
-    spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
-    states = [(str(each.root), each.manifest.shard_tables, each.manifest.snapshot.deleted) for each in opened]
-    plan = hashlib.sha256(f"merge {states} {columns}".encode()).hexdigest()
-    manifests = [each.manifest for each in opened]
-    target = local_path(out)
-    with begin_change(target, "merge", {"plan": plan}, is_new=True) as change, stopping_on_full_disk(target):
-        begin_index(change.layout.root, spec)
-        change.store_plan({})
-        copiers = [ShardCopier(each, offset, change.layout, plan) for each, offset in zip(opened, offsets, strict=True)]
-
-        def copy_shard(shard: int, on_rows: Callable[[int], None], should_stop: ShouldStop) -> ShardReceipt:
-            position = bisect.bisect_right(firsts, shard) - 1
-            return copiers[position].copy_shard(shard - offsets[position] // spec.shard_size)
-
-        shards = list(spec.shard_numbers())
-        receipts = _copy_shards(change, shards, spec.used_rows, plan, copy_shard, on_event, should_stop)
-        ann = build_copied_ann(change.layout.root, spec, manifests, on_event)
-        on_event(StatusMessage("looking for duplicates"))
-        duplicates, deleted = _find_duplicates(opened), Tombstones.none(spec.shard_size)
-        for each, rows, offset in zip(opened, duplicates, offsets, strict=True):
-            deleted = deleted.with_rows(np.concatenate([each.deleted.row_ids(), rows]) + offset)
-        lists = [each.encoded_from for each in manifests]
-        origins = {name: max((each.get(name, ()) for each in lists), key=len) for name in spec.precisions}
-        provenance = Provenance(
-            manifests[0].model,
-            _merged_settings(manifests),
-            plan,
-            {name: each for name, each in origins.items() if each},
-        )
-        inputs: list[dict[str, Any]] = [
-            {
-                "name": each.root.name,
-                "first_row": each.manifest.spec.used_segments[0].first_row + offset,
-                "offset": offset,
-                "rows": each.manifest.spec.used_rows,
-                "duplicates": len(rows),
-            }
-            for each, rows, offset in zip(opened, duplicates, offsets, strict=True)
-        ]
-        manifest = new_manifest(
-            change.layout, spec, receipts, provenance, ann, columns,
-            change={"kind": "merge", "created": _now(), "inputs": inputs}, deleted=deleted,
-        )  # fmt: skip
-        change.commit(manifest)
-    merged = tuple(
-        MergedInput(str(root), each["offset"], each["rows"], each["duplicates"])
-        for root, each in zip(indexes, inputs, strict=True)
-    )
-    rows_left = manifest.counts.inputs - manifest.snapshot.deleted_rows
-    return MergeResult(
-        merged, rows_left, sum(each.duplicates for each in merged), len(receipts), time.monotonic() - started
-    )
-
-
-def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
-    """Raise UsageError unless the indexes can be merged: at least two different ones, of one model and shape."""
-    if len(indexes) < 2:
-        raise UsageError("a merge needs at least two indexes", parameter="indexes")
-    roots = [index.root.resolve() for index in indexes]
-    for position, root in enumerate(roots):
-        if root in roots[:position]:
-            raise UsageError(f"{indexes[position].root} is given twice; give each index only once", parameter="indexes")
-    same_model = "only indexes of the same model can be merged"
-    advice = {
-        "encoder fingerprint": same_model,
-        "block shape": same_model,
-        "width of embeddings": same_model,
-        "rows per shard": "build one of the indexes again with the shard size of the other",
-        "precisions": "add or drop precisions with 'edje-index quantize' first",
-        "frames per clip": "build them with the same number of frames, or keep them apart",
-    }
-
-    def properties(index: CommittedIndex) -> dict[str, str]:
-        manifest, spec = index.manifest, index.manifest.spec
-        return {
-            "encoder fingerprint": str(manifest.model["fingerprint"]),
-            "block shape": " x ".join(map(str, spec.block_shape)),
-            "width of embeddings": str(spec.embed_dim),
-            "rows per shard": str(spec.shard_size),
-            "precisions": ", ".join(sorted(spec.precisions)),
-            "frames per clip": str(manifest.settings["frames"]) if holds_clips(manifest) else "images only",
-        }
-
-    for other in indexes[1:]:
-        left, right = properties(indexes[0]), properties(other)
-        for name in (name for name in advice if left[name] != right[name]):
-            raise UsageError(
-                f"{indexes[0].root} and {other.root} cannot be merged: the {name} is {left[name]} in "
-                f"{indexes[0].root} and {right[name]} in {other.root}; {advice[name]}",
-                parameter="indexes",
-            )
-
-
-def _find_duplicates(indexes: Sequence[CommittedIndex]) -> list[Ints]:
-    """Find rows that have the same content as an indexed row of an earlier index. Deleted rows are ignored.
-
-    Returns:
-        For each index, the row ids of the duplicates in this index, int64 [k].
-    """
-    from storage_formats.format.rows import INDEXED, iter_rows
-
-    known: NDArray[np.bytes_] = np.empty(0, _HASH)
-    duplicates = []
-    for index in indexes:
-        rows, hashes = [np.empty(0, np.int64)], [np.empty(0, _HASH)]
-        for table in iter_rows(index, ["row_id", "content_hash", "status"]):
-            values = np.array([(value or "").encode() for value in table["content_hash"].to_pylist()], _HASH)
-            is_known = np.isin(values, known) & (values != b"")
-            rows.append(table["row_id"].to_numpy()[is_known])
-            indexed = np.array([status == INDEXED for status in table["status"].to_pylist()], dtype=np.bool_)
-            hashes.append(values[(values != b"") & indexed])
-        duplicates.append(np.concatenate(rows))
-        known = np.unique(np.concatenate([known, *hashes]))
-    return duplicates
-
-
-def _merged_settings(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Return the settings of the first index, with the sources of all indexes."""
-    settings = {name: value for name, value in manifests[0].settings.items() if name != SOURCES_MEMBER}
-    digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
-    if None not in digests:
-        settings["inputs_digest"] = hashlib.sha256(" ".join(map(str, digests)).encode()).hexdigest()
-    groups = [recorded_sources(manifest) for manifest in manifests]
-    if None in groups:
-        return settings
-    every = dict.fromkeys(group for of_input in groups for group in of_input or ())
-    return {**settings, SOURCES_MEMBER: [asdict(group) for group in every]}
-
-
-@dataclass(frozen=True)
-class CopyResult:
-    """The result of a copy.
-
-    Attributes:
-        snapshot: number of the copied snapshot.
-        rows: number of rows of the copy that are not deleted.
-        files: number of files of the copy, apart from `index.json`.
-        copied_files: number of files that this run wrote. The other files were already in the destination.
-        copied_bytes: length of the written files in bytes.
-        seconds: wall time of this run.
-
-    Example:
-        >>> from pipelines import copy_index
-        >>> result = copy_index("photos.edje", "backup.edje")
-        >>> result.snapshot, result.files
-        (0, 9)
-        >>> copy_index("photos.edje", "part.edje", rows=[1, 3]).rows
-        2
-    """
-
-    snapshot: int
-    rows: int
-    files: int
-    copied_files: int
-    copied_bytes: int
-    seconds: float
 
 
 @name_missing_extra("search")
@@ -582,17 +304,19 @@ def copy_index(
         )
     opened = open_index(index, snapshot)
     if len(rows) or where is not None:
-        files, copied, count = _copy_part(opened, out, rows, where, on_event, should_stop)
+        files, copied, spec = _copy_part(opened, out, rows, where, on_event, should_stop)
+        count = spec.rows
     else:
         files, copied = _copy_whole(opened, index_location(out), on_event, should_stop, replaces=replace)
-        count = opened.manifest.counts.inputs - opened.manifest.snapshot.deleted_rows
+        spec, count = opened.manifest.spec, opened.manifest.counts.inputs - opened.manifest.snapshot.deleted_rows
     return CopyResult(
-        snapshot=opened.manifest.snapshot.number,
         rows=count,
+        shards=spec.used_shards,
+        snapshot=opened.manifest.snapshot.number,
+        seconds=time.monotonic() - started,
         files=len(files),
         copied_files=len(copied),
         copied_bytes=sum(entry.bytes for entry in copied),
-        seconds=time.monotonic() - started,
     )
 
 
@@ -603,17 +327,17 @@ def _copy_part(
     where: str | None,
     on_event: OnEvent,
     should_stop: ShouldStop,
-) -> tuple[list[FileEntry], list[FileEntry], int]:
-    """Copy the selected rows to a new index. Return (all files, files that this run wrote, number of rows)."""
+) -> tuple[list[FileEntry], list[FileEntry], IndexSpec]:
+    """Copy the selected rows to a new index. Return all its files, the files that this run wrote, and its shape."""
     from edje_index.search.row_filters import RowFilters
-    from storage_formats.change import begin_change, begin_index
+    from storage_formats.change import begin_change, begin_index, now
     from storage_formats.format.selection import Selection
     from storage_formats.format.tombstones import check_rows_in_use, live_rows
     from storage_formats.row_ids import check_row_ids
-    from storage_formats.writing.copying import RowCopier, count_values, with_values
+    from storage_formats.writing.copying import count_values, with_values
     from storage_formats.writing.publish import Provenance, new_manifest
 
-    manifest = index.manifest
+    manifest, root = index.manifest, local_path(out)
     requested = check_row_ids(rows, manifest.spec.rows)
     check_rows_in_use(requested, manifest.spec)
     index.deleted.refuse(requested)
@@ -626,28 +350,18 @@ def _copy_part(
     spec = replaced(manifest.spec, rows=len(selection), segments=())
     identity = [str(index.location), manifest.snapshot.number, manifest.plan, live[chosen].tobytes().hex()]
     plan = hashlib.sha256(repr(identity).encode()).hexdigest()
-    with begin_change(local_path(out), "copy", {"plan": plan}, is_new=True) as change:
-        root = change.layout.root
-        with stopping_on_full_disk(root):
-            _check_disk(root, spec, spec.rows)
-            begin_index(root, spec)
-            finished = change.receipts(range(spec.shards), plan)
-            copier = RowCopier(index, selection, change.layout, spec, plan)
-            try:
-                receipts = _copy_shards(
-                    change, range(spec.shards), spec.rows, plan, copier.copy_shard, on_event, should_stop
-                )
-            finally:
-                copier.close()
-            columns = with_values(manifest.columns, count_values(change.layout, range(spec.shards), manifest.columns))
-            ann = build_copied_ann(root, spec, [manifest], on_event)
-            settings = with_sources(manifest, None).settings
-            provenance = Provenance(manifest.model, settings, plan, manifest.encoded_from)
-            details = {"kind": "copy", "created": _now(), "name": index.root.name, "snapshot": manifest.snapshot.number}
-            change.commit(new_manifest(change.layout, spec, receipts, provenance, ann, columns, change=details))
+    with begin_change(root, "copy", {"plan": plan}, is_new=True) as change, stopping_on_full_disk(root):
+        begin_index(root, spec)
+        finished = change.receipts(range(spec.shards), plan)
+        receipts = _copy_rows(change, index, selection, spec, plan, on_event, should_stop)
+        columns = with_values(manifest.columns, count_values(change.layout, range(spec.shards), manifest.columns))
+        ann = build_copied_ann(root, spec, [manifest], on_event)
+        settings = with_sources(manifest, None).settings
+        provenance = Provenance(manifest.model, settings, plan, manifest.encoded_from)
+        details = {"kind": "copy", "created": now(), "name": index.root.name, "snapshot": manifest.snapshot.number}
+        change.commit(new_manifest(change.layout, spec, receipts, provenance, ann, columns, change=details))
     files = [file for receipt in receipts for file in receipt.files]
-    written = [file for receipt in receipts if receipt.shard not in finished for file in receipt.files]
-    return files, written, spec.rows
+    return files, [file for receipt in receipts if receipt.shard not in finished for file in receipt.files], spec
 
 
 def _copy_whole(
@@ -688,28 +402,53 @@ def _copy_files(
     should_stop: ShouldStop,
 ) -> list[FileEntry]:
     """Copy files with several threads. Return the entries of the files that `target` did not have."""
-    copied: list[FileEntry] = []
-    running: dict[Future[bool], FileEntry] = {}
-    done, waiting = 0, iter(entries)
+    copied, done = [], 0
+    wanted = itertools.takewhile(lambda _: not should_stop(), entries)
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        while True:
-            stopped = should_stop()
-            while not stopped and len(running) < 2 * _FILES_AT_ONCE and (entry := next(waiting, None)):
-                running[pool.submit(target.copy, index, entry)] = entry
-            if not running:
-                break
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                entry = running.pop(future)
-                if future.result():
-                    copied.append(entry)
-                done += 1
+        results = ordered_results(
+            wanted, lambda entry: pool.submit(target.copy, index, entry), ahead=2 * _FILES_AT_ONCE
+        )
+        for done, (is_new, entry) in enumerate(zip(results, entries, strict=False), 1):
+            copied += [entry] if is_new else []
             on_event(Progress("copying files", done, len(entries)))
     if done < len(entries):
         raise JobStopped(f"stopped after {done:,} of {len(entries):,} files; the copied files are kept")
     return copied
 
 
-def _copy_shards(
+def _copy_rows(
+    change: Change,
+    source: CommittedIndex,
+    selection: Selection,
+    spec: IndexSpec,
+    plan: str,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> list[ShardReceipt]:
+    """Copy the selected rows to the last segment of an index with the shape `spec`. Return the receipts of its shards.
+
+    Raises:
+        UsageError: the disk is too small.
+        JobStopped: see `copy_shards`.
+    """
+    from storage_formats.writing.copying import RowCopier
+
+    segment, root = spec.used_segments[-1], change.layout.root
+    need, free = sum(disk_need(replaced(spec, rows=segment.rows, segments=())).values()), free_disk(root)
+    if need > free:
+        raise UsageError(
+            f"copying {counted(segment.rows, 'row')} needs {human_bytes(need)} of disk space, but only "
+            f"{human_bytes(free)} are free at {root}; free some disk space"
+        )
+    copier = RowCopier(source, selection, change.layout, spec, plan)
+    try:
+        shards = spec.segment_shards(segment)
+        return copy_shards(change, shards, segment.rows, plan, copier.copy_shard, on_event, should_stop)
+    finally:
+        copier.close()
+
+
+def copy_shards(
     change: Change,
     shards: Sequence[int],
     rows: int,
@@ -753,20 +492,6 @@ class _Shard:
     """Task that writes the shard with the number `shard`."""
 
     shard: int
-
-
-def _check_disk(root: Path, spec: IndexSpec, rows: int) -> None:
-    """Raise UsageError if the disk has no room for `rows` new rows of an index with the shape `spec`."""
-    need, free = sum(disk_need(replaced(spec, rows=rows, segments=())).values()), free_disk(root)
-    if need > free:
-        raise UsageError(
-            f"copying {counted(rows, 'row')} needs {human_bytes(need)} of disk space, but only {human_bytes(free)} are "
-            f"free at {root}; free some disk space"
-        )
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def build_copied_ann(

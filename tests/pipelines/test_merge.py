@@ -60,7 +60,8 @@ def test_rows_keep_their_content_and_get_ids_by_a_constant(pair, tmp_path):
     # Of the right rows 0 to 20, the left index has the contents, but 3 is deleted there and 5 has failed. Row 29 of the
     # right index is a duplicate of row 0, which is one more content of the left index: its own hash is new, though.
     duplicates = [row for row in range(21) if row not in (3, 5, 9)]
-    assert [(each.offset, each.rows, each.duplicates) for each in result.inputs] == [(0, 21, 0), (24, 30, 18)]
+    values = [(each["offset"], each["rows"], each["duplicates"]) for each in result.inputs]
+    assert values == [(0, 21, 0), (24, 30, 18)]
     assert (result.duplicates, result.shards) == (18, 7)
     kept_left = [row for row in range(21) if row != 3]
     kept_right = [row for row in range(30) if row != 22 and row not in duplicates]
@@ -90,11 +91,11 @@ def test_three_indexes_and_one_that_was_compacted(pair, tmp_path):
     delete_rows(left, rows=[0, 1])
     compact_index(left)
     result = merge_indexes([left, right, third], tmp_path / "merged")
-    assert [each.offset for each in result.inputs] == [-24, 24, 56]
+    assert [each["offset"] for each in result.inputs] == [-24, 24, 56]
     assert verify_index(tmp_path / "merged") == []
     assert Manifest.load(tmp_path / "merged").row_maps == ()
     # The contents of the rows 0, 1, 5 and 9 of the third index come from the right one, all others from the left one.
-    assert result.inputs[2].duplicates == 21
+    assert result.inputs[2]["duplicates"] == 21
     check_part(tmp_path / "merged", left, Manifest.load(left).spec, live_rows(CommittedIndex.open(left)).tolist(), -24)
 
 

@@ -1,0 +1,209 @@
+"""Merges: copy several indexes of the same model into a new index. No token is decoded."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.jobs.build import ignore, never
+from pipelines.jobs.copy import CopyResult, build_copied_ann, copy_shards
+from pipelines.jobs.plan import SOURCES_MEMBER, holds_clips, recorded_sources, stopping_on_full_disk
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
+from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
+from storage_formats.format.layout import Segment
+from storage_formats.format.object_store import local_path
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.format.receipts import ShardReceipt
+
+_HASH = "S64"  # SHA-256, hexadecimal
+
+
+@name_missing_extra("search")
+def merge_indexes(
+    indexes: Sequence[str | Path],
+    out: str | Path,
+    *,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
+) -> CopyResult:
+    """Copy several indexes of the same model into a new index, as `edje-index merge` does. The model is not needed.
+
+    The row ids of the first index stay the same, and those of each further index grow by a constant. If an earlier
+    index has an image with the same content, the row is deleted. Call the function again to resume a stopped merge.
+
+    Args:
+        indexes: directories of the indexes, in the order of their rows.
+        out: directory of the new index.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
+
+    Raises:
+        UsageError: an index does not exist, the indexes differ in model, block shape, shard size, precisions or frames
+            per clip, or `out` is not free.
+        JobStopped: the merge stopped early, or a file is damaged. Finished shards are kept.
+        EdjeError: another process is writing to `out`.
+        MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour index.
+
+    Example:
+        >>> import shutil
+        >>> from pipelines import merge_indexes
+        >>> _ = shutil.copytree("photos.edje", "copy.edje")
+        >>> merge_indexes(["photos.edje", "copy.edje"], "all.edje").duplicates
+        6
+    """
+    from storage_formats.change import begin_change, begin_index, now
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
+    from storage_formats.format.tombstones import Tombstones
+    from storage_formats.writing.copying import ShardCopier
+    from storage_formats.writing.publish import Provenance, new_manifest
+
+    started = time.monotonic()
+    opened = [CommittedIndex.open(local_path(root)) for root in indexes]
+    _refuse_different(opened)
+    first, segments, offsets, firsts = opened[0].manifest.spec, list[Segment](), list[int](), list[int]()
+    for each in opened:
+        used = each.manifest.spec.used_segments
+        next_row = -(-segments[-1].stop // first.shard_size) * first.shard_size if segments else 0
+        offsets.append(next_row - used[0].first_row)
+        firsts.append(next_row // first.shard_size)
+        segments += [Segment(segment.first_row + offsets[-1], segment.rows) for segment in used]
+    columns = tuple(sorted(merge_columns(*(each.manifest.columns for each in opened)), key=lambda each: each.name))
+    if len(columns) > MAX_COLUMNS:
+        raise UsageError(
+            f"the merged index would have {len(columns)} source columns; merge fewer indexes, so that the index has at "
+            f"most {MAX_COLUMNS}"
+        )
+    spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
+    states = [(str(each.root), each.manifest.shard_tables, each.manifest.snapshot.deleted) for each in opened]
+    plan = hashlib.sha256(f"merge {states} {columns}".encode()).hexdigest()
+    manifests = [each.manifest for each in opened]
+    target = local_path(out)
+    with begin_change(target, "merge", {"plan": plan}, is_new=True) as change, stopping_on_full_disk(target):
+        begin_index(change.layout.root, spec)
+        change.store_plan({})
+        copiers = [ShardCopier(each, offset, change.layout, plan) for each, offset in zip(opened, offsets, strict=True)]
+
+        def copy_shard(shard: int, on_rows: Callable[[int], None], should_stop: ShouldStop) -> ShardReceipt:
+            position = bisect.bisect_right(firsts, shard) - 1
+            return copiers[position].copy_shard(shard - offsets[position] // spec.shard_size)
+
+        shards = list(spec.shard_numbers())
+        receipts = copy_shards(change, shards, spec.used_rows, plan, copy_shard, on_event, should_stop)
+        ann = build_copied_ann(change.layout.root, spec, manifests, on_event)
+        on_event(StatusMessage("looking for duplicates"))
+        duplicates, deleted = _find_duplicates(opened), Tombstones.none(spec.shard_size)
+        for each, rows, offset in zip(opened, duplicates, offsets, strict=True):
+            deleted = deleted.with_rows(np.concatenate([each.deleted.row_ids(), rows]) + offset)
+        lists = [each.encoded_from for each in manifests]
+        origins = {name: max((each.get(name, ()) for each in lists), key=len) for name in spec.precisions}
+        provenance = Provenance(
+            manifests[0].model,
+            _merged_settings(manifests),
+            plan,
+            {name: each for name, each in origins.items() if each},
+        )
+        inputs = [
+            {"offset": offset, "rows": each.manifest.spec.used_rows, "duplicates": len(rows)}
+            for each, rows, offset in zip(opened, duplicates, offsets, strict=True)
+        ]
+        merged = [
+            {"name": each.root.name, "first_row": each.manifest.spec.used_segments[0].first_row + offset, **values}
+            for each, values, offset in zip(opened, inputs, offsets, strict=True)
+        ]
+        manifest = new_manifest(
+            change.layout, spec, receipts, provenance, ann, columns,
+            change={"kind": "merge", "created": now(), "inputs": merged}, deleted=deleted,
+        )  # fmt: skip
+        change.commit(manifest)
+    return CopyResult(
+        rows=manifest.counts.inputs - manifest.snapshot.deleted_rows,
+        shards=len(receipts),
+        snapshot=manifest.snapshot.number,
+        seconds=time.monotonic() - started,
+        duplicates=sum(map(len, duplicates)),
+        inputs=[{"index": str(root), **values} for root, values in zip(indexes, inputs, strict=True)],
+    )
+
+
+def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
+    """Raise UsageError unless the indexes can be merged: at least two different ones, of one model and shape."""
+    if len(indexes) < 2:
+        raise UsageError("a merge needs at least two indexes", parameter="indexes")
+    roots = [index.root.resolve() for index in indexes]
+    for position, root in enumerate(roots):
+        if root in roots[:position]:
+            raise UsageError(f"{indexes[position].root} is given twice; give each index only once", parameter="indexes")
+    same_model = "only indexes of the same model can be merged"
+
+    def properties(index: CommittedIndex) -> list[tuple[str, str, str]]:
+        """Return (name, value, advice) of what must be equal."""
+        manifest, spec = index.manifest, index.manifest.spec
+        shape = " x ".join(map(str, spec.block_shape))
+        frames = str(manifest.settings["frames"]) if holds_clips(manifest) else "images only"
+        precisions = ", ".join(sorted(spec.precisions))
+        return [
+            ("encoder fingerprint", str(manifest.model["fingerprint"]), same_model),
+            ("block shape", shape, same_model),
+            ("width of embeddings", str(spec.embed_dim), same_model),
+            ("rows per shard", str(spec.shard_size), "build one of them again with the shard size of the other"),
+            ("precisions", precisions, "add or drop precisions with 'edje-index quantize' first"),
+            ("frames per clip", frames, "build them with the same number of frames, or keep them apart"),
+        ]
+
+    for other in indexes[1:]:
+        for (name, left, advice), (_, right, _) in zip(properties(indexes[0]), properties(other), strict=True):
+            if left != right:
+                raise UsageError(
+                    f"{indexes[0].root} and {other.root} cannot be merged: the {name} is {left} in "
+                    f"{indexes[0].root} and {right} in {other.root}; {advice}",
+                    parameter="indexes",
+                )
+
+
+def _find_duplicates(indexes: Sequence[CommittedIndex]) -> list[NDArray[np.int64]]:
+    """Find rows that have the same content as an indexed row of an earlier index. Deleted rows are ignored.
+
+    Returns:
+        For each index, the row ids of the duplicates in this index, int64 [k].
+    """
+    from storage_formats.format.rows import INDEXED, iter_rows
+
+    known: NDArray[np.bytes_] = np.empty(0, _HASH)
+    duplicates = []
+    for index in indexes:
+        rows, hashes = [np.empty(0, np.int64)], [np.empty(0, _HASH)]
+        for table in iter_rows(index, ["row_id", "content_hash", "status"]):
+            values = np.array([(value or "").encode() for value in table["content_hash"].to_pylist()], _HASH)
+            is_known = np.isin(values, known) & (values != b"")
+            rows.append(table["row_id"].to_numpy()[is_known])
+            indexed = np.array([status == INDEXED for status in table["status"].to_pylist()], dtype=np.bool_)
+            hashes.append(values[(values != b"") & indexed])
+        duplicates.append(np.concatenate(rows))
+        known = np.unique(np.concatenate([known, *hashes]))
+    return duplicates
+
+
+def _merged_settings(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """Return the settings of the first index, with the sources of all indexes."""
+    settings = {name: value for name, value in manifests[0].settings.items() if name != SOURCES_MEMBER}
+    digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
+    if None not in digests:
+        settings["inputs_digest"] = hashlib.sha256(" ".join(map(str, digests)).encode()).hexdigest()
+    groups = [recorded_sources(manifest) for manifest in manifests]
+    if None in groups:
+        return settings
+    every = dict.fromkeys(group for of_input in groups for group in of_input or ())
+    return {**settings, SOURCES_MEMBER: [asdict(group) for group in every]}
