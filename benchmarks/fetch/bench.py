@@ -30,7 +30,7 @@ from storage_formats.codecs import codec
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.memory import aligned_bytes
-from storage_formats.reading.queues import queue_class
+from storage_formats.reading.queues import can_queue
 
 _QUERIES, _QUERY_POOL = 50, 100
 _SPARE_BYTES = 1 << 30
@@ -128,9 +128,9 @@ def bench_fetch(
         for name, size in sizes.items()
         if size < _SMALL_BYTES
     ]
-    device = ["device"] if queue_class() else []
+    device = ["device"] if can_queue() else []
     if not device:
-        notes.append("the device is left out: this process may use neither io_uring nor Linux AIO")
+        notes.append("the device is left out: this process may not use Linux AIO")
     for note in notes:
         say(note)
     where = {**environment(), "disk": describe_disk(index), "peers": versions, "load_before": os.getloadavg()[0]}

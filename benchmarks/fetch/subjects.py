@@ -187,7 +187,7 @@ class Device(Subject):
     Neighbouring rows are read in pieces of about 1 MiB.
     """
 
-    setting = f"O_DIRECT reads through io_uring or Linux AIO, {_DEPTH} in flight, data discarded"
+    setting = f"O_DIRECT reads through Linux AIO, {_DEPTH} in flight, data discarded"
 
     def open(self) -> None:
         paths = zip(self.source.spec.shard_numbers(), self.source.files(), strict=True)

@@ -29,8 +29,8 @@ from storage_formats.errors import UsageError
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.destination import Destination
-from storage_formats.reading.memory import BufferPool, checksums_at
+from storage_formats.reading.destination import Destination, checksums_at
+from storage_formats.reading.memory import BufferPool
 
 SETTING = "EDJE_CACHE_BYTES"
 _DEFAULT_BYTES = 10 << 30

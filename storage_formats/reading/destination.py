@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +13,18 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import Codec, Records
 from storage_formats.codecs.bf16 import BF16Codec
+from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Batch, Ints, Part
 from storage_formats.reading.checksums import BlockCheck
-from storage_formats.reading.memory import Bytes, copy_checked, memory_check
+from storage_formats.reading.memory import Bytes, memory_at
 from storage_formats.threads import run_chunks
+
+_COMPILED_FROM = 32 << 20
+_COMPILED_AFTER = 4 << 30  # without Numba, checks of this many bytes lose about as much time as its import takes
+_LINE_BYTES = 64
+_NONTEMPORAL_FROM = 32 << 20
+"""Minimum size in bytes of an output for non-temporal stores, which bypass the processor's cache. Copies of 480 MB are
+twice as fast with them (docs/lab/storage-io.md). Smaller outputs are read next, so they stay in the cache."""
 
 
 class Destination:
@@ -54,17 +64,90 @@ class Destination:
         """
         check, size = self._check[part], self._codec.record_bytes
         if self.records is None:
-            in_memory = memory_check(memory.ctypes.data + offsets, size, check)
+            in_memory = _memory_check(memory.ctypes.data + offsets, size, check)
             self._codec.scatter(memory, offsets, self._out, self.batch.out_indices[part], threads, in_memory)
-        else:
-            copy_checked(memory.ctypes.data + offsets, self._addresses(part), size, check, threads, (memory, self))
+            return
+        sources, targets = memory.ctypes.data + offsets, self._addresses(part)
+        total = len(sources) * size
+        is_aligned = size % _LINE_BYTES == 0 and not (targets % _LINE_BYTES).any()
+        is_nontemporal = total >= _NONTEMPORAL_FROM and is_aligned
+        copy = _loops(total)[1]
+
+        def work(start: int, stop: int, _held: object = (memory, self)) -> None:
+            # A thread that works on after an interruption keeps the memory alive.
+            actual = np.empty(stop, dtype=np.uint32)
+            copy(sources, targets, size, actual, is_nontemporal, start, stop)
+            check.compare(actual, start, stop)
+
+        run_chunks(work, len(sources), size, threads)
 
     def check(self, part: Part, threads: int | None = None) -> None:
         """Check the records `batch[part]`, which the engine has read into `records`. Raises the errors of `take`."""
         addresses, size = self._addresses(part), self._codec.record_bytes
-        run_chunks(memory_check(addresses, size, self._check[part]), len(addresses), size, threads)
+        run_chunks(_memory_check(addresses, size, self._check[part]), len(addresses), size, threads)
 
     def _addresses(self, part: Part) -> Ints:
         assert self.records is not None
         addresses: Ints = self.records.ctypes.data + self.batch.out_indices[part] * self._codec.record_bytes
         return addresses
+
+
+def _memory_check(sources: Ints, size: int, check: BlockCheck) -> Callable[[int, int], None]:
+    """Return a function `(start, stop)` that checks the records at `sources[start:stop]` on the calling thread."""
+    sources = np.ascontiguousarray(sources)
+    compute = _loops(len(sources) * size)[0]
+    actual = np.empty(len(sources), dtype=np.uint32)
+
+    def check_part(start: int, stop: int) -> None:
+        compute(sources, size, actual, start, stop)
+        check.compare(actual, start, stop)
+
+    return check_part
+
+
+def checksums_at(sources: Ints, size: int) -> NDArray[np.uint32]:
+    """Return the CRC-32C of the `size` bytes at each address in `sources` [k], uint32 [k]."""
+    sources = np.ascontiguousarray(sources)
+    compute, actual = _loops(len(sources) * size)[0], np.empty(len(sources), dtype=np.uint32)
+    run_chunks(functools.partial(compute, sources, size, actual), len(sources), size, None)
+    return actual
+
+
+def _plain_checksums(sources: Ints, size: int, checksums: NDArray[np.uint32], start: int, stop: int) -> None:
+    global _plainly_checked_bytes
+    for index in range(start, stop):
+        checksums[index] = crc32c(memory_at(int(sources[index]), size))
+    _plainly_checked_bytes += (stop - start) * size
+
+
+def _plain_copy(
+    sources: Ints, targets: Ints, size: int, checksums: NDArray[np.uint32], _: bool, start: int, stop: int
+) -> None:
+    for source, target in zip(sources[start:stop].tolist(), targets[start:stop].tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+    _plain_checksums(targets, size, checksums, start, stop)
+
+
+_PLAIN = (_plain_checksums, _plain_copy)
+_plainly_checked_bytes = 0
+
+
+@functools.cache
+def _compiled_loops() -> tuple[Callable[..., None], Callable[..., None]]:
+    try:
+        from storage_formats.reading import loops
+    except ImportError:
+        return _PLAIN
+    if not loops.has_crc_instruction():
+        return _PLAIN
+    return loops.compute_checksums, loops.copy_checked
+
+
+def _loops(total: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return loops that check records, and that copy and check them; see `reading.loops`. They release the GIL.
+
+    The loops are compiled if Numba is imported, or if enough bytes are checked to make its import worthwhile.
+    """
+    # Importing Numba takes half a second.
+    compiled = "numba" in sys.modules or total >= _COMPILED_FROM or _plainly_checked_bytes > _COMPILED_AFTER
+    return _compiled_loops() if compiled else _PLAIN

@@ -7,14 +7,12 @@ first.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import cannot_read
-from storage_formats.format.layout import PAGE_BYTES
 from storage_formats.reading.batch import PIECE_RECORDS, Batch, Ints
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.files import ShardFile, ShardFiles
@@ -32,42 +30,29 @@ _PART_SHARE = 4  # with many requests in flight, a part is a fourth of these req
 _NO_RESULT = np.iinfo(np.int64).min
 
 
-class DirectEngine:
-    """Reads records with direct I/O. Thread-safe.
+def read_direct(destination: Destination, files: ShardFiles, queues: QueuePool, buffers: BufferPool) -> None:
+    """Read all records of `destination.batch` with direct I/O, with several pieces in flight.
+
+    After this function returns or raises an exception, no read writes to the destination.
 
     Args:
+        destination: receives the records.
         files: shard files, opened for direct I/O.
+        queues: pool of queues.
         buffers: pool of buffers for records that cannot be read directly into the destination.
+
+    Raises:
+        CorruptIndexError: a file cannot be read, or a record is damaged.
     """
-
-    name = "direct"
-
-    def __init__(self, files: ShardFiles, buffers: BufferPool) -> None:
-        self._files = files
-        self._buffers = buffers
-        self._queues = QueuePool()
-
-    def read(self, destination: Destination) -> None:
-        """Read all records of `destination.batch`, with several pieces in flight.
-
-        After this function returns or raises an exception, no read writes to the destination.
-
-        Raises:
-            CorruptIndexError: a file cannot be read, or a record is damaged.
-        """
-        pending = unsettled()
+    pending = unsettled()
+    settle(pending)
+    reader = _Reader(destination, files, queues, buffers)
+    try:
+        reader.read()
+    except BaseException:
+        pending.append(reader.abandon)
         settle(pending)
-        reader = _Reader(destination, self._files, self._queues, self._buffers)
-        try:
-            reader.read()
-        except BaseException:
-            pending.append(reader.abandon)
-            settle(pending)
-            raise
-
-    def close(self) -> None:
-        """Free the idle queues."""
-        self._queues.close()
+        raise
 
 
 @dataclass
@@ -76,12 +61,10 @@ class _Flight:
 
     Attributes:
         start: index in the whole batch of the first record of the piece.
-        first: [r], index in the piece of the first record of each request.
-        count: [r], number of records of each request.
+        first, count: [r], index in the piece of the first record of each request, and number of its records.
         offsets: [r], byte offset in the file of each request.
         needed: [r], number of bytes that each request must read, up to the end of its last record.
-        memory: memory that the requests write to.
-        memory_offsets: [r], byte offset in `memory` of each request.
+        memory: memory that the requests write to, from the byte offsets `memory_offsets` [r].
         results: [r], number of bytes read, a negative errno, or `_NO_RESULT`.
         processed: bool [r], whether the destination has processed the records of each request.
         missing: number of requests without a result.
@@ -100,7 +83,7 @@ class _Flight:
     results: Ints
     processed: NDArray[np.bool_]
     missing: int
-    buffer: Bytes | None = None
+    buffer: Bytes | None
 
 
 class _Reader:
@@ -119,7 +102,14 @@ class _Reader:
     def read(self) -> None:
         length = min(PIECE_RECORDS, max(1, _PIECE_BYTES // self._size))
         for number, piece in enumerate(self._destination.batch.pieces(length)):
-            while self._flights and self._is_full():
+            while self._flights:
+                flights = self._flights.values()
+                requests = sum(len(flight.needed) for flight in flights)
+                in_flight = sum(int(flight.needed.sum()) for flight in flights)
+                is_buffered = any(flight.buffer is not None for flight in flights)
+                limit = _BUFFERED_IN_FLIGHT if is_buffered else _BYTES_IN_FLIGHT
+                if requests + PIECE_RECORDS <= self._queue.entries and in_flight < limit:
+                    break
                 self._finish()
             self._launch(number, piece)
         while self._flights:
@@ -135,14 +125,6 @@ class _Reader:
         while self._flights:
             self._files.release(self._flights.popitem()[1].files)
 
-    def _is_full(self) -> bool:
-        """Return True if the oldest piece must be finished before another is started."""
-        requests = sum(len(flight.needed) for flight in self._flights.values())
-        size = sum(int(flight.needed.sum()) for flight in self._flights.values())
-        buffered = any(flight.buffer is not None for flight in self._flights.values())
-        limit = _BUFFERED_IN_FLIGHT if buffered else _BYTES_IN_FLIGHT
-        return requests + PIECE_RECORDS > self._queue.entries or size >= limit
-
     def _launch(self, number: int, piece: slice) -> None:
         batch, records, size = self._destination.batch[piece], self._destination.records, self._size
         files, sector = self._files.acquire(batch), self._files.sector
@@ -156,9 +138,6 @@ class _Reader:
             offsets, lengths = batch.positions[first] * size, count * size
             needed, memory, memory_offsets = lengths, records.reshape(-1), batch.out_indices[first] * size
             buffer = None
-            # Every page must be present, because io_uring would pass requests for others to a slow worker thread.
-            pages = np.arange(0, size + PAGE_BYTES, PAGE_BYTES).clip(max=size - 1)
-            records[batch.out_indices[:, None], pages] = 0
         else:
             starts = batch.positions[first] * size
             stops = (batch.positions[first + count - 1] + 1) * size
@@ -212,19 +191,14 @@ class _Reader:
         flight.processed |= is_ready
 
     def _read_again(self, flight: _Flight, request: int) -> None:
-        """Read the records of a failed request again, with blocking reads."""
-        first, count = int(flight.first[request]), int(flight.count[request])
+        """Read the records of a failed request again, with blocking reads through the page cache."""
+        first, last = int(flight.first[request]), int(flight.first[request] + flight.count[request]) - 1
         file = flight.files[int(flight.batch.shards[first])]
+        start, stop = int(flight.batch.positions[first]), int(flight.batch.positions[last]) + 1
         shift = int(flight.memory_offsets[request]) - int(flight.offsets[request])
+        target = flight.memory[shift + start * self._size : shift + stop * self._size].data
         try:
             with open(file.path, "rb", buffering=0) as plain_file:
-                for position in flight.batch.positions[first : first + count].tolist():
-                    offset, stop = position * self._size, (position + 1) * self._size
-                    while offset < stop:
-                        rest = flight.memory[shift + offset : shift + stop].data
-                        read_bytes = os.preadv(plain_file.fileno(), [rest], offset)
-                        if not read_bytes:
-                            raise file.ends_early(position)
-                        offset += read_bytes
+                file.read_fully(plain_file.fileno(), start, target, self._size)
         except OSError as error:
             raise cannot_read(file.path, error) from error

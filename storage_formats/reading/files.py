@@ -112,6 +112,20 @@ class ShardFile:
             os.posix_fadvise(self.fd, start, 1 << 20, os.POSIX_FADV_WILLNEED)
         self.trusted_until = 0.0
 
+    def read_fully(self, fd: int, position: int, target: memoryview, record_bytes: int) -> None:
+        """Read the records from `position` on with blocking reads of the descriptor `fd` until `target` is full.
+
+        Raises:
+            CorruptIndexError: the file is too short.
+            OSError: a read failed.
+        """
+        done = 0
+        while done < len(target):
+            count = os.preadv(fd, [target[done:]], position * record_bytes + done)
+            if not count:
+                raise self.ends_early(position + done // record_bytes)
+            done += count
+
     def ends_early(self, position: int) -> CorruptIndexError:
         """Return the error for a file that ends before the record at `position`."""
         return CorruptIndexError(f"{self.path} ends before the record at position {position}; run 'edje-index verify'")

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -22,10 +21,10 @@ from storage_formats.errors import CorruptIndexError, UsageError, cannot_read
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
 from storage_formats.reading.destination import Destination
-from storage_formats.reading.direct import DirectEngine
+from storage_formats.reading.direct import read_direct
 from storage_formats.reading.files import ShardFile, ShardFiles
 from storage_formats.reading.memory import BufferPool, memory_at
-from storage_formats.reading.queues import queue_class
+from storage_formats.reading.queues import QueuePool, can_queue
 from storage_formats.threads import run_threads, settle, unsettled
 
 _MAPPED_SHARDS = 64  # files that are mapped at the same time
@@ -34,92 +33,9 @@ _LENGTHS_BEFORE_CACHING = 2
 _CACHED_SHARE = 0.5
 
 
-class Engine(Protocol):
-    """A way to read records. Thread-safe."""
-
-    name: str
-
-    def read(self, destination: Destination) -> None:
-        """Read all records of `destination.batch`. Afterwards, nothing writes to the destination any more."""
-        ...
-
-
 def engines() -> tuple[str, ...]:
     """Return the names of the engines that work on this machine."""
-    return ("direct", "mapped", "portable") if queue_class() else ("mapped", "portable")
-
-
-class MappedEngine:
-    """Passes records from memory maps of the shard files to the destination."""
-
-    name = "mapped"
-
-    def __init__(self, files: ShardFiles) -> None:
-        self._files = files
-
-    def read(self, destination: Destination) -> None:
-        spans, size = destination.batch.shard_spans, self._files.record_bytes
-        for first in range(0, len(spans), _MAPPED_SHARDS):
-            group = spans[first : first + _MAPPED_SHARDS]
-            part = slice(group[0][1], group[-1][2])
-            batch = destination.batch[part]
-            files = self._files.acquire(batch)
-            try:
-                addresses = [file.mapped_at() for file in files.values()]
-                start = min(addresses)
-                stop = max(address + file.size for address, file in zip(addresses, files.values(), strict=True))
-                offsets = batch.per_record(addresses) + batch.positions * size - start
-                destination.take(memory_at(start, stop - start), offsets, part)
-            finally:
-                self._files.release(files)
-
-
-class PortableEngine:
-    """Reads records through the page cache with several threads."""
-
-    name = "portable"
-
-    def __init__(self, files: ShardFiles, buffers: BufferPool) -> None:
-        self._files = files
-        self._buffers = buffers
-
-    def read(self, destination: Destination) -> None:
-        size = self._files.record_bytes
-        for piece in destination.batch.pieces(4 * PIECE_RECORDS):
-            batch = destination.batch[piece]
-            files, buffer = self._files.acquire(batch), self._buffers.borrow(len(batch) * size)
-            try:
-                memory = memoryview(buffer)  # type: ignore[arg-type]  # a contiguous array is a buffer
-                requests = [
-                    (files[shard], position, memory[first * size : (first + count) * size])
-                    for shard, position, first, count in _runs(batch, size)
-                ]
-                for file, position, target in requests:
-                    if hasattr(os, "posix_fadvise"):  # not on macOS
-                        os.posix_fadvise(file.fd, position * size, len(target), os.POSIX_FADV_WILLNEED)
-                run_threads(lambda request: _read_fully(*request, size), requests, min(_THREADS, len(requests)))
-                destination.take(buffer, np.arange(len(batch)) * size, piece)
-            finally:
-                self._files.release(files)
-            self._buffers.give_back(buffer)
-
-
-def _runs(batch: Batch, record_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    first, count = batch.runs(record_bytes)
-    columns = (batch.shards[first], batch.positions[first], first, count)
-    return zip(*(column.tolist() for column in columns), strict=True)
-
-
-def _read_fully(file: ShardFile, position: int, target: memoryview, record_bytes: int) -> None:
-    done = 0
-    while done < len(target):
-        try:
-            count = os.preadv(file.fd, [target[done:]], position * record_bytes + done)
-        except OSError as error:
-            raise cannot_read(file.path, error) from error
-        if not count:
-            raise file.ends_early(position + done // record_bytes)
-        done += count
+    return ("direct", "mapped", "portable") if can_queue() else ("mapped", "portable")
 
 
 class LocalReads:
@@ -153,10 +69,8 @@ class LocalReads:
         self._shard_bytes = spec.shard_size * record_bytes
         self._index_bytes = spec.used_rows * record_bytes
         self._cached_files = ShardFiles(path, record_bytes)
-        self._direct_files = ShardFiles(path, record_bytes, direct=queue_class() is not None)
-        self._direct = DirectEngine(self._direct_files, self._buffers)
-        self._portable = PortableEngine(self._cached_files, self._buffers)
-        self._mapped = MappedEngine(self._direct_files)
+        self._direct_files = ShardFiles(path, record_bytes, direct=can_queue())
+        self._queues = QueuePool()
         self._direct_reads: dict[int, tuple[int, int]] = {}
         """(bytes of direct reads, bytes at which the shard is read into the page cache) of each shard"""
 
@@ -183,29 +97,81 @@ class LocalReads:
     def read(self, batch: Batch, destination_of: Callable[[Batch], Destination]) -> None:
         """Read the records of `batch`. `destination_of` returns the destination of a part of the batch.
 
+        Afterwards, nothing writes to the destination any more.
+
         Raises:
             CorruptIndexError: a file is missing or a record is damaged.
         """
         settle(unsettled())
         for engine, part in self.split(batch):
-            engine.read(destination_of(part))
+            destination = destination_of(part)
+            if engine == "direct":
+                read_direct(destination, self._direct_files, self._queues, self._buffers)
+            elif engine == "mapped":
+                self._read_mapped(destination)
+            else:
+                self._read_portable(destination)
 
-    def split(self, batch: Batch) -> list[tuple[Engine, Batch]]:
+    def _read_mapped(self, destination: Destination) -> None:
+        spans, size, files_of_store = destination.batch.shard_spans, self._record_bytes, self._direct_files
+        for first in range(0, len(spans), _MAPPED_SHARDS):
+            group = spans[first : first + _MAPPED_SHARDS]
+            part = slice(group[0][1], group[-1][2])
+            batch = destination.batch[part]
+            files = files_of_store.acquire(batch)
+            try:
+                addresses = [file.mapped_at() for file in files.values()]
+                start = min(addresses)
+                stop = max(address + file.size for address, file in zip(addresses, files.values(), strict=True))
+                offsets = batch.per_record(addresses) + batch.positions * size - start
+                destination.take(memory_at(start, stop - start), offsets, part)
+            finally:
+                files_of_store.release(files)
+
+    def _read_portable(self, destination: Destination) -> None:
+        size = self._record_bytes
+        for piece in destination.batch.pieces(4 * PIECE_RECORDS):
+            batch = destination.batch[piece]
+            files, buffer = self._cached_files.acquire(batch), self._buffers.borrow(len(batch) * size)
+            try:
+                memory = memoryview(buffer)  # type: ignore[arg-type]  # a contiguous array is a buffer
+                first, count = batch.runs(size)
+                columns = (batch.shards[first], batch.positions[first], first * size, (first + count) * size)
+                requests = [
+                    (files[shard], position, memory[start:stop])
+                    for shard, position, start, stop in zip(*(column.tolist() for column in columns), strict=True)
+                ]
+                for file, position, target in requests:
+                    if hasattr(os, "posix_fadvise"):  # not on macOS
+                        os.posix_fadvise(file.fd, position * size, len(target), os.POSIX_FADV_WILLNEED)
+                run_threads(self._read_run, requests, min(_THREADS, len(requests)))
+                destination.take(buffer, np.arange(len(batch)) * size, piece)
+            finally:
+                self._cached_files.release(files)
+            self._buffers.give_back(buffer)
+
+    def _read_run(self, request: tuple[ShardFile, int, memoryview]) -> None:
+        file, position, target = request
+        try:
+            file.read_fully(file.fd, position, target, self._record_bytes)
+        except OSError as error:
+            raise cannot_read(file.path, error) from error
+
+    def split(self, batch: Batch) -> list[tuple[str, Batch]]:
         """Choose an engine for each shard of `batch`. Return each engine with the part of `batch` to read with it."""
         if self._name != "auto":
-            engines: dict[str, Engine] = {"direct": self._direct, "mapped": self._mapped, "portable": self._portable}
-            return [(engines[self._name], batch)]
-        chosen: list[Engine] = []
+            return [(self._name, batch)]
+        chosen: list[str] = []
         due = None
         for (shard, start, stop), is_cached in zip(batch.shard_spans, self._cached_shards(batch), strict=True):
             read, limit = self._direct_reads.get(shard, (0, _LENGTHS_BEFORE_CACHING * self._shard_bytes))
             is_due = read >= limit
             if is_cached:
-                chosen.append(self._mapped)
+                chosen.append("mapped")
             elif not self._direct_files.is_direct or (is_due and is_cached is None):
-                chosen.append(self._portable)
+                chosen.append("portable")
             else:
-                chosen.append(self._direct)
+                chosen.append("direct")
                 if self._fits_in_cache:
                     self._direct_reads[shard] = (read + (stop - start) * self._record_bytes, limit)
                     due = shard if is_due else due
@@ -221,7 +187,7 @@ class LocalReads:
 
     def close(self) -> None:
         """Close all files, and free idle queues and buffers. The store can still be used."""
-        self._direct.close()
+        self._queues.close()
         self._cached_files.close()
         self._direct_files.close()
         self._buffers.close()

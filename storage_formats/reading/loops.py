@@ -144,7 +144,9 @@ def _checksums(sources: Addresses, size: int, checksums: Checksums, start: int, 
         checksums[k] = _crc_rest(z, c + whole, c + size)
 
 
-def _copy(sources: Addresses, targets: Addresses, size: int, checksums: Checksums, start: int, stop: int) -> None:
+def _copy(
+    sources: Addresses, targets: Addresses, size: int, checksums: Checksums, nontemporal: bool, start: int, stop: int
+) -> None:
     whole = size - size % 64
     for first in range(start, stop, 3):
         i, j, k = _lanes(first, stop)
@@ -152,9 +154,14 @@ def _copy(sources: Addresses, targets: Addresses, size: int, checksums: Checksum
         p, q, r = targets[i], targets[j], targets[k]
         x = y = z = _ONES
         for offset in range(0, whole, 64):
-            _copy_line(p + offset, a + offset)
-            _copy_line(q + offset, b + offset)
-            _copy_line(r + offset, c + offset)
+            if nontemporal:
+                _copy_line_nontemporal(p + offset, a + offset)
+                _copy_line_nontemporal(q + offset, b + offset)
+                _copy_line_nontemporal(r + offset, c + offset)
+            else:
+                _copy_line(p + offset, a + offset)
+                _copy_line(q + offset, b + offset)
+                _copy_line(r + offset, c + offset)
             x, y, z = _crc_line(x, a + offset), _crc_line(y, b + offset), _crc_line(z, c + offset)
         for offset in range(whole, size):
             _copy_byte(p + offset, a + offset)
@@ -163,23 +170,8 @@ def _copy(sources: Addresses, targets: Addresses, size: int, checksums: Checksum
         checksums[i] = _crc_rest(x, a + whole, a + size)
         checksums[j] = _crc_rest(y, b + whole, b + size)
         checksums[k] = _crc_rest(z, c + whole, c + size)
-
-
-def _copy_nontemporal(
-    sources: Addresses, targets: Addresses, size: int, checksums: Checksums, start: int, stop: int
-) -> None:
-    for first in range(start, stop, 3):
-        i, j, k = _lanes(first, stop)
-        a, b, c = sources[i], sources[j], sources[k]
-        p, q, r = targets[i], targets[j], targets[k]
-        x = y = z = _ONES
-        for offset in range(0, size, 64):
-            _copy_line_nontemporal(p + offset, a + offset)
-            _copy_line_nontemporal(q + offset, b + offset)
-            _copy_line_nontemporal(r + offset, c + offset)
-            x, y, z = _crc_line(x, a + offset), _crc_line(y, b + offset), _crc_line(z, c + offset)
-        checksums[i], checksums[j], checksums[k] = np.uint32(x ^ _ONES), np.uint32(y ^ _ONES), np.uint32(z ^ _ONES)
-    _fence()
+    if nontemporal:
+        _fence()
 
 
 _ADDRESS_ARRAY = types.Array(types.int64, 1, "C", readonly=True)
@@ -187,8 +179,9 @@ _CHECKSUM_ARRAY = types.Array(types.uint32, 1, "C")
 compute_checksums = Kernel(_checksums, (_ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY, types.int64, types.int64))
 """(sources, size, checksums, start, stop): write the CRC-32C of the `size` bytes at each address sources[i] to
 checksums[i], for i in [start, stop). Releases the GIL."""
-_COPY_ARGUMENTS = (_ADDRESS_ARRAY, _ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY, types.int64, types.int64)
-copy_checked = Kernel(_copy, _COPY_ARGUMENTS)
-"""(sources, targets, size, checksums, start, stop): like `compute_checksums`, and copy the bytes to targets[i]."""
-copy_checked_nontemporal = Kernel(_copy_nontemporal, _COPY_ARGUMENTS)
-"""Like `copy_checked`, with non-temporal stores. `size` and all targets are multiples of 64."""
+copy_checked = Kernel(
+    _copy,
+    (_ADDRESS_ARRAY, _ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY, types.boolean, types.int64, types.int64),
+)
+"""(sources, targets, size, checksums, nontemporal, start, stop): like `compute_checksums`, and copy the bytes to
+targets[i]. With `nontemporal`, the stores bypass the processor's cache; `size` and all targets are multiples of 64."""

@@ -9,7 +9,7 @@ import pytest
 
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.reading import engines
-from storage_formats.reading.queues import AioQueue, Ring
+from storage_formats.reading.queues import can_queue
 
 ALL = [*engines(), "auto"]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -27,15 +27,10 @@ def evict(root, precision="bf16"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def use_queue(monkeypatch, kind):
-    """Let the engine `direct` use queues of the class `kind`, or none. Skip the test if they do not work here."""
-    if kind is not None:
-        try:
-            kind(1).close()
-        except OSError:
-            pytest.skip(f"no {kind.__name__} here")
+def without_queues(monkeypatch):
+    """Let no engine use queues, as on a machine that has none."""
     for module in ("queues", "local_reads"):
-        monkeypatch.setattr(f"storage_formats.reading.{module}.queue_class", lambda: kind)
+        monkeypatch.setattr(f"storage_formats.reading.{module}.can_queue", lambda: False)
 
 
-queues = pytest.mark.parametrize("queue", [Ring, AioQueue])
+needs_queues = pytest.mark.skipif(not can_queue(), reason="needs Linux AIO")

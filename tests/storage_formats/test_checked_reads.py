@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from storage_formats import CorruptIndexError, TokenStore, codec
+from storage_formats.codecs import BF16
 from storage_formats.format.checksum import crc32c_rows
 from storage_formats.format.layout import Layout
-from storage_formats.reading import checksums, loops, memory
+from storage_formats.reading import checksums, destination, loops, memory
 from tests.conftest import same_bits
 from tests.storage_formats.reading_cases import ALL, HOLES, SPEC
 
@@ -132,47 +133,49 @@ def test_few_checksums_are_kept_and_those_of_other_shards_are_not_read(many_shar
 def test_memory_is_copied_and_checked(compiled, size, count):
     if compiled and not loops.has_crc_instruction():
         pytest.skip("no CRC-32C instruction here")
-    used = memory._compiled_loops() if compiled else memory._PLAIN
+    used = destination._compiled_loops() if compiled else destination._PLAIN
     data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
     sources, expected = data.ctypes.data + np.arange(count) * size, crc32c_rows(data)
     actual = np.zeros(count, dtype=np.uint32)
-    used.checksums(sources, size, actual, 0, count)
+    compute, copy = used
+    compute(sources, size, actual, 0, count)
     assert (actual == expected).all()
-    for copy in (used.copy, *([used.copy_nontemporal] if size % 64 == 0 else [])):
+    for is_nontemporal in [False, True] if size % 64 == 0 else [False]:
         target = memory.aligned_bytes((count + 1) * size).reshape(count + 1, size)
         actual[:] = 0
-        copy(sources, target.ctypes.data + np.arange(count) * size, size, actual, 0, count)
+        copy(sources, target.ctypes.data + np.arange(count) * size, size, actual, is_nontemporal, 0, count)
         assert (actual == expected).all()
         assert (target[:count] == data).all()
         assert not target[count].any()
 
 
-@pytest.mark.parametrize(("size", "offset", "large"), [(128, 0, True), (128, 8, True), (100, 0, True), (128, 0, False)])
-def test_only_large_outputs_of_whole_cache_lines_use_nontemporal_stores(monkeypatch, size, offset, large):
-    source = np.random.default_rng(0).integers(0, 256, (9, size), dtype=np.uint8)
-    target = memory.aligned_bytes(10 * size)[offset : offset + 9 * size].reshape(9, size)
+@pytest.mark.parametrize(("offset", "large"), [(0, True), (1, True), (0, False)])
+def test_only_large_outputs_of_whole_cache_lines_use_nontemporal_stores(built, monkeypatch, offset, large):
+    memory_of_out = np.zeros(10 * 256 + 32, dtype=BF16)
+    first = -memory_of_out.ctypes.data % 64 // 2 + offset
+    out = memory_of_out[first : first + 9 * 256].reshape(9, 8, 32)
     used = []
-    plain = memory._PLAIN
-    noting = plain._replace(copy_nontemporal=lambda *arguments: (used.append(1), plain.copy(*arguments)))
-    monkeypatch.setattr(memory, "_loops", lambda _: noting)
-    sources, targets = (array.ctypes.data + np.arange(9) * size for array in (source, target))
-    check = checksums.BlockCheck(crc32c_rows(source), np.arange(9), str)
-    monkeypatch.setattr(memory, "_NONTEMPORAL_FROM", 9 * size + (not large))
-    memory.copy_checked(sources, targets, size, check, threads=2)
-    assert (target == source).all()
-    assert bool(used) == (large and not offset and size % 64 == 0)
+
+    def copy(sources, targets, size, checksums, is_nontemporal, start, stop):
+        used.append(is_nontemporal)
+        destination._PLAIN[1](sources, targets, size, checksums, is_nontemporal, start, stop)
+
+    monkeypatch.setattr(destination, "_loops", lambda _: (destination._PLAIN[0], copy))
+    monkeypatch.setattr(destination, "_NONTEMPORAL_FROM", 9 * 512 + (not large))
+    assert same_bits(TokenStore.open(built[0], engine="mapped").fetch(range(1, 10), out=out), built[1][1:10])
+    assert set(used) == {large and not offset}
 
 
 def test_the_instruction_is_not_used_in_code_for_another_processor(monkeypatch):
     monkeypatch.setattr(loops.config, "CPU_NAME", "generic")
-    assert memory._compiled_loops.__wrapped__() is memory._PLAIN
+    assert destination._compiled_loops.__wrapped__() is destination._PLAIN
 
 
 def test_numba_is_used_once_it_is_loaded_or_many_bytes_have_been_checked(monkeypatch):
-    assert memory._loops(1) is memory._compiled_loops()
+    assert destination._loops(1) is destination._compiled_loops()
     monkeypatch.delitem(sys.modules, "numba")  # as before the first conversion
-    monkeypatch.setattr(memory, "_plainly_checked_bytes", 0)
-    assert memory._loops(1) is memory._PLAIN
-    assert memory._loops(1 << 30) is memory._compiled_loops()
-    monkeypatch.setattr(memory, "_plainly_checked_bytes", 5 << 30)
-    assert memory._loops(1) is memory._compiled_loops()
+    monkeypatch.setattr(destination, "_plainly_checked_bytes", 0)
+    assert destination._loops(1) is destination._PLAIN
+    assert destination._loops(1 << 30) is destination._compiled_loops()
+    monkeypatch.setattr(destination, "_plainly_checked_bytes", 5 << 30)
+    assert destination._loops(1) is destination._compiled_loops()

@@ -16,13 +16,13 @@ from storage_formats.reading.batch import Batch
 from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.local_reads import cache_room
 from tests.conftest import same_bits
-from tests.storage_formats.reading_cases import ALL, SPEC, evict, linux, use_queue
+from tests.storage_formats.reading_cases import ALL, SPEC, evict, linux, without_queues
 
 
 def test_engines_that_are_unknown_or_do_not_work_are_refused(built, monkeypatch):
     with pytest.raises(UsageError, match=r"engine 'floppy' .*; choose one of: auto, .*portable"):
         TokenStore.open(built[0], engine="floppy")
-    use_queue(monkeypatch, None)
+    without_queues(monkeypatch)
     assert engines() == ("mapped", "portable")
     with pytest.raises(UsageError, match="does not work on this machine"):
         TokenStore.open(built[0], engine="direct")
@@ -49,7 +49,7 @@ def chosen(store, row_ids):
     """Number of rows that each engine would read. Nothing is read."""
     ids = np.asarray(row_ids)
     batch = Batch(*np.divmod(ids, SPEC.shard_size), np.arange(len(ids)))
-    return {engine.name: len(part) for engine, part in store._view.reads.split(batch)}
+    return {engine: len(part) for engine, part in store._view.reads.split(batch)}
 
 
 @pytest.fixture(params=[False, True], ids=["cachestat", "mincore"])

@@ -16,10 +16,10 @@ from storage_formats import TokenStore
 from storage_formats.format.layout import IndexSpec
 from storage_formats.reading import engines
 from storage_formats.reading.destination import Destination
-from storage_formats.reading.queues import QueuePool
+from storage_formats.reading.queues import Queue, QueuePool
 from storage_formats.threads import Crew, run_chunks, settle
 from tests.conftest import REPO, same_bits, write_random_index
-from tests.storage_formats.reading_cases import ALL, SPEC, linux, queues, use_queue
+from tests.storage_formats.reading_cases import ALL, SPEC, linux, needs_queues
 
 LARGE = IndexSpec(rows=200, shard_size=64, block_shape=(64, 384), embed_dim=4, precisions=("bf16", "fp8", "nvfp4"))
 
@@ -85,14 +85,13 @@ def test_settling_goes_on_after_an_exception_and_raises_it_at_the_end():
     assert not pending
 
 
-@queues
+@needs_queues
 @pytest.mark.parametrize("method", ["put", "wait"])
-def test_a_queue_is_emptied_and_dropped_after_an_exception(built, whole, monkeypatch, queue, method):
+def test_a_queue_is_emptied_and_dropped_after_an_exception(built, whole, monkeypatch, method):
     """The exception comes after the kernel has started or finished reads, and before the queue's caller knows."""
-    use_queue(monkeypatch, queue)
-    store, real = TokenStore.open(built[0], "bf16", "direct"), getattr(queue, method)
+    store, real = TokenStore.open(built[0], "bf16", "direct"), getattr(Queue, method)
     closed = []
-    monkeypatch.setattr(queue, "close", lambda self, close=queue.close: (close(self), closed.append(self)))
+    monkeypatch.setattr(Queue, "close", lambda self, close=Queue.close: (close(self), closed.append(self)))
 
     def interrupted(self, *arguments):
         real(self, *arguments)
@@ -101,7 +100,7 @@ def test_a_queue_is_emptied_and_dropped_after_an_exception(built, whole, monkeyp
     out = store.empty(SPEC.rows)
     for _ in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr(queue, method, interrupted)
+            patch.setattr(Queue, method, interrupted)
             with pytest.raises(Interruption):
                 store.fetch(range(SPEC.rows), out=out)
         out[:] = 1
@@ -110,10 +109,9 @@ def test_a_queue_is_emptied_and_dropped_after_an_exception(built, whole, monkeyp
     assert len(closed) == 3
 
 
-@queues
-def test_an_error_returns_no_queue_with_reads_in_flight(built, whole, monkeypatch, queue):
+@needs_queues
+def test_an_error_returns_no_queue_with_reads_in_flight(built, whole, monkeypatch):
     """The decoder fails on the first piece while other pieces are read into memory that is freed afterwards."""
-    use_queue(monkeypatch, queue)
     store = TokenStore.open(built[0], "fp8", "direct")
     returned = []
     give_back = QueuePool.give_back
@@ -129,11 +127,10 @@ def test_an_error_returns_no_queue_with_reads_in_flight(built, whole, monkeypatc
     assert returned == [0]
 
 
-@queues
-def test_a_closed_queue_may_be_closed_again(monkeypatch, queue):
-    use_queue(monkeypatch, queue)
+@needs_queues
+def test_a_closed_queue_may_be_closed_again():
     before = len(os.listdir("/proc/self/fd"))
-    opened = queue(8)
+    opened = Queue(8)
     opened.close()
     opened.close()
     del opened

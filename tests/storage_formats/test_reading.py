@@ -26,10 +26,10 @@ from storage_formats.reading import direct, queues
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
 from storage_formats.reading.direct import _Reader
 from storage_formats.reading.files import ShardFiles, sector_bytes
-from storage_formats.reading.queues import AioQueue, QueuePool, Ring
+from storage_formats.reading.queues import Queue, QueuePool
 from tests.conftest import REPO, same_bits
 from tests.storage_formats import reading_cases
-from tests.storage_formats.reading_cases import ALL, HOLES, ODD, SPEC, evict, linux, use_queue
+from tests.storage_formats.reading_cases import ALL, HOLES, ODD, SPEC, evict, linux, needs_queues, without_queues
 
 PRECISIONS = SPEC.precisions
 
@@ -39,14 +39,15 @@ def test_plain_slicing_is_the_reference(built, whole):
 
 
 @linux
-@pytest.mark.parametrize("queue", [Ring, AioQueue, None])
+@pytest.mark.parametrize("has_queues", [True, False])
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @given(ids=st.lists(st.integers(0, SPEC.rows - 1), max_size=200), cold=st.booleans())
 @settings(max_examples=10, deadline=None)
-def test_every_engine_equals_plain_slicing(built, whole, precision, engine, queue, ids, cold):
+def test_every_engine_equals_plain_slicing(built, whole, precision, engine, has_queues, ids, cold):
     with pytest.MonkeyPatch.context() as patch:
-        use_queue(patch, queue)
+        if not has_queues:
+            without_queues(patch)
         if engine not in ("auto", *reading_cases.engines()):
             return
         if cold:
@@ -68,26 +69,25 @@ def test_records_that_are_not_whole_sectors(odd, precision, engine):
 
 
 @linux
-@reading_cases.queues
+@needs_queues
 @pytest.mark.parametrize(
     ("records", "reads"), [(0, [(0, 1), (2, 1), (5, 1), (6, 1)]), (1, [(0, 3), (5, 2)]), (2, [(0, 7)])]
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_small_gaps_are_read_to_save_requests(built, whole, precision, queue, records, reads, monkeypatch):
+def test_small_gaps_are_read_to_save_requests(built, whole, precision, records, reads, monkeypatch):
     """Reads rows 0, 2, 5 and 6. The last two are apart in memory."""
     if sector_bytes(Layout(built[0]).token_shard("bf16", 0)) != 512:
         pytest.skip("records of this test are no whole sectors here")
-    use_queue(monkeypatch, queue)
     size = codec(precision, SPEC.block_shape).record_bytes
     monkeypatch.setattr(direct, "_GAP_BYTES", records * size)
     monkeypatch.setattr(direct, "_FEWER_REQUESTS", 1)
-    asked, ids, real = [], [6, 0, 5, 2], queue.put
+    asked, ids, real = [], [6, 0, 5, 2], Queue.put
 
     def put(self, fds, offsets, addresses, lengths, tags):
         asked.extend(zip((offsets + size - 1) // size, lengths // size, strict=True))
         return real(self, fds, offsets, addresses, lengths, tags)
 
-    monkeypatch.setattr(queue, "put", put)
+    monkeypatch.setattr(Queue, "put", put)
     with TokenStore.open(built[0], precision, "direct") as store:
         assert same_bits(store.fetch(ids), whole[precision][ids])
     if size % 512 == 0 and records:
@@ -96,18 +96,15 @@ def test_small_gaps_are_read_to_save_requests(built, whole, precision, queue, re
         assert len(asked) == len(reads) - (not records)  # 5 and 6 are neighbours in the buffer
 
 
-@linux
+@needs_queues
 def test_a_whole_shard_in_any_order_is_read_in_large_requests(built, monkeypatch):
-    kind = queues.queue_class()
-    if kind is None:
-        pytest.skip("no direct reads here")
-    ids, lengths_asked, real = np.random.default_rng(0).permutation(64), [], kind.put
+    ids, lengths_asked, real = np.random.default_rng(0).permutation(64), [], Queue.put
 
     def put(self, fds, offsets, addresses, lengths, tags):
         lengths_asked.extend(lengths.tolist())
         return real(self, fds, offsets, addresses, lengths, tags)
 
-    monkeypatch.setattr(kind, "put", put)
+    monkeypatch.setattr(Queue, "put", put)
     assert same_bits(TokenStore.open(built[0], "bf16", "direct").fetch(ids), built[1][ids])
     assert lengths_asked == [64 * 512]
 
@@ -208,16 +205,16 @@ def test_an_error_leaves_no_file_open(built, tmp_path, engine):
     assert not [name for name in opened if name.startswith(str(tmp_path))]
 
 
-def test_queues_are_small_if_the_kernel_has_little_memory(monkeypatch):
+def test_queues_are_small_if_the_kernel_has_few_entries_left(monkeypatch):
     asked = []
 
     def make(entries):
         asked.append(entries)
         if entries > 200:
-            raise OSError(errno.ENOMEM, "no memory")
+            raise OSError(errno.EAGAIN, "too many entries")
         return entries
 
-    monkeypatch.setattr(queues, "queue_class", lambda: make)
+    monkeypatch.setattr(queues, "Queue", make)
     assert QueuePool().borrow() == asked[-1] == PIECE_RECORDS
 
 
@@ -244,39 +241,20 @@ def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatc
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@reading_cases.queues
+@needs_queues
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_sparse_pieces_after_dense_ones_do_not_overfill_the_queue(built, whole, monkeypatch, queue, precision):
-    use_queue(monkeypatch, queue)
+def test_sparse_pieces_after_dense_ones_do_not_overfill_the_queue(built, whole, monkeypatch, precision):
     monkeypatch.setattr(queues, "ENTRIES", PIECE_RECORDS)
-    put = queue.put
+    put = Queue.put
 
     def checked(self, fds, *rest):
         assert self.in_flight + len(fds) <= self.entries
         put(self, fds, *rest)
 
-    monkeypatch.setattr(queue, "put", checked)
+    monkeypatch.setattr(Queue, "put", checked)
     monkeypatch.setattr(direct, "_GAP_BYTES", 0)
     ids = [*range(60), *range(64, SPEC.rows, 2)]
     assert same_bits(TokenStore.open(built[0], precision, "direct").fetch(ids), whole[precision][ids])
-
-
-def test_a_ring_is_set_up_without_flags_that_the_kernel_does_not_know(monkeypatch):
-    if queues.queue_class() is not Ring:
-        pytest.skip("no io_uring here")
-    asked, real = [], queues.system_call
-
-    def old_kernel(number, entries, parameters, *rest):
-        if number == queues._SETUP:
-            flags = int(np.ctypeslib.as_array((ctypes.c_uint32 * 3).from_address(parameters))[2])
-            asked.append(flags)
-            if flags & queues._SETUP_COOP_TASKRUN:
-                raise OSError(errno.EINVAL, "Invalid argument")
-        return real(number, entries, parameters, *rest)
-
-    monkeypatch.setattr(queues, "system_call", old_kernel)
-    assert Ring(4).entries == 4
-    assert len(asked) == 2
 
 
 @linux
@@ -319,11 +297,10 @@ def test_reads_served_in_part_are_continued(built, monkeypatch):
     assert same_bits(TokenStore.open(built[0], engine="portable").fetch(range(70)), built[1][:70])
 
 
-@reading_cases.queues
+@needs_queues
 @pytest.mark.parametrize("result", [-errno.EAGAIN, -errno.EIO, 0, 100])
-def test_requests_that_the_kernel_fails_are_read_again(built, whole, monkeypatch, queue, result):
-    use_queue(monkeypatch, queue)
-    put, wait, memory = queue.put, queue.wait, {}
+def test_requests_that_the_kernel_fails_are_read_again(built, whole, monkeypatch, result):
+    put, wait, memory = Queue.put, Queue.wait, {}
 
     def noting(self, fds, offsets, addresses, lengths, tags):
         memory.update(zip(tags.tolist(), zip(addresses.tolist(), lengths.tolist(), strict=True), strict=True))
@@ -336,21 +313,20 @@ def test_requests_that_the_kernel_fails_are_read_again(built, whole, monkeypatch
             ctypes.memset(address + max(result, 0), 0xAB, length - max(result, 0))
         return tags, np.where(tags % 3 == 0, result, results)
 
-    monkeypatch.setattr(queue, "put", noting)
-    monkeypatch.setattr(queue, "wait", failing)
+    monkeypatch.setattr(Queue, "put", noting)
+    monkeypatch.setattr(Queue, "wait", failing)
     for precision in ("bf16", "fp8"):
         for step in (1, 2):  # without and with gaps between the rows
             ids = range(0, SPEC.rows, step)
             assert same_bits(TokenStore.open(built[0], precision, "direct").fetch(ids), whole[precision][ids])
 
 
-@reading_cases.queues
+@needs_queues
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_records_are_processed_while_others_are_in_flight(built, whole, monkeypatch, queue, precision, newest_first):
+def test_records_are_processed_while_others_are_in_flight(built, whole, monkeypatch, precision, newest_first):
     """The device is slow: a wait returns no more results than it must. They may all be those of another piece."""
-    use_queue(monkeypatch, queue)
-    wait, process = queue.wait, _Reader._process
+    wait, process = Queue.wait, _Reader._process
     late, processed, pieces = {}, [], []
 
     def few(self, minimum):
@@ -367,7 +343,7 @@ def test_records_are_processed_while_others_are_in_flight(built, whole, monkeypa
         process(self, flight)
         processed.append(flight.processed.sum() - before)
 
-    monkeypatch.setattr(queue, "wait", few)
+    monkeypatch.setattr(Queue, "wait", few)
     monkeypatch.setattr(_Reader, "_process", noting)
     monkeypatch.setattr(direct, "_PART_REQUESTS", 1)
     monkeypatch.setattr(direct, "_PART_SHARE", 4 * PIECE_RECORDS)
