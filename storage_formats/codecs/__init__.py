@@ -8,12 +8,9 @@ import numpy as np
 
 from storage_formats.codecs.base import BF16, Blocks, Codec, Records
 from storage_formats.codecs.bf16 import BF16Codec
-from storage_formats.codecs.fp8 import FP8Codec
 from storage_formats.codecs.fp16 import FP16Codec
+from storage_formats.codecs.group_scaled import FP8Codec, MXFP4Codec, MXFP8Codec, NVFP4Codec
 from storage_formats.codecs.int8 import Int8Codec
-from storage_formats.codecs.mxfp4 import MXFP4Codec
-from storage_formats.codecs.mxfp8 import MXFP8Codec
-from storage_formats.codecs.nvfp4 import NVFP4Codec
 from storage_formats.codecs.sign1 import Sign1Codec
 from storage_formats.errors import UsageError
 

@@ -3,14 +3,6 @@
 A record contains m x d bfloat16 values of two bytes, little endian, tokens in order. A bfloat16 is the upper half of an
 IEEE 754 binary32: 1 sign bit, 8 exponent bits (bias 127), 7 fraction bits. All values are stored exactly, including
 NaN.
-
->>> import ml_dtypes, numpy as np
->>> from storage_formats.codecs import codec
->>> blocks = np.linspace(-3, 3, 2 * 64 * 384).reshape(2, 64, 384).astype(ml_dtypes.bfloat16)
->>> values = codec("bf16").encode(blocks).view("<u2").reshape(-1, 64, 384)  # as Zarr readers return them
->>> tokens = (values.astype(np.uint32) << 16).view(np.float32)
->>> np.array_equal(tokens, blocks)
-True
 """
 
 from __future__ import annotations

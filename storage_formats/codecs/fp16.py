@@ -7,17 +7,7 @@ A record contains m x d binary16 values of two bytes, little endian, tokens in o
 - Larger finite magnitudes are stored as 65,504.
 - NaN and infinity are stored as the NaN 0x7E00.
 
-Decoding rounds each value to the nearest bfloat16, ties to even. This example decodes the Zarr array with NumPy alone:
-
->>> import ml_dtypes, numpy as np
->>> from storage_formats.codecs import codec, fill_record
->>> blocks = np.linspace(-3, 3, 2 * 64 * 384).reshape(2, 64, 384).astype(ml_dtypes.bfloat16)
->>> fp16 = codec("fp16")
->>> records = np.concatenate([fp16.encode(blocks), fill_record(fp16)])  # row 2 is a hole
->>> values = records.view("<u2").reshape(-1, 64, 384)  # as Zarr readers return them: uint16 [rows, 64, 384]
->>> tokens = values.view(np.float16)
->>> np.array_equal(tokens, fp16.decode(records).astype(np.float16), equal_nan=True)
-True
+Decoding rounds each value to the nearest bfloat16, ties to even.
 """
 
 from __future__ import annotations

@@ -12,9 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.base import BF16, Bits, Bytes, Codec, Moves, Span
-from storage_formats.codecs.minifloat import CANONICAL_NAN, E4M3, NAN_CODE, MiniFloat
+from storage_formats.codecs.minifloat import (
+    CANONICAL_NAN,
+    E2M1,
+    E4M3,
+    NAN_CODE,
+    MiniFloat,
+    e8m0_codes,
+    e8m0_values,
+    mx_scale_codes,
+)
 from storage_formats.errors import UsageError
 
+SECOND_LEVEL_SCALE = 2.0**-3
+"""The constant factor of all scales of `nvfp4`."""
 LARGEST_INPUT = 15 * 2.0**124
 """Finite magnitudes above this limit are encoded as the limit, because E4M3 would round them to 2**128."""
 
@@ -98,3 +109,115 @@ class GroupScaledCodec(Codec):
         products = cls._products().reshape(256, -1).astype(np.uint32)
         byte = np.arange(256)
         return (products[:, byte & 15] | (products[:, byte >> 4] << np.uint32(16))).reshape(-1)
+
+
+class FP8Codec(GroupScaledCodec):
+    """E4M3 codes with one power-of-two scale per token.
+
+    A record contains, for m tokens of width d:
+
+    - m x d E4M3 codes of one byte, tokens in order
+    - m E8M0 scales of one byte
+
+    An E4M3 code has the sign in bit 7, the exponent (bias 7) in bits 6-3 and the fraction in bits 2-0. Exponent 0 is
+    subnormal. 0x7F and 0xFF are NaN (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). An E8M0 scale is 2 **
+    (byte - 127), and the byte 0xFF is NaN (OCP MX 1.0, section 5.4.1). A decoded value is code x scale.
+
+    The encoder takes the smallest scale with which no code exceeds 448.
+    """
+
+    name = "fp8"
+    logical_dtype = "float8_e4m3fn"
+    element = E4M3
+    scale_values = e8m0_values()
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        super().__init__(block_shape, group=block_shape[1])
+
+    @staticmethod
+    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        fraction, exponent = np.frexp(largest.astype(np.float64) / E4M3.largest)  # fraction in [0.5, 1)
+        return e8m0_codes(np.where(largest > 0, exponent - (fraction == 0.5), -127))
+
+
+class MXFP8Codec(GroupScaledCodec):
+    """MXFP8 with E4M3 elements (OCP Microscaling Formats (MX) Specification 1.0, 2023).
+
+    A record contains, for m tokens of width d, where d is a multiple of 32:
+
+    - m x d E4M3 codes of one byte (see `fp8`), tokens in order
+    - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
+
+    A decoded value is code x scale. The scale of a group is the largest power of two that does not exceed the largest
+    magnitude of the group / 256 (section 6.3). Magnitudes above 448 x scale are stored as 448 x scale.
+    """
+
+    name = "mxfp8"
+    logical_dtype = "mxfp8_e4m3"
+    element = E4M3
+    scale_values = e8m0_values()
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        super().__init__(block_shape, group=32)
+
+    @staticmethod
+    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        return mx_scale_codes(largest, 8)
+
+
+class MXFP4Codec(GroupScaledCodec):
+    """MXFP4 (OCP Microscaling Formats (MX) Specification 1.0, 2023).
+
+    A record contains, for m tokens of width d, where d is a multiple of 32:
+
+    - m x d / 2 bytes of E2M1 codes, tokens in order, two codes per byte with the first in the low half
+    - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
+
+    An E2M1 code has the sign in bit 3, the exponent (bias 1) in bits 2-1 and the fraction in bit 0. Its magnitudes are
+    0, 0.5, 1, 1.5, 2, 3, 4 and 6. A scale is 2 ** (byte - 127), and the byte 0xFF is NaN. A decoded value is
+    code x scale.
+
+    The scale of a group is the largest power of two that does not exceed the largest magnitude of the group / 4
+    (section 6.3). Magnitudes above 6 x scale are stored as 6 x scale.
+    """
+
+    name = "mxfp4"
+    logical_dtype = "mxfp4_e2m1"
+    element = E2M1
+    scale_values = e8m0_values()
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        super().__init__(block_shape, group=32)
+
+    @staticmethod
+    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        return mx_scale_codes(largest, 2)
+
+
+class NVFP4Codec(GroupScaledCodec):
+    """NVFP4 (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025) with a fixed second-level scale.
+
+    A record contains, for m tokens of width d, where d is a multiple of 16:
+
+    - m x d / 2 bytes of E2M1 codes (see `mxfp4`), tokens in order, two codes per byte with the first in the low half
+    - m x d / 16 E4M3 scales of one byte (see `fp8`), one per group of 16 consecutive values of a token
+
+    A decoded value is code x scale / 8, which is an exact bfloat16 value. The factor 1/8 is the second-level scale of
+    NVFP4. This factor is constant, so that a record does not depend on other records.
+
+    The scale is 8/6 of the largest magnitude of the group, rounded to the nearest E4M3 number, and at least 2 ** -9.
+    Magnitudes above 6 x scale / 8 are stored as 6 x scale / 8.
+    """
+
+    name = "nvfp4"
+    logical_dtype = "nvfp4_e2m1"
+    element = E2M1
+    scale_values = E4M3.values * np.float32(SECOND_LEVEL_SCALE)
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        super().__init__(block_shape, group=16)
+
+    @staticmethod
+    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        scales = largest.astype(np.float64) / (E2M1.largest * SECOND_LEVEL_SCALE)
+        return np.maximum(E4M3.encode(scales), np.uint8(1))

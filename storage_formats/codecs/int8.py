@@ -8,19 +8,6 @@ A record contains, for m tokens of width d:
 A decoded value is integer x scale, rounded to bfloat16. The scale is the largest magnitude of the token divided by 127,
 rounded to bfloat16 and limited to 2 ** -133 to 2 ** 121. The encoder rounds value / scale to the nearest integer, ties
 to even, and limits the integer to -127 to 127. This is the symmetric scheme of Jacob et al., 2018.
-
-This example decodes the Zarr array with NumPy alone. A bfloat16 is the upper half of a float32:
-
->>> import ml_dtypes, numpy as np
->>> from storage_formats.codecs import codec, fill_record
->>> blocks = np.linspace(-3, 3, 2 * 64 * 384).reshape(2, 64, 384).astype(ml_dtypes.bfloat16)
->>> int8 = codec("int8")
->>> values = np.concatenate([int8.encode(blocks), fill_record(int8)])  # as Zarr readers return them; row 2: a hole
->>> integers, scales = values[:, :24576].view(np.int8), values[:, 24576:].copy().view("<u2")
->>> scales = (scales.astype(np.uint32) << 16).view(np.float32)
->>> tokens = integers.reshape(-1, 64, 384) * scales[..., None]  # float32, before the rounding to bfloat16
->>> np.array_equal(tokens.astype(ml_dtypes.bfloat16), int8.decode(values), equal_nan=True)
-True
 """
 
 from __future__ import annotations

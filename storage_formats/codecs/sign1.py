@@ -8,19 +8,6 @@ A record contains, for m tokens of width d, where d is a multiple of 8:
 A decoded value is +scale or -scale. The scale is the mean magnitude of the token, which minimises the squared error
 (Rastegari et al., "XNOR-Net", 2016, section 3.1). The encoder sums the magnitudes in float64 from the first value to
 the last, divides the sum by d, and rounds the quotient to float32 and then to bfloat16.
-
-This example decodes the Zarr array with NumPy alone. A bfloat16 is the upper half of a float32:
-
->>> import ml_dtypes, numpy as np
->>> from storage_formats.codecs import codec, fill_record
->>> blocks = np.linspace(-3, 3, 2 * 64 * 384).reshape(2, 64, 384).astype(ml_dtypes.bfloat16)
->>> sign1 = codec("sign1")
->>> values = np.concatenate([sign1.encode(blocks), fill_record(sign1)])  # as Zarr readers return them; row 2: a hole
->>> signs = np.unpackbits(values[:, :3072], axis=1, bitorder="little").reshape(-1, 64, 384)
->>> scales = (values[:, 3072:].copy().view("<u2").astype(np.uint32) << 16).view(np.float32)
->>> tokens = np.where(signs, -1, 1) * scales[..., None]
->>> np.array_equal(tokens, sign1.decode(values).astype(float), equal_nan=True)
-True
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from storage_formats import codec
+from storage_formats.codecs.group_scaled import SECOND_LEVEL_SCALE
 from storage_formats.codecs.minifloat import E2M1, E4M3, MiniFloat, e8m0_values
-from storage_formats.codecs.nvfp4 import SECOND_LEVEL_SCALE
 
 BF16 = ml_dtypes.bfloat16
 
