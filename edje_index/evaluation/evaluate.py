@@ -275,10 +275,10 @@ def evaluate(
         key = {
             "bundle": bundle.fingerprint,
             "index": [opened.manifest.plan, opened.manifest.model["fingerprint"], opened.manifest.spec.rows],
-            "precision": [source.precision, source.simulated_from],
+            "precision": [source.codec.name, source.simulated_from],
             "dtype": compute_dtype,
         }
-        finals[source.precision], scored = score_pools(
+        finals[source.codec.name], scored = score_pools(
             bundle.score_models,
             weights,
             eval_set,
@@ -305,13 +305,13 @@ def evaluate(
             }
             reference = _REFERENCE if _REFERENCE in ranks else next(iter(ranks))
             for source in sources:
-                its_ranks, is_reference = ranks[source.precision], source.precision == reference
+                its_ranks, is_reference = ranks[source.codec.name], source.codec.name == reference
                 result = Result(
                     direction=direction,
                     recall=_recall(bootstrap, cutoffs, its_ranks),
-                    precision=source.precision,
+                    precision=source.codec.name,
                     simulated_from=source.simulated_from,
-                    bytes_per_image=source.bytes_per_image,
+                    bytes_per_image=source.codec.record_bytes,
                     pool=size,
                     in_pool=in_pool,
                     gain=_recall(bootstrap, cutoffs, its_ranks, pool.ranks),

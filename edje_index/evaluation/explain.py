@@ -111,14 +111,7 @@ class ExplainedRow:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Statistics of the alignment scores of many pairs.
-
-    Attributes:
-        pairs: number of pairs.
-        mean: mean of the scores.
-        deviation: sample standard deviation of the scores.
-        counts: number of scores in each bin of the histogram.
-    """
+    """Statistics of the alignment scores of many pairs: number, mean, sample standard deviation, and histogram."""
 
     pairs: int
     mean: float
@@ -160,6 +153,41 @@ class Alignment:
     second: Distribution | None
     test: PairedTest | None
     left_out: int
+
+    @classmethod
+    def of(cls, *scores: NDArray[np.float64]) -> Alignment:
+        """Summarise the scores of the same captions in one or two indexes. A score is NaN without content words.
+
+        Raises:
+            UsageError: there are fewer than two scores, or all differences of two indexes are equal, so that the t-test
+                is undefined.
+        """
+        from scipy.stats import ttest_rel
+
+        has_words = np.logical_and.reduce([~np.isnan(values) for values in scores])
+        counted = [values[has_words] for values in scores]
+        if len(counted[0]) < 2:
+            raise UsageError(
+                "alignment needs at least two captions with content words; give more captions of images in the index"
+            )
+        edges = np.histogram_bin_edges(np.concatenate(counted), _BINS)
+        made = []
+        for values in counted:
+            counts = tuple(np.histogram(values, edges)[0].tolist())
+            made.append(Distribution(len(values), float(values.mean()), float(values.std(ddof=1)), counts))
+        test = None
+        if len(counted) > 1:
+            differences = counted[1] - counted[0]
+            mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
+            if deviation == 0:
+                raise UsageError(
+                    "the scores of both indexes differ by the same amount for every caption, so the t-test is "
+                    "undefined; compare two different indexes"
+                )
+            result = ttest_rel(counted[1], counted[0])
+            test = PairedTest(mean, float(result.statistic), float(result.pvalue), mean / deviation)
+        second = made[1] if len(made) > 1 else None
+        return cls(tuple(edges.tolist()), made[0], second, test, int((~has_words).sum()))
 
 
 @dataclass(frozen=True)
@@ -370,16 +398,7 @@ def _measure_alignment(
             for item, block in zip(kept[start : start + _BATCH], blocks, strict=True):
                 parts.append(alignment_scores(its_joint, item.captions, block))
         scores.append(np.concatenate(parts))
-    has_words = np.logical_and.reduce([~np.isnan(values) for values in scores])
-    counted = [values[has_words] for values in scores]
-    edges, made = distributions(*counted)
-    return Alignment(
-        edges=edges,
-        first=made[0],
-        second=made[1] if len(made) > 1 else None,
-        test=paired_test(counted[0], counted[1]) if len(counted) > 1 else None,
-        left_out=int((~has_words).sum()),
-    )
+    return Alignment.of(*scores)
 
 
 def content_words(caption: str) -> str:
@@ -417,41 +436,3 @@ def alignment_scores(joint: JointScorer, captions: Sequence[str], block: Blocks 
     tokens = functional.normalize(as_tensor(block).to(words.device).double(), dim=1)
     best = (words @ tokens.T).amax(dim=1).tolist()
     return np.array([np.mean([best[positions[i]] for i in caption]) if caption else np.nan for caption in ids])
-
-
-def distributions(*scores: NDArray[np.float64]) -> tuple[tuple[float, ...], list[Distribution]]:
-    """Return the common bin edges of all histograms, and the distribution of each array in `scores`.
-
-    Raises:
-        UsageError: an array contains fewer than two scores.
-    """
-    if min(map(len, scores)) < 2:
-        raise UsageError(
-            "alignment needs at least two captions with content words; give more captions of images in the index"
-        )
-    edges = np.histogram_bin_edges(np.concatenate(scores), _BINS)
-    made = []
-    for values in scores:
-        counts = tuple(np.histogram(values, edges)[0].tolist())
-        made.append(Distribution(len(values), float(values.mean()), float(values.std(ddof=1)), counts))
-    return tuple(edges.tolist()), made
-
-
-def paired_test(first: NDArray[np.float64], second: NDArray[np.float64]) -> PairedTest:
-    """Compare the scores of the same pairs in two indexes with a t-test.
-
-    Raises:
-        UsageError: the differences of the scores are all equal, so that the t-test is undefined.
-    """
-    from scipy.stats import ttest_rel
-
-    differences = second - first
-    deviation = float(differences.std(ddof=1))
-    if deviation == 0:
-        raise UsageError(
-            "the scores of both indexes differ by the same amount for every caption, so the t-test is "
-            "undefined; compare two different indexes"
-        )
-    result = ttest_rel(second, first)
-    mean = float(differences.mean())
-    return PairedTest(mean, float(result.statistic), float(result.pvalue), mean / deviation)

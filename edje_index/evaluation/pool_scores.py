@@ -11,6 +11,7 @@ import io
 import json
 import os
 import time
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -121,7 +122,7 @@ def _score_pairs(
         # Longest captions first: a lack of memory shows at once, and the estimate of the remaining time is never too
         # low. Captions of similar length share batches.
         missing = missing[np.argsort(-lengths[which], kind="stable")]
-    activity, saved = f"pairs scored, {part}, {source.precision}", time.monotonic()
+    activity, saved = f"pairs scored, {part}, {source.codec.name}", time.monotonic()
     try:
         for start in range(0, len(missing), CHUNK_PAIRS):
             on_progress(activity, len(pairs) - len(missing) + start, len(pairs))
@@ -172,14 +173,17 @@ def _cache_file(folder: Path, part: str, key: Mapping[str, Any]) -> Path:
 
 
 def _load_scores(file: Path | None) -> tuple[Ints, Floats]:
-    """Return the stored pairs, ascending, and their scores. A file that is missing or damaged counts as empty."""
-    try:
-        with np.load(io.BytesIO(b"" if file is None else file.read_bytes())) as stored:
-            pairs, scores = stored["pairs"].astype(np.int64), stored["scores"].astype(np.float32)
-        if scores.shape == pairs.shape and np.isfinite(scores).all() and (np.diff(pairs) > 0).all():
-            return pairs, scores
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        pass
+    """Return the stored pairs, ascending, and their scores. The scores of a damaged file are computed again."""
+    if file is not None and file.exists():
+        try:
+            with np.load(io.BytesIO(file.read_bytes())) as stored:
+                pairs, scores = stored["pairs"].astype(np.int64), stored["scores"].astype(np.float32)
+            if scores.shape == pairs.shape and np.isfinite(scores).all() and (np.diff(pairs) > 0).all():
+                return pairs, scores
+            problem = "its values are inconsistent"
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            problem = str(error)
+        warnings.warn(f"the scores in {file} are computed again: {problem}", RuntimeWarning, stacklevel=2)
     return np.empty(0, np.int64), np.empty(0, np.float32)
 
 

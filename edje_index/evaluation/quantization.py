@@ -266,10 +266,10 @@ def measure_precisions(
                 scores[name].append(scored.final)
         left_out = None if scores[reference] else "no query has two candidates"
     costs = []
-    for name, source in sorted(sources.items(), key=lambda item: -item[1].bytes_per_image):
+    for name, source in sorted(sources.items(), key=lambda item: -item[1].codec.record_bytes):
         ranking = compare_rankings(scores[reference], scores[name]) if scores[reference] else None
         token_errors = summarise_errors(errors[name], tokens)
-        costs.append(PrecisionCost(name, name in spec.precisions, source.bytes_per_image, token_errors, ranking))
+        costs.append(PrecisionCost(name, name in spec.precisions, source.codec.record_bytes, token_errors, ranking))
     return QuantizationReport(
         index=str(root),
         rows=spec.rows,

@@ -27,18 +27,9 @@ class TokenSource:
     codec: Codec
 
     @property
-    def precision(self) -> str:
-        return self.codec.name
-
-    @property
     def simulated_from(self) -> str | None:
         """Stored precision that is converted in memory; None if no conversion is necessary."""
-        return None if self.store.precision == self.precision else self.store.precision
-
-    @property
-    def bytes_per_image(self) -> int:
-        """Length of a record in bytes, including scales."""
-        return self.codec.record_bytes
+        return None if self.store.precision == self.codec.name else self.store.precision
 
     def fetch(self, rows: NDArray[np.int64]) -> Blocks:
         """Return the blocks of `rows` [k], of shape [k, m, d]."""
@@ -74,4 +65,4 @@ def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSour
             )
         stored = name if name in spec.precisions else finest.name
         sources.append(TokenSource(TokenStore(index, stored), requested))
-    return sorted(sources, key=lambda source: -source.bytes_per_image)
+    return sorted(sources, key=lambda source: -source.codec.record_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -51,7 +51,6 @@ class Client:
         url: address of the service.
         api_key: API key to send; None to send no key.
         timeout: seconds without a response after which a request fails.
-        index: name of the index to search; None selects the first index of the service.
 
     Example:
         >>> from edje_index import Client
@@ -61,14 +60,11 @@ class Client:
     """
 
     @name_missing_extra("serve")
-    def __init__(
-        self, url: str, api_key: str | None = None, *, timeout: float = 60.0, index: str | None = None
-    ) -> None:
+    def __init__(self, url: str, api_key: str | None = None, *, timeout: float = 60.0) -> None:
         import httpx
 
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
-        self._index = index
         self.url = url.rstrip("/")
 
     def __enter__(self) -> Self:
@@ -84,7 +80,7 @@ class Client:
         self._http.close()
 
     def info(self) -> dict[str, Any]:
-        """Return a description of the service: indexes, precisions, scores and request limits."""
+        """Return a description of the service: its index, precisions, scores and request limits."""
         value: dict[str, Any] = self._json("GET", "/info")
         return value
 
@@ -119,7 +115,7 @@ class Client:
 
         by = {"image": _base64(query)} if isinstance(query, bytes) else {"query": query_text(query, "query")}
         options = {"score": score, "where": where, "joint_pool": joint_pool, "precision": precision}
-        body = {**by, **_counts(k, pool), **options, "index": self._index}
+        body = {**by, **_counts(k, pool), **options}
         names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
 
@@ -142,7 +138,7 @@ class Client:
         from edje_index.search.hits import TextHit
 
         by = {"image": _base64(image)} if isinstance(image, bytes) else {"row_id": as_count(image, "image", least=0)}
-        options = {**_counts(k, pool), "precision": precision, "index": self._index}
+        options = {**_counts(k, pool), "precision": precision}
         answer = self._json("POST", "/search/texts", {**by, "texts": query_texts(texts, "texts"), **options})
         return [TextHit(**hit) for hit in answer["hits"]]
 
@@ -162,7 +158,7 @@ class Client:
             {"image": _base64(document)} if isinstance(document, bytes) else _row(document)
             for document in as_list(documents, "documents", "row ids, uris and images")
         ]
-        body = {"query": query_text(query, "query"), "documents": sent, "top_n": top_n, "model": self._index}
+        body = {"query": query_text(query, "query"), "documents": sent, "top_n": top_n, "model": None}
         results = self._json("POST", "/v2/rerank", body)["results"]
         return [(result["index"], result["relevance_score"]) for result in results]
 
@@ -180,7 +176,7 @@ class Client:
             {"image": _base64(value)} if isinstance(value, bytes) else query_text(value, "inputs")
             for value in as_list(inputs, "inputs", "texts or images")
         ]
-        return np.array(self._json("POST", "/embed", {"inputs": sent, "index": self._index}), dtype=np.float32)
+        return np.array(self._json("POST", "/embed", {"inputs": sent}), dtype=np.float32)
 
     def thumbnail(self, row_id: int) -> bytes:
         """Return a thumbnail of the image of row `row_id`, as the bytes of a JPEG file.
@@ -190,16 +186,16 @@ class Client:
             ServiceError: the service has no thumbnail of the row, refused the request, or cannot be reached.
         """
         row = as_count(row_id, "row_id", least=0)
-        return self._send("GET", f"/thumbnails/{row}", parameters={"index": self._index} if self._index else {})
+        return self._send("GET", f"/thumbnails/{row}")
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         return json.loads(self._send(method, path, body))
 
-    def _send(self, method: str, path: str, body: Any = None, parameters: Mapping[str, str] | None = None) -> bytes:
+    def _send(self, method: str, path: str, body: Any = None) -> bytes:
         import httpx
 
         try:
-            request = self._http.build_request(method, path, json=body, params=parameters)
+            request = self._http.build_request(method, path, json=body)
         except (TypeError, ValueError) as error:
             raise UsageError(f"an argument cannot be sent as JSON: {error}; give numbers and texts") from error
         try:

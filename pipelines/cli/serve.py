@@ -19,7 +19,7 @@ _MIN_KEY_LETTERS = 16
 
 
 @click.command()
-@click.argument("indexes", metavar="INDEX...", type=PATH, nargs=-1, required=True)
+@click.argument("index", type=PATH)
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option(
     "--port",
@@ -47,7 +47,7 @@ _MIN_KEY_LETTERS = 16
     help="Maximum seconds per request; slower requests fail with HTTP status 504.",
 )
 def serve(
-    indexes: tuple[Path, ...],
+    index: Path,
     host: str,
     port: int,
     model: Path | None,
@@ -57,7 +57,7 @@ def serve(
     insecure: bool,
     deadline: float,
 ) -> None:
-    """Serve search and re-ranking of every INDEX over HTTP, with a search page for browsers.
+    """Serve search and re-ranking of INDEX over HTTP, with a search page for browsers.
 
     The command prints the address of the service when the service is ready. On SIGTERM or Ctrl-C, the service answers
     the requests that have arrived, then exits. docs/serve.md and /openapi.json describe all requests.
@@ -68,7 +68,7 @@ def serve(
     \b
     Examples:
       edje-index serve photos.edje
-      edje-index serve photos.edje art.edje --port 9000
+      edje-index serve photos.edje --port 9000
       edje-index serve photos.edje --host 0.0.0.0 --allowed-host photos.example.org
     """
     text = os.environ.get(_KEYS_VARIABLE)
@@ -92,11 +92,11 @@ def serve(
     allowed = [] if not is_local and not hosts else ["localhost", "127.0.0.1", "[::1]", host, *hosts]
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits
-        from pipelines.service.indexes import open_indexes
+        from pipelines.service.index import open_served_index
         from pipelines.service.server import address_of, listen, run_service
 
     limits = Limits(deadline_seconds=deadline)
     with listen(host, port) as listener:
-        note(f"loading {', '.join(map(str, indexes))}")
-        opened = open_indexes(indexes, model, device=device, dtype=dtype)
+        note(f"loading {index}")
+        opened = open_served_index(index, model, device=device, dtype=dtype)
         run_service(opened, limits, listener, lambda: print_line(address_of(listener)), keys, allowed)

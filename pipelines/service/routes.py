@@ -7,14 +7,14 @@ import base64
 import binascii
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
@@ -29,7 +29,7 @@ from edje_index.search.query_image import encode_images
 from pipelines.service import schemas
 from pipelines.service.batching import Batcher, Timing
 from pipelines.service.guard import CODES, Limits, Metrics
-from pipelines.service.indexes import ServedIndex
+from pipelines.service.index import ServedIndex
 from storage_formats.errors import RowIdError, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ServiceState:
     """The state that all routes share.
 
     Attributes:
-        indexes: the open indexes by name; the first index is the default.
+        index: the open index.
         limits: limits on the size and duration of requests.
         metrics: metrics for Prometheus.
         batcher: queue of requests for the model.
@@ -59,25 +59,13 @@ class ServiceState:
         decoding: the thread that decodes the images of requests, one after the other. An image takes up to 400 MB.
     """
 
-    indexes: Mapping[str, ServedIndex]
+    index: ServedIndex
     limits: Limits
     metrics: Metrics
     batcher: Batcher
     file_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
     image_requests: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
     decoding: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="decoding"))
-
-    def index(self, name: str | None) -> ServedIndex:
-        """Return the index called `name`, or the default index if `name` is None.
-
-        Raises:
-            HTTPException: status 404 if no index has this name.
-        """
-        if name is None:
-            return next(iter(self.indexes.values()))
-        if name not in self.indexes:
-            raise HTTPException(404, f"there is no such index; choose one of: {', '.join(self.indexes)}")
-        return self.indexes[name]
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call `function`, which reads files, on another thread. The number of threads is limited."""
@@ -165,24 +153,24 @@ State = Annotated[ServiceState, Depends(_state)]
 
 @router.get("/healthz")
 async def health() -> dict[str, str]:
-    """Return status 200 once the indexes are open."""
+    """Return status 200 once the index is open."""
     return {"status": "ok"}
 
 
 @router.get("/info")
 async def info(state: State) -> dict[str, Any]:
-    """Return the indexes with their precisions and scores, and the limits on requests."""
-    indexes, limits = [index.describe() for index in state.indexes.values()], state.limits
+    """Return the index with its precisions and scores, and the limits on requests."""
+    index, limits = state.index.describe(), state.limits
     return {
         "version": __version__,
-        "indexes": indexes,
+        "indexes": [index],
         "limits": asdict(limits),
         # The other members are for clients of text-embeddings-inference.
         "sha": None,
         "docker_label": None,
-        "model_id": indexes[0]["name"],
-        "model_sha": indexes[0]["bundle_fingerprint"],
-        "model_dtype": indexes[0]["dtype"],
+        "model_id": index["name"],
+        "model_sha": index["bundle_fingerprint"],
+        "model_dtype": index["dtype"],
         "model_type": {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}},
         "max_concurrent_requests": limits.waiting,
         "max_input_length": limits.query_letters,
@@ -203,8 +191,7 @@ async def metrics(state: State) -> Response:
 @router.post("/search")
 async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
     """Search by text, or search for images that are similar to an image or to a row."""
-    served = state.index(body.index)
-    index = await state.in_thread(served.at, body.precision)
+    index = await state.in_thread(state.index.at, body.precision)
     where, tokens = body.where, index.manifest.spec.block_shape[0]
     weights = index.model.weights("t2i", body.score or "bundle").by_part()
     is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
@@ -246,7 +233,6 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
             for order in (ranked, sorted(ranked, key=lambda each: each.embedding_rank))
         )
     return {
-        "index": served.name,
         "precision": index.precision,
         "hits": best,
         "by_embedding": by_embedding,
@@ -267,8 +253,7 @@ async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[st
     if len(texts) > limits.documents:
         raise HTTPException(413, f"send fewer texts: {len(texts)} are over the limit of {limits.documents}")
     state.check_query(*texts)
-    served = state.index(body.index)
-    index = await state.in_thread(served.at, body.precision)
+    index = await state.in_thread(state.index.at, body.precision)
 
     def run(queries: Sequence[Any]) -> list[Any]:
         return [index.search_texts(query, texts, body.k, body.pool, score=body.score) for query in queries]
@@ -281,7 +266,6 @@ async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[st
         (hits,), _ = await state.on_images(index, [_image_bytes(body.image)], run, pairs)
     weights = index.model.weights("i2t", body.score or "bundle").by_part()
     return {
-        "index": served.name,
         "precision": index.precision,
         "hits": [vars(hit) for hit in hits],
         "weights": {part: weight for part, weight in weights.items() if weight},
@@ -301,30 +285,26 @@ async def rerank(
     can only be compared within one query, and are not limited to the range from 0 to 1.
     """
     if isinstance(body, schemas.TeiRerankRequest):
-        scores = await _rerank(state, state.index(None), body.query, body.texts)
+        scores = await _rerank(state, body.query, body.texts)
         answers: list[dict[str, Any]] = []
         for position, score in scores:
             answers.append({"index": position, "score": score})
             if body.return_text and isinstance(text := body.texts[position], str):
                 answers[-1]["text"] = text
         return answers
-    # Clients of other services send the name of a model, which selects the default index.
-    served = state.index(body.model if body.model in state.indexes else None)
-    scores = await _rerank(state, served, body.query, body.documents)
+    scores = await _rerank(state, body.query, body.documents)
     results: list[dict[str, Any]] = []
     for position, score in scores[: body.top_n]:
         results.append({"index": position, "relevance_score": score})
         if body.return_documents and isinstance(text := body.documents[position], str):
             results[-1]["document"] = {"text": text}
     meta = {"api_version": {"version": "2"}}
-    return {"id": str(uuid.uuid4()), "model": served.name, "results": results, "meta": meta, "usage": {}}
+    return {"id": str(uuid.uuid4()), "model": state.index.name, "results": results, "meta": meta, "usage": {}}
 
 
-async def _rerank(
-    state: ServiceState, served: ServedIndex, query: str, documents: list[schemas.Document]
-) -> list[tuple[int, float]]:
+async def _rerank(state: ServiceState, query: str, documents: list[schemas.Document]) -> list[tuple[int, float]]:
     """Return (position, score) of each document, best first."""
-    limits, index = state.limits, served.at(None)
+    limits, index = state.limits, state.index.at(None)
     state.check_query(query)
     if len(documents) > limits.documents:
         raise HTTPException(413, f"send fewer documents: {len(documents)} are over the limit of {limits.documents}")
@@ -397,7 +377,7 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
     if texts and images:
         raise HTTPException(422, "a request cannot mix texts and images; send either texts or images")
     state.check_query(*texts)
-    index = state.index(body.index).at(None)
+    index = state.index.at(None)
     model, tokens = index.model, index.manifest.spec.block_shape[0]
     embeddings: list[list[float]] = []
     if texts:
@@ -418,14 +398,10 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
 
 
 @router.get("/thumbnails/{row_id}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
-async def thumbnail(
-    state: State,
-    row_id: int = Path(ge=0, le=_MAX_ROW_ID),
-    index: str | None = Query(None, min_length=1, max_length=255),
-) -> Response:
+async def thumbnail(state: State, row_id: int = Path(ge=0, le=_MAX_ROW_ID)) -> Response:
     """Return a small JPEG of the image of a row, or status 404 with the reason if there is no image."""
     try:
-        (found,) = await state.in_thread(read_thumbnails, state.index(index).at(None).root, [row_id])
+        (found,) = await state.in_thread(read_thumbnails, state.index.at(None).root, [row_id])
     except RowIdError as error:
         raise HTTPException(404, str(error)) from error
     if found.jpeg is None:

@@ -32,7 +32,6 @@ class _Search(_Request):
         max_length=200,
         description="Score to sort by, for example embedding; the default is the score of the bundle.",
     )
-    index: Name | None = Field(None, description="Name of the index; the default is the first index in /info.")
     precision: Name | None = Field(
         None, description="Precision of the tokens; the default is the value of precision in /info."
     )
@@ -122,10 +121,7 @@ class TeiRerankRequest(BaseModel):
 
 
 class CohereRerankRequest(BaseModel):
-    """A re-ranking request in the common format of Cohere, Jina and vLLM.
-
-    `model` is the name of an index. A name that no index has selects the default index.
-    """
+    """A re-ranking request in the common format of Cohere, Jina and vLLM. `model` has no effect."""
 
     query: Text
     documents: Items[Document] = Field(description="Row ids, uris of rows, or images.")
@@ -144,6 +140,5 @@ class EmbedRequest(BaseModel):
     """Texts or images to embed, in the format of Hugging Face text-embeddings-inference."""
 
     inputs: Text | ImageInput | Items[Text | ImageInput]
-    index: Name | None = None
     truncate: bool | None = None
     normalize: Literal[True] = Field(True, description="Embeddings always have unit length.")

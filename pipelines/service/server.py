@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 from edje_index import __version__
 from pipelines.service.batching import Batcher
 from pipelines.service.guard import Guard, Limits, Metrics, answer_error
-from pipelines.service.indexes import ServedIndex, follow_changes
+from pipelines.service.index import ServedIndex, follow_changes
 from pipelines.service.routes import ServiceState, router
 from storage_formats.errors import EdjeError, UsageError
 
@@ -47,7 +47,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def run_service(
-    indexes: Mapping[str, ServedIndex],
+    index: ServedIndex,
     limits: Limits,
     listener: socket.socket,
     on_ready: Callable[[], None],
@@ -61,7 +61,7 @@ def run_service(
     service from answering anybody until they ended. With this limit, the service answered again after 15 s.
 
     Args:
-        indexes: the open indexes by name; the first index is the default.
+        index: the open index.
         limits: limits on the size and duration of requests.
         listener: a socket that `listen` returned.
         on_ready: called once, when the service answers.
@@ -73,8 +73,8 @@ def run_service(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = state = ServiceState(indexes, limits, metrics, Batcher(limits, metrics))
-        watch = asyncio.create_task(follow_changes(indexes, state.file_threads))
+        app.state.service = state = ServiceState(index, limits, metrics, Batcher(limits, metrics))
+        watch = asyncio.create_task(follow_changes(index, state.file_threads))
         on_ready()
         yield
         watch.cancel()

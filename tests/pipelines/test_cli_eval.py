@@ -153,7 +153,8 @@ def test_simulated_precisions_and_a_weight(run, world, tiny_bundle, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "score", ["bundle", *(pytest.param(f"{part}=2", marks=pytest.mark.slow) for part in PART_NAMES)]
+    "score",
+    ["bundle", *(pytest.param(f"{part}=2", marks=pytest.mark.slow) for part in PART_NAMES if part != "embedding")],
 )
 def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_path, score):
     bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
@@ -241,7 +242,8 @@ def test_an_interrupted_evaluation_resumes_from_its_scores(run, world, tmp_path,
     assert 0 < len(calls) - before < 12, "90 distinct pairs in twelve chunks; four chunks were kept"
     for path in (tmp_path / "fresh").glob("*.npz"):
         path.write_bytes(path.read_bytes()[:40])
-    assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"], "damaged scores are made anew"
+    with pytest.warns(RuntimeWarning, match="are computed again"):
+        assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"]
 
 
 def test_a_sample_of_queries_without_reranking(run, world, tmp_path):

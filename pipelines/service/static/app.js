@@ -12,7 +12,7 @@ const PART_NAMES = {
   hubness: "hubness correction",
 };
 
-let indexes = [];
+let index; // the description of the index
 let queryImage = null; // a data URI
 let shown = null; // the latest answer, with what was asked
 let running = null; // AbortController of the search that runs
@@ -46,16 +46,11 @@ function fill(select, names, field) {
   field.hidden = names.length < 2;
 }
 
-function chosenIndex() {
-  return indexes.find((index) => index.name === byId("index").value) ?? indexes[0];
-}
-
 function chosenJointPool() {
   return byId("joint-pool-field").hidden ? 0 : Number(byId("joint-pool").value);
 }
 
 function showIndex() {
-  const index = chosenIndex();
   fill(byId("precision"), index.precisions, byId("precision-field"));
   const pool = byId("pool");
   pool.max = Math.min(500, Math.max(10, Math.ceil(index.indexed / 10) * 10));
@@ -73,13 +68,12 @@ function showIndex() {
 
 async function start() {
   try {
-    indexes = (await (await ask("/info")).json()).indexes;
+    index = (await (await ask("/info")).json()).indexes[0];
   } catch (error) {
     say(error.message, true);
     return;
   }
   byId("key-form").hidden = true;
-  fill(byId("index"), indexes.map((index) => index.name), byId("index-field"));
   showIndex();
   readAddress();
 }
@@ -88,10 +82,7 @@ async function start() {
 
 function readAddress() {
   const parameters = new URLSearchParams(location.search);
-  const names = indexes.map((index) => index.name);
-  if (names.includes(parameters.get("index"))) byId("index").value = parameters.get("index");
-  showIndex();
-  if (chosenIndex().precisions.includes(parameters.get("precision"))) {
+  if (index.precisions.includes(parameters.get("precision"))) {
     byId("precision").value = parameters.get("precision");
   }
   const pool = Number(parameters.get("pool"));
@@ -113,8 +104,7 @@ function writeAddress(what) {
   if (what.query !== undefined) parameters.set("q", what.query);
   if (what.row_id !== undefined) parameters.set("row", what.row_id);
   if (byId("where").value.trim()) parameters.set("where", byId("where").value);
-  if (indexes.length > 1) parameters.set("index", chosenIndex().name);
-  if (chosenIndex().precisions.length > 1) parameters.set("precision", byId("precision").value);
+  if (index.precisions.length > 1) parameters.set("precision", byId("precision").value);
   if (what.query !== undefined) parameters.set("pool", byId("pool").value);
   if (what.query !== undefined && chosenJointPool()) parameters.set("joint_pool", chosenJointPool());
   const text = parameters.toString();
@@ -126,7 +116,7 @@ async function search(what, remember = true) {
   const mine = (running = new AbortController());
   const pool = Number(byId("pool").value);
   const precision = byId("precision").value;
-  const body = { ...what, k: Math.min(HITS, pool), pool, precision, index: chosenIndex().name };
+  const body = { ...what, k: Math.min(HITS, pool), pool, precision };
   if (what.query !== undefined) body.embedding_order = true;
   if (what.query !== undefined && chosenJointPool()) body.joint_pool = chosenJointPool();
   if (byId("where").value.trim()) body.where = byId("where").value;
@@ -157,7 +147,7 @@ async function rankTexts(what, signal) {
   byId("ranked-texts-section").hidden = !isRanked;
   if (!isRanked) return;
   const pool = Number(byId("pool").value);
-  const body = { ...what, texts, k: Math.min(HITS, pool), pool, precision: byId("precision").value, index: chosenIndex().name };
+  const body = { ...what, texts, k: Math.min(HITS, pool), pool, precision: byId("precision").value };
   byId("ranked-texts").replaceChildren();
   const answer = await ask("/search/texts", {
     method: "POST",
@@ -210,7 +200,7 @@ function changes(result, what) {
   const stayed = result.hits.filter((hit) => hit.rank === hit.embedding_rank).length;
   let text = `Re-ranking kept ${stayed} of ${result.hits.length} in place and brought ${entered} from further down.`;
   const last = shown?.result;
-  if (last && shown.what.query === what.query && last.index === result.index && last.precision !== result.precision) {
+  if (last && shown.what.query === what.query && last.precision !== result.precision) {
     const known = last.hits.map((hit) => hit.row_id);
     const moved = result.hits.filter((hit, position) => known[position] !== hit.row_id).length;
     text += ` With ${result.precision} instead of ${last.precision}, ${moved} of ${result.hits.length} ranks hold another photo.`;
@@ -227,7 +217,7 @@ function card(hit, result, kind) {
   inside(".name").title = hit.uri;
   inside(".facts").textContent = `row ${hit.row_id}, cosine ${hit.embedding_score.toFixed(4)}`;
   inside("img").alt = name;
-  loadThumbnail(inside("img"), hit.row_id, result.index);
+  loadThumbnail(inside("img"), hit.row_id);
   if (kind !== "single") showMovement(inside(".movement"), hit, kind);
   if (kind === "after") showParts(inside(".parts"), hit, result.weights);
   const similar = inside(".similar");
@@ -268,8 +258,8 @@ function showParts(details, hit, weights) {
   details.querySelector("tbody").replaceChildren(...rows);
 }
 
-async function loadThumbnail(image, rowId, index) {
-  const path = `/thumbnails/${rowId}?index=${encodeURIComponent(index)}`;
+async function loadThumbnail(image, rowId) {
+  const path = `/thumbnails/${rowId}`;
   image.addEventListener("error", () => replaceThumbnail(image), { once: true });
   if (!key()) {
     image.src = path;
@@ -346,11 +336,6 @@ byId("pool").addEventListener("input", () => (byId("pool-value").textContent = b
 byId("pool").addEventListener("change", searchAgain);
 byId("precision").addEventListener("change", searchAgain);
 byId("joint-pool").addEventListener("change", searchAgain);
-byId("index").addEventListener("change", () => {
-  shown = null;
-  showIndex();
-  searchAgain();
-});
 byId("image").addEventListener("change", (event) => event.target.files[0] && useImage(event.target.files[0]));
 byId("copy").addEventListener("click", async () => {
   try {

@@ -12,7 +12,7 @@ from scipy import stats
 from scipy.spatial.distance import cdist
 
 from edje_index.bundles.bundle import ModelBundle, load_scorer
-from edje_index.evaluation.explain import Vocabulary, alignment_scores, content_words, distributions, paired_test
+from edje_index.evaluation.explain import Alignment, Vocabulary, alignment_scores, content_words
 from edje_index.models.devices import to_bf16_array
 from edje_index.models.joint_scorer import JointScorer
 from storage_formats.errors import UsageError
@@ -64,32 +64,26 @@ def test_alignment_is_the_mean_of_the_largest_cosines(joint):
     assert np.isnan(scores).tolist() == [False, False, True, True, False, False]
 
 
-def test_the_paired_test_is_scipys():
+def test_the_statistics_are_those_of_scipy():
     rng = np.random.default_rng(4)
     first = rng.normal(0.24, 0.05, 400)
     second = first + rng.normal(0.004, 0.03, 400)
-    result, differences = paired_test(first, second), second - first
+    found, differences = Alignment.of(np.append(first, np.nan), np.append(second, 0.1)), second - first
     expected = stats.ttest_1samp(differences, 0.0)
-    assert (result.t, result.p) == pytest.approx((expected.statistic, expected.pvalue), rel=1e-6)
-    assert result.effect_size == pytest.approx(differences.mean() / differences.std(ddof=1), rel=1e-9)
-    assert paired_test(second, first).t == pytest.approx(-result.t)
+    assert (found.test.t, found.test.p) == pytest.approx((expected.statistic, expected.pvalue), rel=1e-6)
+    assert found.test.effect_size == pytest.approx(differences.mean() / differences.std(ddof=1), rel=1e-9)
+    assert found.left_out == 1
+    for values, distribution in ((first, found.first), (second, found.second)):
+        assert distribution.pairs == sum(distribution.counts) == 400
+        assert (distribution.mean, distribution.deviation) == pytest.approx((np.mean(values), stats.tstd(values)))
+        inside = [sum(low <= v < high for v in values) for low, high in itertools.pairwise(found.edges)]
+        inside[-1] += sum(v == found.edges[-1] for v in values)
+        assert list(distribution.counts) == inside
+    assert Alignment.of(first).test is None
     with pytest.raises(UsageError, match="by the same amount"):
-        paired_test(first, first)
-
-
-def test_histograms_have_common_edges():
-    rng = np.random.default_rng(1)
-    first, second = rng.normal(size=300), rng.normal(1, 2, 300)
-    edges, made = distributions(first, second)
-    for values, distribution in zip((first, second), made, strict=True):
-        assert distribution.pairs == sum(distribution.counts) == 300
-        assert distribution.mean == pytest.approx(np.mean(values))
-        assert distribution.deviation == pytest.approx(stats.tstd(values))
-        expected = [sum(low <= v < high for v in values) for low, high in itertools.pairwise(edges)]
-        expected[-1] += sum(v == edges[-1] for v in values)
-        assert list(distribution.counts) == expected
+        Alignment.of(first, first)
     with pytest.raises(UsageError, match="at least two captions"):
-        distributions(np.array([0.1]))
+        Alignment.of(np.array([0.1, np.nan]))
 
 
 def test_nearest_words_are_those_of_the_plain_computation(joint):

@@ -14,7 +14,7 @@ import pytest
 
 from edje_index import Client, TokenIndex
 from pipelines import delete_rows, quantize_index
-from pipelines.service.indexes import ServedIndex
+from pipelines.service.index import ServedIndex
 from storage_formats import Manifest, UsageError
 from storage_formats.format.layout import Layout
 from tests.pipelines.service.server import serve

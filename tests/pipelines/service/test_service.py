@@ -219,7 +219,6 @@ def test_info_describes_the_index_and_the_limits(client, library):
         ("/search", {"query": "a", "unknown": 1}, 422, "unknown: Extra inputs"),
         ("/search", {"query": "a" * 2001}, 413, "over the limit of 2000"),
         ("/search", {"query": "a", "score": "beauty"}, 422, "unknown part 'beauty'"),
-        ("/search", {"query": "a", "index": "other"}, 404, "choose one of: photos"),
         ("/search", {"query": "a", "precision": "fp2"}, 422, "does not have precision 'fp2'"),
         ("/search", {"row_id": HOLE}, 422, "has no tokens"),
         ("/search", {"image": "file:///etc/passwd"}, 422, "URLs are not fetched"),

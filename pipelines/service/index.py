@@ -1,9 +1,8 @@
-"""The indexes that the service searches."""
+"""The index that the service searches."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,16 @@ from edje_index.scoring.weights import TEXT_TO_IMAGE
 from edje_index.search.row_filters import filter_schema
 from edje_index.search.token_index import TokenIndex
 from pipelines.service.guard import logger
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import EdjeError
 from storage_formats.format.rows import type_name
 
 _WARM_UP_POOL = 32
 WATCH_SECONDS = 2.0
-"""Seconds between two reads of the manifest of each index."""
+"""Seconds between two reads of the manifest of the index."""
 
 
 class ServedIndex:
-    """One index that the service searches. Each stored precision is opened at its first use.
+    """The index that the service searches. Each stored precision is opened at its first use.
 
     Attributes:
         name: name of the index in requests and responses.
@@ -77,49 +76,40 @@ class ServedIndex:
         }
 
 
-def open_indexes(
-    paths: Sequence[Path], model: Path | None = None, *, device: str = "auto", dtype: str = "float32"
-) -> Mapping[str, ServedIndex]:
-    """Open the indexes at `paths` and warm them up. Return them by name; the first index is the default.
-
-    The name of an index is the name of its directory without `.edje`.
+def open_served_index(
+    path: Path, model: Path | None = None, *, device: str = "auto", dtype: str = "float32"
+) -> ServedIndex:
+    """Open the index at `path` and warm it up. Its name is the name of its directory without `.edje`.
 
     Args:
-        paths: directories of the indexes.
-        model: bundle for all indexes; None uses the bundle that built each index.
+        path: directory of the index.
+        model: the model bundle; None uses the bundle that built the index.
         device: "auto", "cpu" or "cuda".
         dtype: data type of the joint encoder's matrix products.
 
     Raises:
-        UsageError: an index cannot be opened, or two indexes have the same name.
-        ModelError: a bundle cannot be used with its index.
-        CorruptIndexError: an index is damaged.
+        UsageError: the index cannot be opened.
+        ModelError: the bundle cannot be used with the index.
+        CorruptIndexError: the index is damaged.
     """
-    names = [path.resolve().name.removesuffix(".edje") or "index" for path in paths]
-    indexes = {}
-    for name, path in zip(names, paths, strict=True):
-        if names.count(name) > 1:
-            raise UsageError(f"two indexes have the name {name!r}; rename the directory of one index")
-        index = TokenIndex.open(path, model, device=device, dtype=dtype)
-        # The first request is as fast as later ones if the whole model is loaded and has run.
-        _ = index.model.image_encoder
-        if index.manifest.counts.indexed:
-            index.search("a photo of a dog on a beach", 1, _WARM_UP_POOL)
-        indexes[name] = ServedIndex(name, index)
-    return indexes
+    index = TokenIndex.open(path, model, device=device, dtype=dtype)
+    # The first request is as fast as later ones if the whole model is loaded and has run.
+    _ = index.model.image_encoder
+    if index.manifest.counts.indexed:
+        index.search("a photo of a dog on a beach", 1, _WARM_UP_POOL)
+    return ServedIndex(path.resolve().name.removesuffix(".edje") or "index", index)
 
 
-async def follow_changes(indexes: Mapping[str, ServedIndex], threads: CapacityLimiter) -> None:
-    """Check the indexes regularly, and open each changed index again. Runs until the task is cancelled."""
-    problems: dict[str, str] = {}
+async def follow_changes(index: ServedIndex, threads: CapacityLimiter) -> None:
+    """Check the index regularly, and open it again after a change. Runs until the task is cancelled."""
+    before = ""
     while True:
         await asyncio.sleep(WATCH_SECONDS)
-        for name, index in indexes.items():
-            problem = ""
-            try:
-                await to_thread.run_sync(index.refresh, limiter=threads)
-            except (EdjeError, OSError, MemoryError) as error:
-                problem = str(error) or type(error).__name__
-            if problem and problems.get(name) != problem:
-                logger.warning("the service keeps using the earlier snapshot of %s: %s", name, problem)
-            problems[name] = problem
+        problem = ""
+        try:
+            await to_thread.run_sync(index.refresh, limiter=threads)
+        except (EdjeError, OSError, MemoryError) as error:
+            problem = str(error) or type(error).__name__
+        if problem and problem != before:
+            logger.warning("the service keeps using the earlier snapshot of %s: %s", index.name, problem)
+        before = problem
