@@ -10,7 +10,7 @@ import pytest
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.scoring.parts import Pairs
-from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights, parse_score
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights, parse_score
 from pipelines.cli import main
 from storage_formats import TokenStore, codec
 from storage_formats.format.manifest import CommittedIndex
@@ -152,10 +152,7 @@ def test_simulated_precisions_and_a_weight(run, world, tiny_bundle, tmp_path):
     assert "sign1 from bf16" in text
 
 
-@pytest.mark.parametrize(
-    "score",
-    ["bundle", *(pytest.param(f"{part}=2", marks=pytest.mark.slow) for part in PART_NAMES if part != "embedding")],
-)
+@pytest.mark.parametrize("score", ["bundle", pytest.param("late=2,pooled=1,hubness=1", marks=pytest.mark.slow)])
 def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_path, score):
     bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
     options = ("--split", "dev", "--model", tmp_path / "model", "--pool", 6, "--bootstrap", 0, "--score", score)
