@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.filesystem import read_json_lines
-from edje_index.images.containers.tars import TarArchive
 from edje_index.images.decode import ImageError
 from edje_index.images.inputs import display_path
 from edje_index.images.ranges import open_ranged
+from edje_index.images.tars import TarArchive
 from storage_formats.errors import UsageError
 
 IMAGE_KEYS = ("image", "path", "image_path", "file_name", "filename", "filepath")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edje_index.images.containers.container import Container
+from edje_index.images.containers import Container
 from edje_index.images.inputs import InputRef, metadata_text
 from edje_index.images.transient import is_transient
 from storage_formats.atomic import fsync_paths, naming
@@ -147,14 +147,13 @@ def input_schema() -> pa.Schema:
             pa.field(_ROW_ID, pa.int64(), nullable=False),
             pa.field("uri", pa.string(), nullable=False),
             pa.field("path", pa.binary(), nullable=False),
+            pa.field("container", pa.string()),
             pa.field("offset", pa.int64(), nullable=False),
             pa.field("size", pa.int64()),
-            pa.field("member", pa.bool_(), nullable=False),
             pa.field("content_hash", pa.binary(32)),
             pa.field("duplicate_of", pa.int64()),
             pa.field("problem", pa.string()),
             pa.field("metadata", pa.string()),
-            pa.field("container", pa.string()),
         ]
     )
 

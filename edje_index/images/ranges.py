@@ -1,23 +1,25 @@
-"""Seekable files that are read by byte ranges: local files, and files on servers, which are read in blocks."""
+"""Random access to files: local files, files on servers, and streams that can only be read forward."""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import io
+import itertools
 import os
 import stat
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeAlias
+from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
 
-from edje_index.images.remote.urls import is_remote, scheme_of
+from edje_index.images.decode import ImageError
+from edje_index.images.remote import read_remote_range, remote_version
+from edje_index.images.urls import is_remote, scheme_of
 from storage_formats.format.object_store import STORE_SCHEMES
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 ReadAt: TypeAlias = Callable[[int, int], bytes]
 """A function `read_at(size, offset)` that returns the bytes of a range, or fewer if the file ends earlier."""
@@ -30,20 +32,17 @@ limit applies after the size is cut to the end of the file, so a damaged size co
 """
 
 BLOCK_BYTES = 1 << 20
-REQUEST_BLOCKS = 4
-"""Largest number of blocks of one request."""
-
 AHEAD_BLOCKS = 8
-"""Largest number of blocks ahead of a reader: two requests, so that one is under way while the other is read."""
+"""Largest number of blocks that are requested ahead of a reader."""
 
 KEPT_BLOCKS = 16
-"""Largest number of blocks that stay in memory, requested ones included. A block keeps the bytes of its whole request,
-so a reader takes a little more than `KEPT_BLOCKS` blocks if it reads forward, and never `REQUEST_BLOCKS` times as much.
-"""
+"""Largest number of blocks that stay in memory, requested ones included."""
 
+KEPT_BYTES = 16 << 20
+"""Bytes of a stream that stay in memory after reading, because threads read slightly out of order."""
 
-class OversizedReadError(ValueError):
-    """A parser tried to read more than `MAX_READ` bytes at once."""
+NEAR = 64
+"""A position that is at most this far ahead is read by reading on, even if the stream can begin nearer."""
 
 
 class RangedFile(io.RawIOBase):
@@ -67,12 +66,12 @@ class RangedFile(io.RawIOBase):
         The position of the file does not change.
 
         Raises:
-            OversizedReadError: the range in the file is larger than `MAX_READ`.
+            ValueError: the range in the file is larger than `MAX_READ`.
             OSError: the file cannot be read.
         """
         size = max(0, min(size, self.length - offset))
         if size > MAX_READ:
-            raise OversizedReadError(
+            raise ValueError(
                 f"the file needs a read of {size} bytes at byte {offset}; the limit of one read is {MAX_READ} bytes"
             )
         return self._read_at(size, offset) if size else b""
@@ -82,12 +81,6 @@ class RangedFile(io.RawIOBase):
         data = self.pread(self.length if size < 0 else size, self._position)
         self._position += len(data)
         return data
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        view = memoryview(buffer).cast("B")
-        data = self.read(len(view))
-        view[: len(data)] = data
-        return len(data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[whence]
@@ -123,8 +116,6 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
         MissingExtraError: the library that reads the URL is not installed.
     """
     if is_remote(path):
-        from edje_index.images.remote.access import read_remote_range, remote_version
-
         url = os.fsdecode(path)
         version = remote_version(url)
         # A web server may stop answering. The library for object stores could crash in a daemon thread at the end.
@@ -138,16 +129,15 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise OSError("not a regular file")
+        raise OSError("the input is not a regular file")
     if only_headers and sys.platform == "linux":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-    return RangedFile(functools.partial(read_range, fd), status.st_size, lambda: os.close(fd))
+    return RangedFile(functools.partial(_read_range, fd), status.st_size, functools.partial(os.close, fd))
 
 
-def read_range(fd: int, size: int, offset: int) -> bytes:
-    """Return the bytes [offset, offset + size) of an open file, or fewer if the file ends earlier."""
+def _read_range(fd: int, size: int, offset: int) -> bytes:
     data = os.pread(fd, size, offset)
-    while 0 < len(data) < size:
+    while 0 < len(data) < size:  # Linux reads at most 2 GiB at once; network file systems may return less
         part = os.pread(fd, size - len(data), offset + len(data))
         if not part:
             break
@@ -155,22 +145,11 @@ def read_range(fd: int, size: int, offset: int) -> bytes:
     return data
 
 
-class _Block(Future[memoryview]):
-    """A block that is in memory or requested.
-
-    Attributes:
-        run: number of consecutive blocks, up to this one, that were read; 0 if this block was not read yet.
-    """
-
-    run = 0
-
-
 class BlockReader:
     """Reads byte ranges of a file in blocks, and keeps the latest blocks in memory. Thread-safe.
 
-    Threads of their own request the blocks. If consecutive blocks are read, the following blocks are requested ahead.
-    If a request fails, its blocks are requested again by the next reader, and only an error of its own request is
-    raised.
+    A thread of its own requests each block. If consecutive blocks are read, the following blocks are requested ahead.
+    If a request fails, its block is requested again by the next reader, and only an error of its own request is raised.
 
     Args:
         read_at: function that requests a byte range of the file. Threads call it at the same time.
@@ -183,8 +162,8 @@ class BlockReader:
         self._daemon = daemon
         self._length = length
         self._lock = threading.RLock()  # the garbage collector may call `close` in the thread that holds it
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
-        self._closed = False
+        self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._is_closed = False
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return the bytes [offset, offset + size), or fewer if the file ends earlier.
@@ -193,81 +172,154 @@ class BlockReader:
             Exception: any exception of `read_at`.
         """
         stop = min(offset + size, self._length)
-        parts = []
-        while offset < stop:
-            number, start = divmod(offset, BLOCK_BYTES)
-            parts.append(self._read(number, (stop - 1) // BLOCK_BYTES)[start : start + stop - offset])
-            offset += len(parts[-1])
-        return b"".join(parts)
+        if stop <= offset:
+            return b""
+        first, last = offset // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+        data = b"".join([self._read(number, last) for number in range(first, last + 1)])
+        return data[offset - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     def close(self) -> None:
         """Forget all blocks and request none ahead. A request that is under way ends by itself; its bytes are lost."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             self._blocks.clear()
 
-    def _read(self, number: int, last: int) -> memoryview:
+    def _read(self, number: int, last: int) -> bytes:
         """Return block `number`. The caller needs the blocks up to `last` next."""
         while True:
             with self._lock:
-                is_new = number not in self._blocks
-                block = self._request(number, last) if is_new else self._blocks[number]
-                if number in self._blocks:
-                    self._blocks.move_to_end(number)
-                    self._read_ahead(number)
+                known = self._blocks.get(number)
+                if known is not None and known.done() and known.exception() is not None:
+                    known = None
+                block = known or self._request(number)
+                run = next(run for run in itertools.count() if number - 1 - run not in self._blocks)
+                ahead = 0 if self._is_closed else min(max(2 * run, last - number), AHEAD_BLOCKS)
+                for each in range(number + 1, min(number + ahead, (self._length - 1) // BLOCK_BYTES) + 1):
+                    if each not in self._blocks:
+                        self._request(each)
+                self._blocks.move_to_end(number)
+                while len(self._blocks) > KEPT_BLOCKS:
+                    self._blocks.popitem(last=False)
             try:
                 return block.result()
             except Exception:
-                if is_new:
+                if known is None:
                     raise
 
-    def _read_ahead(self, number: int) -> None:
-        """Note that block `number` is read. If the reads are sequential, request blocks ahead."""
-        block, previous = self._blocks[number], self._blocks.get(number - 1)
-        if block.run:
-            return
-        block.run = 1 + (previous.run if previous else 0)
-        window = min(2 * (block.run - 1), AHEAD_BLOCKS)
-        if number + window // 2 not in self._blocks and not self._closed:
-            first = next(each for each in range(number + 1, number + window + 1) if each not in self._blocks)
-            if first * BLOCK_BYTES < self._length:
-                self._request(first, number + window)
-
-    def _request(self, first: int, last: int) -> _Block:
-        """Request block `first`, and the missing blocks after it up to `last`. Return block `first`."""
-        blocks: dict[int, _Block] = {}
-        for number in range(first, min(last + 1, first + REQUEST_BLOCKS, -(-self._length // BLOCK_BYTES))):
-            if number in self._blocks:
-                break
-            blocks[number] = self._blocks[number] = _Block()
-        while len(self._blocks) > KEPT_BLOCKS:
-            self._blocks.popitem(last=False)
-        fetch = threading.Thread(target=self._fetch, args=(blocks,), name="edje-blocks", daemon=self._daemon)
+    def _request(self, number: int) -> Future[bytes]:
+        block: Future[bytes] = Future()
+        self._blocks[number] = block
+        fetch = threading.Thread(target=self._fetch, args=(number, block), name="edje-block", daemon=self._daemon)
         try:
             fetch.start()
-        except RuntimeError as error:  # the system allows no further thread
-            self._drop(blocks, OSError(str(error)))
-        return blocks[first]
+        except RuntimeError:  # the system allows no further thread
+            self._fetch(number, block)
+        return block
 
-    def _fetch(self, blocks: dict[int, _Block]) -> None:
-        """Request consecutive blocks, and hand them to all threads that wait for them."""
-        start = min(blocks) * BLOCK_BYTES
-        size = min(len(blocks) * BLOCK_BYTES, self._length - start)
+    def _fetch(self, number: int, block: Future[bytes]) -> None:
+        start = number * BLOCK_BYTES
+        size = min(BLOCK_BYTES, self._length - start)
         try:
-            data = memoryview(self._read_at(size, start))
+            data = self._read_at(size, start)
             if len(data) != size:
                 raise EOFError(f"the file ends before byte {start + size}")
-        except BaseException as error:  # also SystemExit, after which no reader may wait for the blocks
-            self._drop(blocks, error if isinstance(error, Exception) else OSError(f"the request ended: {error!r}"))
-            return
-        for position, block in enumerate(blocks.values()):
-            block.set_result(data[position * BLOCK_BYTES : (position + 1) * BLOCK_BYTES])
+            block.set_result(data)
+        except BaseException as error:  # also SystemExit, after which no reader may wait for the block
+            block.set_exception(error if isinstance(error, Exception) else OSError(f"the request ended: {error!r}"))
 
-    def _drop(self, blocks: dict[int, _Block], error: Exception) -> None:
-        """Forget requested blocks, and raise `error` in the threads that wait for them."""
-        with self._lock:
-            for number, block in blocks.items():
-                if self._blocks.get(number) is block:
-                    del self._blocks[number]
-        for block in blocks.values():
-            block.set_exception(error)
+
+class StreamItem(NamedTuple):
+    """A part of a stream: the data at the positions [start, stop)."""
+
+    start: int
+    stop: int
+    data: bytes | None
+
+
+class StreamWindow:
+    """The latest items of a stream that can only be read forward. Thread-safe.
+
+    Threads that wait read in the order of their positions. Reading backwards by more than `KEPT_BYTES`, reading far
+    ahead, and reading after an error of the operating system begin the stream again.
+
+    Args:
+        starts: the positions at which the stream can begin, ascending from 0.
+        begin: function that returns an iterator over the items from `starts[n]` on, given n: pairs of the number of
+            positions and the data. It raises ImageError at damage.
+    """
+
+    def __init__(self, starts: Sequence[int], begin: Callable[[int], Iterator[tuple[int, bytes | None]]]) -> None:
+        self._starts = starts
+        self._begin = begin
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, int]] = []
+        self._is_held = False
+        self._damages: dict[int, tuple[int, ImageError]] = {}  # by part: the first position that cannot be read
+        self._restart(0)
+
+    def read(self, first: int, stop: int) -> list[StreamItem]:
+        """Return the items that overlap with [first, stop), up to the end of the stream.
+
+        Raises:
+            ImageError: the stream is damaged.
+            OSError: the stream cannot be read.
+        """
+        part = bisect.bisect_right(self._starts, first) - 1
+        start = self._starts[part]
+        with self._turn(first):
+            if part in self._damages and stop > self._damages[part][0]:
+                raise self._damages[part][1]
+            is_far_ahead = first > self._end + NEAR and start > self._end
+            if self._is_broken or first < self._first or is_far_ahead:
+                self._restart(part)
+            while self._end < stop and not self._is_ended:
+                try:
+                    self._read_next(first)
+                except ImageError as damage:
+                    if self._end >= start:
+                        self._damages[part] = self._end, damage
+                        raise
+                    self._restart(part)  # the damage is in an earlier part
+            after_first = itertools.takewhile(lambda item: item.stop > first, reversed(self._kept))
+            return [item for item in after_first if item.start < stop][::-1]
+
+    def _restart(self, part: int) -> None:
+        self._items = self._begin(part)
+        self._kept: deque[StreamItem] = deque()
+        self._kept_bytes = 0
+        self._first = self._end = self._starts[part]
+        self._is_ended = self._is_broken = False
+
+    def _read_next(self, needed_from: int) -> None:
+        """Read the next item. Drop the oldest items before `needed_from`, but keep the last `KEPT_BYTES` bytes."""
+        self._is_broken = True  # until the item has arrived: an iterator ends at its first exception
+        width, data = next(self._items, (0, None))
+        self._is_broken, self._is_ended = False, not width
+        if self._is_ended:
+            return
+        self._kept.append(StreamItem(self._end, self._end + width, data))
+        self._kept_bytes += len(data or b"")
+        self._end += width
+        while self._kept_bytes > KEPT_BYTES and self._kept[0].stop <= needed_from:
+            oldest = self._kept.popleft()
+            self._first = oldest.stop
+            self._kept_bytes -= len(oldest.data or b"")
+
+    @contextmanager
+    def _turn(self, position: int) -> Iterator[None]:
+        """Hold a lock that the waiting thread with the lowest position gets first, so that the stream goes forward."""
+        ticket = position, threading.get_ident()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                self._changed.wait_for(lambda: not self._is_held and ticket == min(self._waiting))
+                self._is_held = True
+            finally:  # a thread that is interrupted while it waits delays no other
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_held = False
+                self._changed.notify_all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.images.clips import is_clip, key_frame
-from edje_index.images.containers.container import (
-    KINDS,
-    PARQUET,
-    PARQUET_MAGIC,
-    TAR,
-    Container,
-    magic_kind,
-    split_uri,
-)
-from edje_index.images.decode import DEFAULT_MAX_PIXELS, HEAD_BYTES, ImageError, content_hash, decode_partial
+from edje_index.images.containers import ARCHIVES, PARQUET, Container, container_kind, split_uri
+from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, content_hash, decode_partial
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.ranges import open_ranged
-from edje_index.images.remote.urls import is_remote
 from edje_index.images.transient import TransientInputError
+from edje_index.images.urls import is_remote
 from storage_formats.extras import MissingExtraError
 from storage_formats.format.rows import INDEXED, read_rows
 
@@ -156,37 +149,38 @@ def _locate(row: dict[str, Any]) -> InputRef:
         raise ImageError(reason="missing", detail="no such file")
     if parts is None or path == os.fsencode(uri):
         return InputRef(uri, path, size=size)
-    member = parts[1]
-    with open(path, "rb", buffering=0) as file:
-        head, status = file.read(HEAD_BYTES), os.fstat(file.fileno())
-    if head.startswith(PARQUET_MAGIC):
+    archive, member = parts
+    kind = container_kind(archive)
+    status = os.stat(path)
+    if kind == PARQUET:
         column, _, number = member.rpartition("/")
         if not number.isdecimal():
             raise ImageError(reason="missing", detail="the index names no row of the Parquet file")
-        return InputRef(uri, path, int(number), member=True, container=Container(PARQUET, status.st_size, column))
-    kind = magic_kind(head) or TAR
-    offsets = _member_offsets(path, kind, status.st_mtime_ns, status.st_size)
+        return InputRef(uri, path, Container(PARQUET, status.st_size, column), int(number))
+    offsets, damage = _member_offsets(path, str(kind), status.st_mtime_ns, status.st_size)
     offset = offsets.get((member.encode("utf-8", "surrogateescape"), size))
     if offset is None:
-        raise ImageError(reason="missing", detail="the archive has no such member")
-    container = None if kind == TAR else Container(kind, status.st_size)
-    return InputRef(uri, path, offset, size, member=True, container=container)
+        raise damage or ImageError(reason="missing", detail="the archive has no such member")
+    return InputRef(uri, path, Container(str(kind), status.st_size), offset, size)
 
 
 @functools.lru_cache(maxsize=4)
-def _member_offsets(path: bytes, kind: str, _modified: int, _size: int) -> dict[tuple[bytes, int], int]:
-    """Return the offset of each member by (name, size). Of members with equal keys, the first wins."""
+def _member_offsets(
+    path: bytes, kind: str, _modified: int, _size: int
+) -> tuple[dict[tuple[bytes, int], int], ImageError | None]:
+    """Return the offset of each member by (name, size), and the damage after the last member that can be read.
+
+    If several members have the same name and size, the first wins.
+    """
     offsets: dict[tuple[bytes, int], int] = {}
     with open_ranged(path, only_headers=True) as file:
-        archive = KINDS[kind].open(file)
-        if kind != TAR and archive.is_stream:
+        archive = ARCHIVES[kind][0](file)
+        if archive.is_compressed:
             detail = "the photo is in a compressed tar; unpack the tar to see it"
             raise ImageError(reason="too-expensive", detail=detail)
         try:
-            for member in archive.members():
+            for member in itertools.islice(archive.members(), _MAX_MEMBERS):
                 offsets.setdefault((member.name, member.size), member.offset)
-                if len(offsets) > _MAX_MEMBERS:
-                    break
-        except ImageError:
-            pass  # what precedes the damage can be read
-    return offsets
+        except ImageError as error:
+            return offsets, error
+    return offsets, None

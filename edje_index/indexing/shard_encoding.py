@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.decoded_input import DecodeSettings, decode_input
 from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.remote.urls import is_remote
+from edje_index.images.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from edje_index.indexing.shard_task import Encoder, ShardTask
 from storage_formats.errors import EdjeError

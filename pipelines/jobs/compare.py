@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edje_index.images.inputs import InputRef, display_path, rows_digest
-from edje_index.images.remote.urls import is_remote
+from edje_index.images.urls import is_remote
 from pipelines.jobs.plan import SourceGroup, holds_clips, recorded_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
@@ -333,9 +333,9 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
 
 def refs_of_rows(rows: list[dict[str, Any]], names: list[str], *, clips: bool) -> Iterator[InputRef]:
     """Yield the inputs under the names of `rows`, with the stored values of the source columns `names`."""
-    from pipelines.sources.archives import archive_source
     from pipelines.sources.base import file_input
     from pipelines.sources.folder import FolderSource
+    from pipelines.sources.packed import packed_source
 
     rows_of_archive: dict[tuple[bytes, str | None], list[dict[str, Any]]] = {}
     for row in rows:
@@ -350,7 +350,7 @@ def refs_of_rows(rows: list[dict[str, Any]], names: list[str], *, clips: bool) -
         else:
             yield dataclasses.replace(file_input(path, row["uri"]), metadata=_metadata(row, names))
     for (archive_path, column), members in rows_of_archive.items():
-        yield from _members(archive_source(os.fsdecode(archive_path), column, clips=clips), members, names)
+        yield from _members(packed_source(os.fsdecode(archive_path), column, clips=clips), members, names)
 
 
 def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
@@ -358,10 +358,10 @@ def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
 
     Return None if the input is a file of its own.
     """
-    from edje_index.images.containers.container import split_uri
-    from pipelines.sources.archives import is_archive_name
+    from edje_index.images.containers import split_uri
+    from pipelines.sources.packed import is_packed_name
 
-    if is_archive_name(os.fsdecode(path)):
+    if is_packed_name(os.fsdecode(path)):
         return path, None
     parts = split_uri(uri)
     if parts is None or os.path.lexists(path):
@@ -372,7 +372,7 @@ def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
 
 def _members(archive: Source, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
     """Yield the members of `archive` that are named in `rows`. If the archive was damaged, yield all members."""
-    from edje_index.images.containers.container import split_uri
+    from edje_index.images.containers import split_uri
 
     rows_of_uri = {row["uri"]: row for row in rows}
     was_damaged = any(row["reason"] in _DAMAGED or split_uri(row["uri"]) is None for row in rows)

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from edje_index.images.remote.urls import without_credentials
+from edje_index.images.urls import without_credentials
 from pipelines.progress.events import Event, OnEvent, PlanReady, Progress, StatusMessage, is_stop_request
 from pipelines.progress.wording import counted, duration, printable
 from storage_formats.errors import UsageError

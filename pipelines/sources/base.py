@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 import urllib.parse
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from edje_index.images.clips import clip_format
 from edje_index.images.decode import HEAD_BYTES, ImageError, image_format
-from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, display_path
-from edje_index.images.remote.access import read_remote, read_remote_range, remote_version, require_libraries
-from edje_index.images.remote.urls import ChangedFileError, NoRangesError, has_credentials, is_remote, scheme_of
+from edje_index.images.inputs import InputRef, display_path
+from edje_index.images.remote import read_remote_range, remote_version, require_libraries
 from edje_index.images.transient import TransientInputError, is_transient, transient_error
+from edje_index.images.urls import ChangedFileError, has_credentials, is_remote, scheme_of
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import WEB_SCHEMES
+from storage_formats.format.source_columns import Value
 from storage_formats.ordered_results import ordered_results
 
 STANDARD_INPUT = "-"
@@ -61,8 +60,6 @@ class Source(ABC):
 
     Attributes:
         spec: the source as the user wrote it.
-        kind: "folder", "image" (one image file), "archive" (tar, zip), "parquet" (images in a Parquet file), "list"
-            (table with a path column), "lines" (text file with one path per line) or "captions" (caption file).
         path: absolute path of the directory or file, or its URL.
         clips: True if video files are inputs, too. Otherwise they are ignored, unless a list names them.
         ignored: number of entries that are not inputs, in the latest pass over the source. Keys are suffixes (".txt")
@@ -75,7 +72,6 @@ class Source(ABC):
     ignored: Ignored = field(init=False, default_factory=Ignored)
     clips: bool = field(default=False, kw_only=True)
     inputs: int = field(init=False, default=0)
-    kind: ClassVar[str]
 
     def __post_init__(self) -> None:
         self.path = absolute_path(self.spec)
@@ -99,8 +95,6 @@ class Source(ABC):
 @dataclass
 class ImageFileSource(Source):
     """A source that is one image file or one clip."""
-
-    kind = "image"
 
     def _iter_inputs(self) -> Iterator[InputRef]:
         yield file_input(self.path)
@@ -134,6 +128,11 @@ def has_input_suffix(name: bytes, clips: bool) -> bool:
     return suffix in IMAGE_SUFFIXES or (clips and suffix in VIDEO_SUFFIXES)
 
 
+def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
+    """Return True if `names` contains the name of an image file, or with `clips` the name of a video clip."""
+    return any(has_input_suffix(name, clips) and not name.startswith(b".") for name in names)
+
+
 def is_input(head: bytes, clips: bool) -> bool:
     """Return True if a file begins like an image, or with `clips` like a clip. `head` has `HEAD_BYTES` bytes."""
     return image_format(head) is not None or (clips and clip_format(head) is not None)
@@ -158,7 +157,9 @@ def ignored_as(name: bytes, read_head: Callable[[], bytes], *, clips: bool) -> s
     return None if is_input(read_head(), clips) else "(no suffix)"
 
 
-def file_input(path: bytes, uri: str | None = None) -> InputRef:
+def file_input(
+    path: bytes, uri: str | None = None, *, size: int | None = None, metadata: Mapping[str, Value] | None = None
+) -> InputRef:
     """Return an input for the file at `path`.
 
     The input has a `problem` if the file is missing, unreadable or not a regular file.
@@ -166,18 +167,20 @@ def file_input(path: bytes, uri: str | None = None) -> InputRef:
     Args:
         path: path of the file, or its URL. No request is sent for a URL.
         uri: uri of the input; None derives the uri from `path`.
+        size: number of bytes, if it is known.
+        metadata: values of the source columns by name.
     """
     uri = display_path(path) if uri is None else uri
     if is_remote(path):
         require_libraries(os.fsdecode(path))
-        return InputRef(uri, path)
+        return InputRef(uri, path, size=size, metadata=metadata)
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
-        return InputRef(uri, path, problem=problem_of(error))
+        return InputRef(uri, path, problem=problem_of(error), metadata=metadata)
     if not stat.S_ISREG(status.st_mode):
-        return InputRef(uri, path, problem="unreadable")
-    return InputRef(uri, path, size=status.st_size)
+        return InputRef(uri, path, problem="unreadable", metadata=metadata)
+    return InputRef(uri, path, size=status.st_size, metadata=metadata)
 
 
 def listed_input(value: Any, directory: bytes) -> InputRef | None:
@@ -241,7 +244,7 @@ def lost_file(source: Source, error: Exception) -> InputRef:
     """
     is_damage = not isinstance(error, OSError | ImageError) or (isinstance(error, OSError) and error.errno is None)
     problem = "damaged-archive" if is_damage else problem_of(error)
-    if isinstance(error, NoRangesError) or (is_remote(source.path) and problem in ("missing", "unreadable")):
+    if is_remote(source.path) and problem in ("missing", "unreadable"):
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read {source.spec}: {reason}; check the URL", parameter="sources") from error
     return InputRef(display_path(source.path), source.path, problem=problem)
@@ -272,27 +275,3 @@ def ordered_map(
             yield from ordered_results(items, lambda item: pool.submit(work, item), ahead=ahead)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-class LocalFile:
-    """A local file, or a temporary copy of a file on a server. The copy is removed together with this object.
-
-    Args:
-        path: path or URL of the file. A file on a server may have at most 1 GiB.
-
-    Attributes:
-        path: path of the file or of the copy.
-
-    Raises:
-        OSError: the file cannot be read from the server.
-    """
-
-    def __init__(self, path: bytes) -> None:
-        self.path = path
-        if is_remote(path):
-            data = read_remote(os.fsdecode(path), MAX_INPUT_BYTES)
-            fd, name = tempfile.mkstemp(prefix="edje-list-")
-            weakref.finalize(self, os.unlink, name)
-            with os.fdopen(fd, "wb") as copy:
-                copy.write(data)
-            self.path = os.fsencode(name)

@@ -71,9 +71,7 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
     reported_at = time.monotonic()
     for number, ref in enumerate(refs, 1):
         _stop_if(should_stop)
-        digest.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
-        if ref.container is not None:
-            digest.update(str(ref.container).encode())
+        digest.update(b"%d %a %a\0" % (ref.offset, ref.size, ref.container and str(ref.container)) + ref.path + b"\0\n")
         if ref.metadata is not None:
             digest.update(metadata_text(ref.metadata).encode())
         if time.monotonic() - reported_at >= _REPORT_SECONDS:

@@ -6,24 +6,25 @@ import functools
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from edje_index.images.inputs import InputRef, display_path
-from edje_index.images.remote.access import list_remote_folder, read_remote
-from edje_index.images.remote.urls import is_remote
-from pipelines.sources.archives import archive_source, is_archive_name, scan_ahead
+from edje_index.images.remote import list_remote_folder, read_remote
+from edje_index.images.urls import is_remote
 from pipelines.sources.base import (
     Ignored,
     Source,
     file_input,
     has_input_suffix,
+    holds_inputs,
     ignored_as,
     ordered_map,
     problem_of,
     read_head,
 )
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
+from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.format.layout import Layout
 
 _FILES_AT_ONCE = 16
@@ -31,18 +32,20 @@ _FileId = tuple[int, int]  # device and inode: the same for every path to a file
 
 
 @dataclass
-class _Entries:
+class _Directory:
     """The contents of a directory.
 
     Attributes:
+        path: path or URL.
         files: sizes of the files by name; None for local files.
-        directories: names of the subdirectories.
-        links: names of the symbolic links.
+        links: names of the symbolic links to files, and of broken links with the suffix of an input.
+        directories: names of the subdirectories and of the links to directories.
     """
 
+    path: bytes
     files: dict[bytes, int | None] = field(default_factory=dict)
-    directories: list[bytes] = field(default_factory=list)
     links: set[bytes] = field(default_factory=set)
+    directories: set[bytes] = field(default_factory=set)
 
 
 @dataclass
@@ -59,88 +62,91 @@ class FolderSource(Source):
     Directories of indexes are ignored, because the output of a build may lie in its source.
     """
 
-    kind = "folder"
-
     def _iter_inputs(self) -> Iterator[InputRef]:
         self._visited: set[_FileId] = set()
         self._linked: dict[_FileId, set[bytes]] = {}  # files already used through a link, by directory
-        self._archives_seen: set[_FileId] = set()
+        self._packed_seen: set[_FileId] = set()
         list_directory = self._list_remote if is_remote(self.path) else self._list_local
         pending = [self.path.rstrip(b"/") if is_remote(self.path) else self.path]
         while pending:
-            directory = pending.pop()
+            path = pending.pop()
             try:
-                entries = list_directory(directory)
+                directory = list_directory(path)
             except OSError as error:
-                yield InputRef(display_path(directory), directory, problem=problem_of(error))
+                yield InputRef(display_path(path), path, problem=problem_of(error))
                 continue
-            yield from self._inputs(directory, entries)
-            pending += [os.path.join(directory, name) for name in sorted(set(entries.directories), reverse=True)]
+            yield from self._inputs(directory)
+            pending += [os.path.join(path, name) for name in sorted(directory.directories, reverse=True)]
 
-    def _list_remote(self, directory: bytes) -> _Entries:
-        listing = list_remote_folder(os.fsdecode(directory))
+    def _list_remote(self, path: bytes) -> _Directory:
+        listing = list_remote_folder(os.fsdecode(path))
         if listing is None:
             raise ValueError(f"the server of {self.spec} does not list directories; give the URLs of files")
         files, directories = listing
-        entries = _Entries({os.fsencode(name): size for name, size in files.items()})
-        for name in directories:
-            if name.startswith("."):
-                self.ignored.count("(hidden)")
-            else:
-                entries.directories.append(os.fsencode(name))
-        return entries
+        hidden = {name for name in directories if name.startswith(".")}
+        if hidden:
+            self.ignored.count("(hidden)", len(hidden))
+        return _Directory(
+            path,
+            {os.fsencode(name): size for name, size in files.items()},
+            directories={os.fsencode(name) for name in directories if name not in hidden},
+        )
 
-    def _list_local(self, directory: bytes) -> _Entries:
-        entries = _Entries()
-        identity = _file_id(directory)
+    def _list_local(self, path: bytes) -> _Directory:
+        directory = _Directory(path)
+        identity = _file_id(path)
         if identity in self._visited:
             self.ignored.count("(folder seen)")
-            return entries
-        with os.scandir(directory) as listing:
+            return directory
+        with os.scandir(path) as listing:
             for entry in listing:
-                if entry.is_symlink():
-                    entries.links.add(entry.name)
-                elif entry.is_file(follow_symlinks=False):
-                    entries.files[entry.name] = None
-                elif not entry.is_dir(follow_symlinks=False):
-                    self.ignored.count("(not a file)")
-                elif entry.name.startswith(b"."):
+                if entry.is_file(follow_symlinks=False):
+                    directory.files[entry.name] = None
+                    continue
+                is_directory, is_link = entry.is_dir(follow_symlinks=False), entry.is_symlink()
+                try:
+                    mode = entry.stat().st_mode if is_link else 0
+                except OSError:
+                    mode = None
+                if entry.name.startswith(b".") and (is_directory or is_link):
                     self.ignored.count("(hidden)")
+                elif is_directory or (mode and stat.S_ISDIR(mode)):
+                    directory.directories.add(entry.name)
+                elif mode is None and not has_input_suffix(entry.name, self.clips):
+                    self.ignored.count("(broken link)")
+                elif mode is None or stat.S_ISREG(mode):
+                    directory.links.add(entry.name)
                 else:
-                    entries.directories.append(entry.name)
+                    self.ignored.count("(not a file)")
         self._visited.add(identity)
-        if _is_index(directory, entries):
+        if _is_index(directory):
             self.ignored.count("(index)")
-            return _Entries()
-        return entries
+            return _Directory(path)
+        return directory
 
-    def _inputs(self, directory: bytes, entries: _Entries) -> Iterator[InputRef]:
-        sidecars = find_sidecars(entries.files, self.clips)
-        names = sorted([*entries.files, *entries.links])
-        reads_archives = not holds_inputs(names, self.clips)
-        archives: list[bytes] = []
+    def _inputs(self, directory: _Directory) -> Iterator[InputRef]:
+        sidecars = find_sidecars(directory.files, self.clips)
+        names = [name for name in sorted([*directory.files, *directory.links]) if name not in sidecars]
+        reads_packed = not holds_inputs(names, self.clips)
         files: list[bytes] = []
+        packed: list[bytes] = []
         for name in names:
-            if name in entries.links and not self._leads_to_file(directory, name, entries):
-                continue
-            if name in sidecars:
-                continue
-            is_archive = reads_archives and is_archive_name(os.fsdecode(name)) and not name.startswith(b".")
-            (archives if is_archive else files).append(name)
-        read = functools.partial(_file, directory, entries.files, sidecars, self.clips)
-        is_server = is_remote(directory)
+            is_packed = reads_packed and is_packed_name(os.fsdecode(name)) and not name.startswith(b".")
+            (packed if is_packed else files).append(name)
+        read = functools.partial(_file, directory, sidecars, self.clips)
+        is_server = is_remote(directory.path)
         results = ordered_map(read, files, _FILES_AT_ONCE, 4 * _FILES_AT_ONCE) if is_server else map(read, files)
         for name, (ref, ignored) in zip(files, results, strict=True):
             self.ignored.add(ignored)
             if ref is None:
                 continue
-            if self._is_repeated(directory, name, ref, entries):
+            if self._is_repeated(directory, name, ref):
                 self.ignored.count("(link seen)")
             else:
                 yield ref
-        yield from self._archives(directory, archives)
+        yield from self._packed_inputs(directory.path, packed)
 
-    def _archives(self, directory: bytes, names: list[bytes]) -> Iterator[InputRef]:
+    def _packed_inputs(self, directory: bytes, names: list[bytes]) -> Iterator[InputRef]:
         sources: list[Source] = []
         for name in names:
             path = os.path.join(directory, name)
@@ -149,38 +155,20 @@ class FolderSource(Source):
             except OSError as error:
                 yield InputRef(display_path(path), path, problem=problem_of(error))
                 continue
-            if identity in self._archives_seen:
+            if identity in self._packed_seen:
                 self.ignored.count("(link seen)")
                 continue
             if identity is not None:
-                self._archives_seen.add(identity)
-            sources.append(archive_source(os.fsdecode(path), clips=self.clips))
+                self._packed_seen.add(identity)
+            sources.append(packed_source(os.fsdecode(path), clips=self.clips))
         yield from scan_ahead(sources)
         for source in sources:
             self.ignored.add(source.ignored)
 
-    def _leads_to_file(self, directory: bytes, name: bytes, entries: _Entries) -> bool:
-        """Return True if a link leads to a file, or if it is broken and its name has the suffix of an input."""
-        if name.startswith(b"."):
-            self.ignored.count("(hidden)")
-            return False
-        try:
-            mode = os.stat(os.path.join(directory, name)).st_mode
-        except OSError:
-            if has_input_suffix(name, self.clips):
-                return True
-            self.ignored.count("(broken link)")
-            return False
-        if stat.S_ISDIR(mode):
-            entries.directories.append(name)
-        elif not stat.S_ISREG(mode):
-            self.ignored.count("(not a file)")
-        return stat.S_ISREG(mode)
-
-    def _is_repeated(self, directory: bytes, name: bytes, ref: InputRef, entries: _Entries) -> bool:
+    def _is_repeated(self, directory: _Directory, name: bytes, ref: InputRef) -> bool:
         """Return True if the file of an input was used before, under another path. Record the target of a link."""
-        if name not in entries.links:
-            return bool(self._linked) and name in self._linked.get(_file_id(directory), ())
+        if name not in directory.links:
+            return bool(self._linked) and name in self._linked.get(_file_id(directory.path), ())
         if ref.problem is not None:
             return False
         target_directory, target = os.path.split(os.path.realpath(ref.path))
@@ -198,10 +186,10 @@ class FolderSource(Source):
 
 
 def _file(
-    directory: bytes, sizes: dict[bytes, int | None], sidecars: frozenset[bytes], clips: bool, name: bytes
+    directory: _Directory, sidecars: frozenset[bytes], clips: bool, name: bytes
 ) -> tuple[InputRef | None, Ignored]:
     """Return (input, ignored entries) for a file. The input is None if the file is ignored."""
-    path, size, ignored = os.path.join(directory, name), sizes.get(name), Ignored()
+    path, size, ignored = os.path.join(directory.path, name), directory.files.get(name), Ignored()
     try:
         key = ignored_as(name, functools.partial(read_head, path, size), clips=clips)
     except (OSError, EOFError) as error:
@@ -209,38 +197,38 @@ def _file(
     if key is not None:
         ignored.count(key)
         return None, ignored
-    ref = file_input(path) if size is None else InputRef(display_path(path), path, size=size)
     stem = os.path.splitext(name)[0]
-    read = {
-        suffix: functools.partial(_read_sidecar, os.path.join(directory, stem + suffix.encode()))
+    contents = {
+        suffix: _read_sidecar(os.path.join(directory.path, stem + suffix.encode()))
         for suffix in SIDECAR_SUFFIXES
         if stem + suffix.encode() in sidecars
     }
-    return replace(ref, metadata=sidecar_values(read, ignored)) if read else ref, ignored
+    metadata = sidecar_values(contents, ignored) if contents else None
+    return file_input(path, size=size, metadata=metadata), ignored
 
 
-def _read_sidecar(path: bytes) -> bytes:
+def _read_sidecar(path: bytes) -> bytes | None:
+    """Return the content of a metadata file; None if it cannot be used.
+
+    Raises:
+        TransientInputError: the file cannot be read now.
+    """
     try:
         if is_remote(path):
             return read_remote(os.fsdecode(path), MAX_SIDECAR_BYTES)
         with open(path, "rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size > MAX_SIDECAR_BYTES:
-                raise ValueError("too many bytes of metadata")
-            return file.read(MAX_SIDECAR_BYTES)
+            is_too_large = os.fstat(file.fileno()).st_size > MAX_SIDECAR_BYTES
+            return None if is_too_large else file.read(MAX_SIDECAR_BYTES)
     except OSError as error:
-        raise ValueError(problem_of(error)) from error
+        problem_of(error)  # raises TransientInputError, for example because the disk fails
+        return None
 
 
-def _is_index(directory: bytes, entries: _Entries) -> bool:
+def _is_index(directory: _Directory) -> bool:
     """Return True if the files of a directory are an index, or a process is writing an index there."""
-    if b"index.json" in entries.files and {b"manifest", b"rows", b"tokens"} <= set(entries.directories):
+    if b"index.json" in directory.files and {b"manifest", b"rows", b"tokens"} <= directory.directories:
         return True
-    return b"build" in entries.directories and Layout(Path(os.fsdecode(directory))).lock.exists()
-
-
-def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
-    """Return True if `names` contains the name of an image file, or with `clips` the name of a video clip."""
-    return any(has_input_suffix(name, clips) and not name.startswith(b".") for name in names)
+    return b"build" in directory.directories and Layout(Path(os.fsdecode(directory.path))).lock.exists()
 
 
 def find_sidecars(names: Iterable[bytes], clips: bool) -> frozenset[bytes]:

@@ -8,32 +8,33 @@ import dataclasses
 import itertools
 import os
 import sys
-import weakref
+import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from edje_index.captions.formats import ID_KEY, SPLIT_KEY, CaptionRecord, read_records
 from edje_index.filesystem import read_json_lines
-from edje_index.images.inputs import InputRef, display_path
-from pipelines.sources.base import STANDARD_INPUT, LocalFile, Source, absolute_path, file_name, listed_input
-from pipelines.sources.metadata import BAD_NAME, CAPTIONS, metadata_columns, source_values, to_python
+from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, display_path
+from edje_index.images.remote import read_remote
+from edje_index.images.urls import is_remote
+from pipelines.sources.base import STANDARD_INPUT, Source, file_name, listed_input
+from pipelines.sources.metadata import BAD_NAME, CAPTIONS, metadata_columns, parquet_rows, source_values
 from storage_formats.errors import UsageError
 from storage_formats.format.source_columns import PlainText
 
+TABLE_SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson")
 LINES_SUFFIX, CAPTION_SUFFIX = ".txt", ".json"
-LIST_SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson")
 PATH_COLUMNS = ("path", "image", "image_path", "file", "file_name", "filename", "filepath", "uri", "url")
 """Names of path columns. Unless the user names a column, the first of these names in the list is the path column."""
 
 MORE_FIELDS = "(fields without a column)"
+_PATH = "path"  # the key of the path in text and caption files
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MAX_LINE = 1 << 16
 _PARQUET_BATCH = 8192
 _LINES_WITH_COLUMNS = 1000  # lines of JSON Lines in which an object with column names is looked for
-_streams_read: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 _Entry: TypeAlias = tuple[int, dict[Any, Any]]
 """The number of an entry and its values by name of the column. The values are empty if the entry cannot be read."""
@@ -43,105 +44,50 @@ _Row: TypeAlias = tuple[int, list[str] | None]
 
 
 @dataclass
-class LinesSource(Source):
-    """The files that the lines of a text file or of standard input name, in order. Blank lines are skipped.
+class ListSource(Source):
+    """The files that a list names, in the order of the list. Other values of an entry are the metadata of its file.
 
-    Relative paths start at the directory of the list, or at the working directory for standard input. A line that is no
-    path gives an input with the problem "bad-list-line".
+    The suffix determines the format, which is read as a stream:
+    - `.parquet`, `.csv`, `.tsv`, `.jsonl` and `.ndjson`: a table with a path column.
+    - `.txt` and standard input: one path per line. Blank lines are skipped.
+    - `.json`: a COCO caption file, a Karpathy split, or a list of records. If several records name one image, their
+      captions are joined.
 
-    Raises:
-        UsageError: standard input is a terminal. `iter_inputs` also raises this error if standard input has been read
-            already.
-    """
+    Relative paths start at the directory of the list, or at the working directory for standard input. A missing file
+    becomes an input with the problem "missing". An entry without a valid path becomes an input with the problem
+    "bad-list-line" and the uri "<list>#<number of the entry>".
 
-    kind = "lines"
-
-    def __post_init__(self) -> None:
-        self._is_standard_input = self.spec == STANDARD_INPUT
-        self.path = b"-" if self._is_standard_input else absolute_path(self.spec)
-        self._directory = os.fsencode(os.getcwd()) if self._is_standard_input else _directory_of(self.path)
-        self._file = LocalFile(self.path)
-        if self._is_standard_input and (sys.stdin is None or sys.stdin.isatty()):
-            raise UsageError("standard input is a terminal; pipe a list of paths into the command", parameter="sources")
-
-    def _iter_inputs(self) -> Iterator[InputRef]:
-        if self._is_standard_input:
-            if sys.stdin.buffer in _streams_read:
-                raise UsageError(
-                    "standard input has been read already, and cannot be read again; write the list to a file that "
-                    f"ends in {LINES_SUFFIX}, and give its name",
-                    parameter="sources",
-                )
-            _streams_read.add(sys.stdin.buffer)
-        with nullcontext(sys.stdin.buffer) if self._is_standard_input else open(self._file.path, "rb") as file:
-            for number, line in enumerate(_lines(file), 1):
-                text = None if line is None else os.fsdecode(line.strip())
-                if text != "":
-                    yield _entry_input(self, number, text, self._directory)
-
-
-def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None for a line that is too long."""
-    at_start = True
-    while line := file.readline(_MAX_LINE):
-        if at_start:
-            line, at_start = line.removeprefix(codecs.BOM_UTF8), False
-        if line.endswith(b"\n") or len(line) < _MAX_LINE:
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(_MAX_LINE)
-        yield None
-
-
-@dataclass
-class CaptionFileSource(Source):
-    """The images of a caption file, in file order, with their captions, splits and identifiers as metadata.
-
-    The file is a COCO caption file, a Karpathy split, or a list of records. Relative paths start at the directory of
-    the file. If several records name one image, their captions are joined. A record without a usable path gives an
-    input with the problem "bad-list-line".
+    Attributes:
+        column: name of the path column of a table. None selects the first column with a name in `PATH_COLUMNS`.
 
     Raises:
-        UsageError: `iter_inputs` cannot read the file, or a record is malformed.
-    """
-
-    kind = "captions"
-
-    def _iter_inputs(self) -> Iterator[InputRef]:
-        record_of_image: dict[str, CaptionRecord] = {}
-        for record in read_records(Path(os.fsdecode(self.path))):
-            first = record_of_image.setdefault(record.image, record)
-            if first is not record:
-                joined = dataclasses.replace(first, captions=(*first.captions, *record.captions))
-                record_of_image[record.image] = joined
-        for number, record in enumerate(record_of_image.values(), 1):
-            ref = _entry_input(self, number, record.image, os.path.dirname(self.path))
-            values = {CAPTIONS: list(record.captions) or None, SPLIT_KEY: record.split, ID_KEY: record.image_id}
-            yield dataclasses.replace(ref, metadata=source_values(values, self.ignored))
-
-
-@dataclass
-class PathListSource(Source):
-    """The files that a table names in its path column, in the order of the table. The other columns are metadata.
-
-    The table is a Parquet, CSV, TSV or JSON Lines file, which is read as a stream. Relative paths are relative to its
-    directory. A missing file becomes an input with the problem "missing". An entry without a valid path becomes an
-    input with the problem "bad-list-line" and the uri "<list>#<number of the entry>".
-
-    Raises:
-        UsageError: the list cannot be read or has no path column. `iter_inputs` also raises this error if a Parquet
-            file is damaged.
+        UsageError: the list cannot be read or has no path column, or standard input is a terminal. `iter_inputs` also
+            raises this error if the list is damaged, or if standard input has been read already.
     """
 
     column: str | None = None
-    kind = "list"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._suffix = os.path.splitext(file_name(self.spec))[1].lower()
+        if self.spec == STANDARD_INPUT:
+            if sys.stdin is None or (not sys.stdin.closed and sys.stdin.isatty()):
+                raise UsageError(
+                    "standard input is a terminal; pipe a list of paths into the command", parameter="sources"
+                )
+            self.path, self._directory, self._suffix = b"-", os.fsencode(os.getcwd()), LINES_SUFFIX
+            return
+        name = file_name(self.spec)
+        self._directory, self._suffix = os.path.dirname(self.path), os.path.splitext(name)[1].lower()
+        self._file: str | bytes = self.path
         try:
-            self._file = LocalFile(self.path)
+            if is_remote(self.path):
+                self._directory = os.path.dirname(os.fsencode(name))
+                self._copy = tempfile.NamedTemporaryFile(prefix="edje-list-")  # noqa: SIM115 (it lives as long as this object)
+                self._copy.write(read_remote(self.spec, MAX_INPUT_BYTES))
+                self._copy.flush()
+                self._file = self._copy.name
+            if self._suffix not in TABLE_SUFFIXES:
+                return
             columns = self._columns()
         except (OSError, ValueError, csv.Error) as error:
             reason = getattr(error, "strerror", None) or error
@@ -158,22 +104,33 @@ class PathListSource(Source):
             )
 
     def _iter_inputs(self) -> Iterator[InputRef]:
-        directory = _directory_of(self.path)
         for number, values in self._entries():
-            ref = _entry_input(self, number, values.pop(self.column, None), directory)
-            yield dataclasses.replace(ref, metadata=source_values(values, self.ignored))
+            ref = listed_input(values.pop(self.column or _PATH, None), self._directory)
+            if ref is None:
+                ref = InputRef(f"{display_path(self.path)}#{number}", self.path, problem="bad-list-line")
+            metadata = source_values(values, self.ignored) if values else None
+            yield ref if metadata is None else dataclasses.replace(ref, metadata=metadata)
+
+    def _entries(self) -> Iterator[_Entry]:
+        if self._suffix == LINES_SUFFIX:
+            return self._lines()
+        if self._suffix == CAPTION_SUFFIX:
+            return self._caption_entries()
+        if self._suffix == ".parquet":
+            return self._parquet_entries()
+        return self._csv_entries() if self._suffix in _DELIMITERS else self._json_entries()
 
     def _columns(self) -> list[str]:
         if self._suffix in _DELIMITERS:
-            return next((row for _, row in _csv_rows(self._file.path, _DELIMITERS[self._suffix])), None) or []
+            return next((row for _, row in self._csv_rows()), None) or []
         if self._suffix != ".parquet":
-            objects = (values for _, values in itertools.islice(_json_entries(self._file.path), _LINES_WITH_COLUMNS))
+            objects = (values for _, values in itertools.islice(self._json_entries(), _LINES_WITH_COLUMNS))
             return list(next(filter(None, objects), {}))
         import pyarrow as pa
 
         from storage_formats.format.parquet import open_parquet
 
-        with open_parquet(os.fsdecode(self._file.path)) as file:
+        with open_parquet(os.fsdecode(self._file)) as file:
             schema = file.schema_arrow
         is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
         types = [
@@ -181,16 +138,65 @@ class PathListSource(Source):
         ]
         return [name for name, value_type in types if any(test(value_type) for test in is_text)]
 
-    def _entries(self) -> Iterator[_Entry]:
-        if self._suffix == ".parquet":
-            return self._parquet_entries()
-        if self._suffix in _DELIMITERS:
-            return self._csv_entries()
-        return _json_entries(self._file.path)
+    def _lines(self) -> Iterator[_Entry]:
+        is_standard_input = self.spec == STANDARD_INPUT
+        if is_standard_input and sys.stdin.closed:
+            raise UsageError(
+                "standard input has been read already, and cannot be read again; write the list to a file that "
+                f"ends in {LINES_SUFFIX}, and give its name",
+                parameter="sources",
+            )
+        with sys.stdin.buffer if is_standard_input else open(self._file, "rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(_MAX_LINE)
+                if not line:
+                    return
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                is_too_long = len(line) == _MAX_LINE and not line.endswith(b"\n")
+                while line and is_too_long and not line.endswith(b"\n"):
+                    line = file.readline(_MAX_LINE)
+                if is_too_long:
+                    yield number, {}
+                elif text := line.strip():
+                    yield number, {_PATH: os.fsdecode(text)}
+
+    def _caption_entries(self) -> Iterator[_Entry]:
+        record_of_image: dict[str, CaptionRecord] = {}
+        for record in read_records(Path(os.fsdecode(self._file))):
+            first = record_of_image.setdefault(record.image, record)
+            if first is not record:
+                joined = dataclasses.replace(first, captions=(*first.captions, *record.captions))
+                record_of_image[record.image] = joined
+        for number, record in enumerate(record_of_image.values(), 1):
+            texts = list(record.captions) or None
+            yield number, {_PATH: record.image, CAPTIONS: texts, SPLIT_KEY: record.split, ID_KEY: record.image_id}
+
+    def _json_entries(self) -> Iterator[_Entry]:
+        for line in read_json_lines(self._file, decode_errors="surrogateescape"):  # file names need not be UTF-8
+            yield line.number, line.value if isinstance(line.value, dict) else {}
+
+    def _parquet_entries(self) -> Iterator[_Entry]:
+        """Yield the entries, numbered from 1. Columns with binary values are left out, except the path column."""
+        import pyarrow as pa
+
+        from storage_formats.format.parquet import open_parquet
+
+        number, column = 0, str(self.column)
+        try:
+            with open_parquet(os.fsdecode(self._file)) as file:
+                names = [column, *metadata_columns(file.schema_arrow, column, self.ignored)]
+                for number, values in enumerate(parquet_rows(file, names, _PARQUET_BATCH), 1):
+                    yield number, dict(zip(names, values, strict=True))
+        except (OSError, pa.ArrowException) as error:
+            raise UsageError(
+                f"the list {self.spec} is damaged after row {number}: {error}; write the list again",
+                parameter="sources",
+            ) from error
 
     def _csv_entries(self) -> Iterator[_Entry]:
         """Yield the entries without empty fields. If two columns share a name, the first wins."""
-        rows = _csv_rows(self._file.path, _DELIMITERS[self._suffix])
+        rows = self._csv_rows()
         names = next(rows)[1] or []
         if repeated := len(names) - len(set(names)):
             self.ignored.count(BAD_NAME, repeated)
@@ -203,57 +209,18 @@ class PathListSource(Source):
                 self.ignored.count(MORE_FIELDS)
             yield number, values
 
-    def _parquet_entries(self) -> Iterator[_Entry]:
-        """Yield the entries, numbered from 1. Columns with binary values are left out, except the path column."""
-        import pyarrow as pa
+    def _csv_rows(self) -> Iterator[_Row]:
+        """Yield the rows of a table, including the header.
 
-        from storage_formats.format.parquet import iter_batches, open_parquet
+        Every line of a table with tabs is a row, because quotation marks have no special meaning in most of these
+        tables. In a table with commas, quoted text can contain line breaks.
 
-        number = 0
-        try:
-            with open_parquet(os.fsdecode(self._file.path)) as file:
-                column = str(self.column)
-                names = [column, *metadata_columns(file.schema_arrow, column, self.ignored)]
-                for batch in iter_batches(file, _PARQUET_BATCH, names):
-                    positions = [batch.schema.get_all_field_indices(name)[0] for name in names]
-                    columns = [to_python(batch.column(position)) for position in positions]
-                    for values in zip(*columns, strict=True):
-                        number += 1
-                        yield number, dict(zip(names, values, strict=True))
-        except (OSError, pa.ArrowException) as error:
-            raise UsageError(
-                f"the list {self.spec} is damaged after row {number}: {error}; write the list again",
-                parameter="sources",
-            ) from error
-
-
-def _entry_input(source: Source, number: int, value: Any, directory: bytes) -> InputRef:
-    """Return the input that the entry `number` of a list names."""
-    ref = listed_input(value, directory)
-    return ref or InputRef(f"{display_path(source.path)}#{number}", source.path, problem="bad-list-line")
-
-
-def _directory_of(path: bytes) -> bytes:
-    return os.path.dirname(os.fsencode(file_name(os.fsdecode(path))))
-
-
-def _json_entries(path: bytes) -> Iterator[_Entry]:
-    for line in read_json_lines(path, decode_errors="surrogateescape"):  # file names need not be UTF-8
-        yield line.number, line.value if isinstance(line.value, dict) else {}
-
-
-def _csv_rows(path: bytes, delimiter: str) -> Iterator[_Row]:
-    """Yield the rows of a table, including the header.
-
-    Every line of a table with tabs is a row, because quotation marks have no special meaning in most of these tables.
-    In a table with commas, quoted text can contain line breaks.
-
-    Raises:
-        UsageError: quoted text has no end or is too long, so rows after it would be lost.
-    """
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = _tab_rows(file) if delimiter == "\t" else _comma_rows(file, display_path(path))
-        yield from (row for row in rows if row[1] != [])
+        Raises:
+            UsageError: quoted text has no end or is too long, so rows after it would be lost.
+        """
+        with open(self._file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            rows = _tab_rows(file) if _DELIMITERS[self._suffix] == "\t" else _comma_rows(file, self.spec)
+            yield from (row for row in rows if row[1] != [])
 
 
 def _tab_rows(lines: Iterable[str]) -> Iterator[_Row]:

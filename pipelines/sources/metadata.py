@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipelines.sources.base import Ignored
@@ -47,33 +47,28 @@ def source_values(values: Mapping[Any, Any], ignored: Ignored) -> dict[str, Valu
     return result or None
 
 
-def sidecar_values(read: Mapping[str, Callable[[], bytes]], ignored: Ignored) -> dict[str, Value] | None:
+def sidecar_values(contents: Mapping[str, bytes | None], ignored: Ignored) -> dict[str, Value] | None:
     """Return the metadata in the files next to an image; None if there is no metadata.
 
     The `.json` file contains an object of values. Each line of the `.txt` file is a caption.
 
     Args:
-        read: functions that return the content of a file, by suffix (see `SIDECAR_SUFFIXES`). The functions raise
-            ValueError if the file cannot be used.
-        ignored: counter for files that cannot be read and for names that a column cannot have.
+        contents: content of each file by suffix (see `SIDECAR_SUFFIXES`); None for a file that cannot be used.
+        ignored: counter for files that cannot be used and for names that a column cannot have.
     """
     values: dict[str, Any] = {}
-    for suffix, read_file in sorted(read.items()):  # the object comes first, so that its captions win
+    for suffix, content in sorted(contents.items()):  # the object comes first, so that its captions win
         try:
-            text = read_file().decode("utf-8-sig")
-            parsed = json.loads(text) if suffix == ".json" else {CAPTIONS: _captions(text)}
+            text = (content or b"").decode("utf-8-sig")
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            parsed = json.loads(text) if suffix == ".json" else {CAPTIONS: lines or None}
         except (ValueError, RecursionError):
+            parsed = None
+        if content is None or not isinstance(parsed, dict):
             ignored.count(UNREADABLE)
-            continue
-        if isinstance(parsed, dict):
-            values = {**parsed, **values}
         else:
-            ignored.count(UNREADABLE)
+            values = {**parsed, **values}
     return source_values(values, ignored)
-
-
-def _captions(text: str) -> list[str] | None:
-    return [line.strip() for line in text.splitlines() if line.strip()] or None
 
 
 def metadata_columns(schema: Any, input_column: str, ignored: Ignored) -> list[str]:
@@ -106,18 +101,33 @@ def _holds_binary(arrow_type: Any) -> bool:
     return any(test(arrow_type) for test in tests) or any(_holds_binary(field.type) for field in fields)
 
 
-def to_python(column: Any) -> Sequence[Any]:
+def parquet_rows(file: Any, names: list[str], rows: int, leaves: list[str] | None = None) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of the columns `names` of each row of an open Parquet file, as Python objects.
+
+    Args:
+        file: the open file, a `pyarrow.parquet.ParquetFile`.
+        names: names of the columns.
+        rows: number of rows that are read at once.
+        leaves: the columns to read, if only parts of structs are needed; None reads `names`.
+    """
+    from storage_formats.format.parquet import iter_batches
+
+    for batch in iter_batches(file, rows, names if leaves is None else leaves):
+        positions = [batch.schema.get_all_field_indices(name)[0] for name in names]
+        yield from zip(*(_to_python(batch.column(position)) for position in positions), strict=True)
+
+
+def _to_python(column: Any) -> Sequence[Any]:
     """Return the values of an Arrow column as Python objects.
 
     If a text is not UTF-8, all texts become bytes. If a value has no Python object, all values become text.
     """
     import pyarrow as pa
 
-    values: list[Any]
     if pa.types.is_timestamp(column.type):
         column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
     try:
-        values = column.to_pylist()
+        values: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         values = column.cast(pa.binary()).to_pylist()
     except (ValueError, OverflowError):  # a date after the year 9999, for example

@@ -11,43 +11,43 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from edje_index.images.containers.container import ARCHIVE_SUFFIXES, PARQUET, PARQUET_SUFFIX, magic_kind
+from edje_index.images.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
 from edje_index.images.inputs import InputRef
-from edje_index.images.remote.access import list_remote_folder, require_libraries
-from edje_index.images.remote.urls import has_credentials, is_remote, scheme_of, without_credentials
-from pipelines.sources.archives import archive_source, is_archive_name, scan_ahead
+from edje_index.images.remote import list_remote_folder, require_libraries
+from edje_index.images.urls import has_credentials, is_remote, scheme_of, without_credentials
 from pipelines.sources.base import (
     STANDARD_INPUT,
     ImageFileSource,
     Source,
     file_name,
     has_input_suffix,
+    holds_inputs,
     is_input,
     is_url,
     read_head,
 )
-from pipelines.sources.folder import FolderSource, holds_inputs
-from pipelines.sources.lists import (
-    CAPTION_SUFFIX,
-    LINES_SUFFIX,
-    LIST_SUFFIXES,
-    CaptionFileSource,
-    LinesSource,
-    PathListSource,
+from pipelines.sources.folder import FolderSource
+from pipelines.sources.lists import CAPTION_SUFFIX, LINES_SUFFIX, TABLE_SUFFIXES, ListSource
+from pipelines.sources.packed import (
+    ArchiveSource,
+    ParquetImagesSource,
+    find_image_column,
+    is_packed_name,
+    packed_source,
+    scan_ahead,
 )
-from pipelines.sources.parquet_images import find_image_column
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import WEB_SCHEMES
 
 ACCEPTED = (
     f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of images, a list of paths "
-    f"({', '.join((*LIST_SUFFIXES, LINES_SUFFIX))}, or - for standard input), a caption file "
+    f"({', '.join((*TABLE_SUFFIXES, LINES_SUFFIX))}, or - for standard input), a caption file "
     f"({CAPTION_SUFFIX}, of COCO or Karpathy), an image file, a URL of any of these, or a quoted pattern such as "
     "'shards-{0000..0127}.tar' or 'shards/*.tar'"
 )
 MAX_EXPANSIONS = 100_000
-_ARCHIVE_KINDS = ("archive", PARQUET)
-_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
+_PACKED = (ArchiveSource, ParquetImagesSource)
+_BRACES = re.compile(r"\{(?:(-?\d{1,18})\.\.(-?\d{1,18})|([^{}]*,[^{}]*))\}")
 
 
 def open_sources(specs: Iterable[str], column: str | None = None, *, clips: bool = False) -> list[Source]:
@@ -63,7 +63,7 @@ def open_sources(specs: Iterable[str], column: str | None = None, *, clips: bool
             is given but no source is a list of paths.
     """
     sources = [open_source(name, column, clips=clips) for spec in specs for name in _expanded(spec)]
-    if column is not None and not any(source.kind in (PathListSource.kind, PARQUET) for source in sources):
+    if column is not None and not any(getattr(source, "column", None) for source in sources):
         raise UsageError(
             f"the column {column} is given, but no source is a table with columns; leave the column out",
             parameter="column",
@@ -92,8 +92,8 @@ def without_nested(sources: Sequence[Source]) -> list[Source]:
 def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
     """Yield the inputs of all sources in row order."""
     # Consecutive archives are read in parallel, because reading the headers mostly waits for the disk.
-    for are_archives, group in itertools.groupby(sources, lambda source: source.kind in _ARCHIVE_KINDS):
-        if are_archives:
+    for are_packed, group in itertools.groupby(sources, lambda source: isinstance(source, _PACKED)):
+        if are_packed:
             yield from scan_ahead(list(group))
         else:
             for source in group:
@@ -124,7 +124,7 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
     import pyarrow as pa
 
     if spec == STANDARD_INPUT:
-        return LinesSource(spec)
+        return ListSource(spec)
     _refuse_credentials(spec)
     if is_url(spec):
         require_libraries(spec)
@@ -143,30 +143,31 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
     try:
         if suffix == PARQUET_SUFFIX:
             images = find_image_column(spec, column)
-            return PathListSource(spec, column) if images is None else archive_source(spec, images, clips=clips)
-        if is_archive_name(spec):
-            return archive_source(spec, clips=clips)
-        if suffix in LIST_SUFFIXES:
-            return PathListSource(spec, column)
-        if suffix == LINES_SUFFIX:
-            return LinesSource(spec)
-        if suffix == CAPTION_SUFFIX and not is_url(spec):
-            return CaptionFileSource(spec)
+            return ListSource(spec, column) if images is None else ParquetImagesSource(spec, images, clips=clips)
+        if is_packed_name(spec):
+            return packed_source(spec, clips=clips)
+        if suffix in TABLE_SUFFIXES:
+            return ListSource(spec, column)
+        if suffix == LINES_SUFFIX or (suffix == CAPTION_SUFFIX and not is_url(spec)):
+            return ListSource(spec)
         is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(head, clips)
         if is_image or (is_url(spec) and file_name(spec) != spec):
             return ImageFileSource(spec)
         if is_url(spec):
-            return _remote_folder(spec, clips)
+            listing = list_remote_folder(spec)
+            if listing is None:
+                raise UsageError(
+                    f"{spec} is not an image, archive or table, and web servers do not list directories; give the URLs "
+                    "of files, or a file with a list of URLs",
+                    parameter="sources",
+                )
+            if not any(listing):
+                raise UsageError(f"{spec} does not exist; check the URL", parameter="sources")
+            return FolderSource(spec, clips=clips)
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         advice = "the URL and the credentials" if is_url(spec) else "the file and its format"
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read {spec}: {reason}; check {advice}", parameter="sources") from error
-    if (compression := magic_kind(head)) is not None:
-        raise UsageError(
-            f"{spec} is compressed ({compression}), but its name does not end in {', '.join(ARCHIVE_SUFFIXES)}; "
-            "rename the file if it is an archive",
-            parameter="sources",
-        )
     if is_input(head, clips=True):
         raise UsageError(f"{spec} is a video; set the number of frames per clip to index videos", parameter="sources")
     raise UsageError(f"{spec} is not a source of images; give {ACCEPTED}", parameter="sources")
@@ -181,19 +182,6 @@ def _head(spec: str) -> bytes:
         raise UsageError(f"{spec} does not exist; check the path", parameter="sources") from error
     except OSError as error:
         raise UsageError(f"cannot read {spec}: {error.strerror}; check the permissions", parameter="sources") from error
-
-
-def _remote_folder(url: str, clips: bool) -> Source:
-    listing = list_remote_folder(url)
-    if listing is None:
-        raise UsageError(
-            f"{url} is not an image, archive or table, and web servers do not list directories; give the URLs of "
-            "files, or a file with a list of URLs",
-            parameter="sources",
-        )
-    if not any(listing):
-        raise UsageError(f"{url} does not exist; check the URL", parameter="sources")
-    return FolderSource(url, clips=clips)
 
 
 def _refuse_credentials(url: str) -> None:
@@ -243,13 +231,25 @@ def _matches(pattern: str) -> list[str]:
 def expand_braces(pattern: str) -> list[str]:
     """Return all names that `pattern` expands to, in order, as in shells and WebDataset: `{0000..0127}`, `{train,val}`.
 
-    Groups can be nested. A range can count down. If a bound of a range starts with 0, all numbers of the range are
-    padded with zeros.
+    A range can count down. If a bound of a range starts with 0, all numbers of the range are padded with zeros.
 
     Raises:
         UsageError: the pattern expands to more than `MAX_EXPANSIONS` names.
     """
-    names = list(itertools.islice(_expand(pattern), MAX_EXPANSIONS + 1))
+    parts: list[list[str]] = []
+    end = 0
+    for braces in _BRACES.finditer(pattern):
+        if braces[3] is not None:
+            choices = braces[3].split(",")
+        else:
+            start, stop = int(braces[1]), int(braces[2])
+            is_padded = any(re.match(r"-?0\d", bound) for bound in braces.groups()[:2])
+            width = max(len(braces[1]), len(braces[2])) if is_padded else 0
+            numbers = range(start, stop + 1) if stop >= start else range(start, stop - 1, -1)
+            choices = [f"{number:0{width}d}" for number in numbers[: MAX_EXPANSIONS + 1]]
+        parts += [[pattern[end : braces.start()]], choices]
+        end = braces.end()
+    names = ["".join(name) for name in itertools.islice(itertools.product(*parts, [pattern[end:]]), MAX_EXPANSIONS + 1)]
     if len(names) > MAX_EXPANSIONS:
         raise UsageError(
             f"{pattern} expands to more than {MAX_EXPANSIONS:,} names; give several smaller patterns",
@@ -258,62 +258,25 @@ def expand_braces(pattern: str) -> list[str]:
     return names
 
 
-def _expand(text: str) -> Iterator[str]:
-    for start in (position for position, letter in enumerate(text) if letter == "{"):
-        parts, depth, part_start = [], 0, start + 1
-        for position in range(start, len(text)):
-            letter = text[position]
-            depth += (letter == "{") - (letter == "}")
-            if depth == 0 or (depth == 1 and letter == ","):
-                parts.append(text[part_start:position])
-                part_start = position + 1
-            if depth == 0:
-                break
-        choices = _choices(parts) if depth == 0 else None  # an unclosed group stays text
-        if choices is not None:
-            for choice in choices:
-                yield from (text[:start] + choice + rest for rest in _expand(text[part_start:]))
-            return
-    yield text
-
-
-def _choices(parts: list[str]) -> Iterable[str] | None:
-    """Return the strings that a group expands to; None if the group is neither a list nor a range."""
-    if len(parts) > 1:
-        return itertools.chain.from_iterable(_expand(part) for part in parts)
-    bounds = _RANGE.fullmatch(parts[0])
-    if bounds is None:
-        return None
-    start, stop = int(bounds[1]), int(bounds[2])
-    padded = any(re.match(r"-?0\d", bound) for bound in bounds.groups())
-    width = max(map(len, bounds.groups())) if padded else 0
-    step = 1 if stop >= start else -1
-    return (f"{number:0{width}d}" for number in range(start, stop + step, step))
-
-
 def _real_path(source: Source) -> bytes:
     return source.path if is_remote(source.path) else os.path.realpath(source.path)
 
 
 def _nested(sources: dict[bytes, Source]) -> Iterator[tuple[Source, Source]]:
     """Yield (source, directory) of sources by path whose inputs are also inputs of a directory that contains them."""
-    folders = {path: source for path, source in sources.items() if source.kind == FolderSource.kind}
-    listings: dict[bytes, list[bytes]] = {}  # of directories that hold archives
+    folders = {path: source for path, source in sources.items() if isinstance(source, FolderSource)}
+    names_in: dict[bytes, list[bytes]] = {}  # of directories with archives, which can be thousands
     for path, source in sources.items():
-        outer, parent = None, os.path.dirname(path)
-        while outer is None and parent != os.path.dirname(parent):
-            outer, parent = folders.get(parent), os.path.dirname(parent)
-        outer = outer or folders.get(parent)
+        parents = [os.path.dirname(path)]
+        while parents[-1] != os.path.dirname(parents[-1]):
+            parents.append(os.path.dirname(parents[-1]))
+        outer = next((folders[parent] for parent in parents if parent in folders), source)
         if outer is source:
             continue
-        if outer is None:
-            continue
-        if source.kind in _ARCHIVE_KINDS:  # a directory does not read archives beside images or clips
-            parent = os.path.dirname(path)
-            if not is_remote(path) and parent not in listings:
-                listings[parent] = os.listdir(parent)
-            is_part = not is_remote(path) and not holds_inputs(listings[parent], source.clips)
-        else:
-            is_part = source.kind in (FolderSource.kind, ImageFileSource.kind)
+        is_part = isinstance(source, FolderSource | ImageFileSource)
+        if isinstance(source, _PACKED):  # a directory does not read archives beside images or clips
+            if not is_remote(path) and parents[0] not in names_in:
+                names_in[parents[0]] = os.listdir(parents[0])
+            is_part = not is_remote(path) and not holds_inputs(names_in[parents[0]], source.clips)
         if is_part:
             yield source, outer

@@ -12,7 +12,7 @@ from pathlib import Path
 import obstore
 import pytest
 
-from edje_index.images.remote import access, web
+from edje_index.images import remote, web
 from storage_formats.format.object_store import ObjectFolder
 from tests.command_line import environment
 from tests.conftest import REPO
@@ -68,4 +68,4 @@ def servers(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         hub.files["/api/datasets/owner/name/tree/main/data"] = json.dumps([entry]).encode()
         yield
         web._pool().clear()
-    access._bucket.cache_clear()
+    remote._bucket.cache_clear()

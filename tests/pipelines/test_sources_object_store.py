@@ -10,10 +10,10 @@ from typing import Any
 import obstore
 import pytest
 
+from edje_index.images import remote
 from edje_index.images.inputs import read_bytes
 from edje_index.images.ranges import open_ranged
-from edje_index.images.remote import access
-from edje_index.images.remote.urls import ChangedFileError
+from edje_index.images.urls import ChangedFileError
 from pipelines import update_index
 from pipelines.sources import iter_all, open_sources
 from storage_formats import TokenStore, UsageError
@@ -40,9 +40,9 @@ def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]
     monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
     with FaultyProxy(server).running() as running:
         use_endpoint(monkeypatch, running.url)
-        access._bucket.cache_clear()
+        remote._bucket.cache_clear()
         yield running
-    access._bucket.cache_clear()
+    remote._bucket.cache_clear()
 
 
 @pytest.fixture

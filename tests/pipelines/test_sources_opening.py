@@ -11,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.sources import open_source, open_sources
+from pipelines.sources.base import ImageFileSource
+from pipelines.sources.folder import FolderSource
+from pipelines.sources.lists import ListSource
 from pipelines.sources.opening import expand_braces
+from pipelines.sources.packed import ArchiveSource
 from storage_formats.errors import UsageError
 
 
@@ -35,7 +39,7 @@ def refused(*specs: object, column: str | None = None) -> str:
 def test_kinds(photos: Path) -> None:
     specs = [photos / "photos", photos / "a.tar", photos / "list.csv", photos / "photos2/c.jpg"]
     sources = open_sources([str(spec) for spec in specs])
-    assert [source.kind for source in sources] == ["folder", "archive", "list", "image"]
+    assert list(map(type, sources)) == [FolderSource, ArchiveSource, ListSource, ImageFileSource]
     assert [source.spec for source in sources] == [str(spec) for spec in specs]
 
 
@@ -51,19 +55,14 @@ def test_unknown_kinds_are_refused_with_what_is_accepted(photos: Path) -> None:
 
 def test_images_are_known_by_suffix_or_content(photos: Path) -> None:
     (photos / "photo").write_bytes(b"\x89PNG\r\n\x1a\n")
-    assert open_source(str(photos / "photo")).kind == "image"
-    assert open_source(str(photos / "photos/a.jpg")).kind == "image"
+    for name in ("photo", "photos/a.jpg"):
+        assert isinstance(open_source(str(photos / name)), ImageFileSource)
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "zipped.tar"])
 def test_compressed_archives_are_opened(photos: Path, name: str) -> None:
     (photos / name).write_bytes(gzip.compress(bytes(10240)))
     assert list(open_source(str(photos / name)).iter_inputs()) == []
-
-
-def test_compressed_files_that_are_no_archives_are_refused(photos: Path) -> None:
-    (photos / "list.csv.gz").write_bytes(gzip.compress(b"path\na.jpg\n"))
-    assert "is compressed (gzip), but its name does not end in .tar" in refused(photos / "list.csv.gz")
 
 
 def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
@@ -108,7 +107,6 @@ def test_a_column_needs_a_list(photos: Path) -> None:
         ("{2..0}", ["2", "1", "0"]),
         ("{-1..1}", ["-1", "0", "1"]),
         ("{a,b}-{0..1}", ["a-0", "a-1", "b-0", "b-1"]),
-        ("{x,{1..2}}", ["x", "1", "2"]),
         ("{a{1,2}}", ["{a1}", "{a2}"]),
         ("{{1,2}", ["{1", "{2"]),
         ("{a,b}}", ["a}", "b}"]),

@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images.containers import streams, tars, zips
-from edje_index.images.containers.tars import TarArchive
+from edje_index.images import containers, ranges, tars
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.ranges import RangedFile, open_ranged
+from edje_index.images.tars import TarArchive
 from pipelines.sources import count_ignored, iter_all, open_source, open_sources
 from storage_formats.format.layout import IndexSpec, Layout
 
@@ -114,7 +114,7 @@ def test_a_read_that_fails_loses_no_bytes(folder: Path, monkeypatch: pytest.Monk
             raise failures.pop()
         return data[offset : offset + size]
 
-    file = TarArchive(RangedFile(read_at, len(data)), COMPRESSORS[suffix])
+    file = TarArchive(RangedFile(read_at, len(data)))
     for ref in refs:
         for _ in range(3):
             with contextlib.suppress(OSError, KeyboardInterrupt):
@@ -125,7 +125,7 @@ def test_a_read_that_fails_loses_no_bytes(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_threads_that_wait_do_not_restart_a_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "KEPT_BYTES", 0)
+    monkeypatch.setattr(ranges, "KEPT_BYTES", 0)
     monkeypatch.setattr(tars, "_CHUNK", 1000)
     path, opened, all_wait = pack(folder, ".tar.gz"), [], threading.Event()
     refs = scan(path)
@@ -136,11 +136,12 @@ def test_threads_that_wait_do_not_restart_a_stream(folder: Path, monkeypatch: py
         assert offset == 0 or all_wait.wait(30)
         return data[offset : offset + size]
 
-    file = TarArchive(RangedFile(read_at, len(data)), "gzip")
+    file = TarArchive(RangedFile(read_at, len(data)))
+    opened.clear()
     with ThreadPoolExecutor(len(refs)) as pool:
         first = pool.submit(file.pread, refs[0].size, refs[0].offset)
         rest = [pool.submit(file.pread, ref.size, ref.offset) for ref in reversed(refs[1:])]
-        while len(file._window._turns._waiting) < len(rest):
+        while len(file._window._waiting) < len(rest):
             assert not first.done()
         all_wait.set()
         assert [each.result() for each in [first, *reversed(rest)]] == list(PHOTOS.values())
@@ -150,16 +151,16 @@ def test_threads_that_wait_do_not_restart_a_stream(folder: Path, monkeypatch: py
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3000)), max_size=12), st.integers(1, 4000))
 @settings(max_examples=50)
 def test_ranges_of_decompressed_files(
-    tmp_path_factory: pytest.TempPathFactory, ranges: list[tuple[int, int]], kept: int
+    tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]], kept: int
 ) -> None:
     content = random.Random(1).randbytes(4000)
     path = tmp_path_factory.getbasetemp() / "content.xz"
     path.write_bytes(lzma.compress(content[:2500]) + bytes(8) + lzma.compress(content[2500:]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "KEPT_BYTES", kept)
+        patch.setattr(ranges, "KEPT_BYTES", kept)
         patch.setattr(tars, "_CHUNK", 512)
-        file = TarArchive(open_ranged(os.fsencode(path)), "xz")
-        for offset, size in ranges:
+        file = TarArchive(open_ranged(os.fsencode(path)))
+        for offset, size in spans:
             assert file.pread(size, offset) == content[offset : offset + size]
         file.close()
 
@@ -222,7 +223,7 @@ def test_members_of_a_zip_that_cannot_be_read(tmp_path: Path) -> None:
         archive.writestr("../up.jpg", b"up")
         archive.writestr("lzma.jpg", b"x" * 100, compress_type=zipfile.ZIP_LZMA)
         archive.writestr("bzip2.jpg", b"x" * 100, compress_type=zipfile.ZIP_BZIP2)
-        archive.writestr("bomb.jpg", bytes(zips.FREE_EXPANSION * 2), compress_type=zipfile.ZIP_DEFLATED)
+        archive.writestr("bomb.jpg", bytes(containers.FREE_EXPANSION * 2), compress_type=zipfile.ZIP_DEFLATED)
         archive.writestr("notes.md", b"")
         archive.writestr("__MACOSX/._a.jpg", b"attributes")
         archive.writestr(".hidden/a.jpg", b"hidden")

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images.containers import streams
-from edje_index.images.containers.parquet_images import ParquetImages
+from edje_index.images import ranges
+from edje_index.images.containers import ParquetImages
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.inputs import read_bytes
 from edje_index.images.ranges import RangedFile, open_ranged
 from pipelines.sources import open_source, open_sources
+from pipelines.sources.lists import ListSource
 from storage_formats.errors import UsageError
 
 PHOTOS = [b"\xff\xd8\xff" + random.Random(number).randbytes(30_000) for number in range(10)]
@@ -56,7 +57,7 @@ def test_binary_columns(tmp_path: Path, compression: str, dictionary: bool) -> N
 def test_a_binary_column_of_paths_stays_a_list(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(PHOTOS[0])
     path = write(tmp_path / "a.parquet", {"image": [b"a.jpg", b"gone.jpg"]})
-    assert open_source(str(path)).kind == "list"
+    assert isinstance(open_source(str(path)), ListSource)
     assert values(path) == [PHOTOS[0], "missing"]
 
 
@@ -104,7 +105,7 @@ def test_sounds_are_no_images(tmp_path: Path) -> None:
 
 
 def test_images_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "KEPT_BYTES", 50_000)
+    monkeypatch.setattr(ranges, "KEPT_BYTES", 50_000)
     path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=4)
     refs = list(open_source(str(path)).iter_inputs())
     for seed in range(5):
@@ -113,7 +114,7 @@ def test_images_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_threads_read_on_across_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "KEPT_BYTES", 0)
+    monkeypatch.setattr(ranges, "KEPT_BYTES", 0)
     path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=1)
     starts: list[int] = []
     with open_ranged(bytes(path)) as file:
@@ -123,7 +124,7 @@ def test_threads_read_on_across_row_groups(tmp_path: Path, monkeypatch: pytest.M
         assert [images.read(row, 0, 1 << 20) for row in (0, 3, 9)] == [PHOTOS[row] for row in (0, 3, 9)]
         assert starts == []
         assert images.read(2, 0, 1 << 20) == PHOTOS[2]
-        monkeypatch.setattr(streams, "NEAR", 2)
+        monkeypatch.setattr(ranges, "NEAR", 2)
         assert images.read(8, 0, 1 << 20) == PHOTOS[8]
         assert starts == [2, 8]
 

@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edje_index.images import ranges
-from edje_index.images.containers import streams, tars
+from edje_index.images import ranges, tars, web
 from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.remote import web
 from edje_index.images.transient import TransientInputError
 from pipelines import update_index
 from pipelines.cli.changes import failed_rows
 from pipelines.progress.events import StatusMessage
 from pipelines.sources import iter_all, open_source, open_sources
-from pipelines.sources.archives import ArchiveSource
+from pipelines.sources.packed import ArchiveSource
 from storage_formats import TokenStore, UsageError, read_rows
 from tests.pipelines.conftest import run_build
 from tests.pipelines.test_build_packed import _pack
@@ -73,7 +71,7 @@ def test_archives_on_a_server(server: WebServer, tmp_path: Path, photos: Path, n
 def test_archives_read_in_any_order(
     server: WebServer, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    for module, name, value in [(ranges, "BLOCK_BYTES", 700), (tars, "_CHUNK", 500), (streams, "KEPT_BYTES", 1000)]:
+    for module, name, value in [(ranges, "BLOCK_BYTES", 700), (tars, "_CHUNK", 500), (ranges, "KEPT_BYTES", 1000)]:
         monkeypatch.setattr(module, name, value)
     path = _packed_as(suffix, photos, tmp_path)
     server.files[f"/{path.name}"] = path.read_bytes()
@@ -125,7 +123,7 @@ def test_a_file_that_changes_between_requests_is_never_mixed(
     data = path.read_bytes()
     versions = [(data, '"a"'), (bytes(len(data)), '"b"') if change == "etag" else (data[:-600] + bytes(601), "")]
     outcomes: list[object] = []
-    for change_at in range(3, 9):
+    for change_at in range(1 if suffix == "zip" else 3, 9):
         server.responses[f"/{path.name}"] = ChangingFile(versions, change_at).answer
         try:
             outcomes.append(len(scan(f"{server.url}/{path.name}")))

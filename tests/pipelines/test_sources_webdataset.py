@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images.containers import members as archive_members
-from edje_index.images.containers.tars import TarArchive
+from edje_index.images import tars
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.ranges import open_ranged
+from edje_index.images.tars import TarArchive
 from pipelines.sources import iter_all, open_sources
-from pipelines.sources.archives import ArchiveSource
+from pipelines.sources.packed import ArchiveSource
 
 Member = tuple[str, bytes]
 
@@ -41,7 +41,7 @@ def read_all(path: Path) -> list[tuple[str, bytes | str]]:
     return [(ref.uri.partition("!")[2], ref.problem or read_bytes(ref)) for ref in scan(path)[0]]
 
 
-def headers(path: Path) -> list[archive_members.Member]:
+def headers(path: Path) -> list[tars.Member]:
     with open_ranged(bytes(path)) as file:
         return list(TarArchive(file).members())
 

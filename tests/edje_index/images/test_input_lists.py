@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edje_index.images import input_lists
+from edje_index.images.containers import ARCHIVES, Container
 from edje_index.images.decode import REASONS
 from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from edje_index.images.inputs import InputRef, display_path
@@ -24,7 +25,7 @@ REFS = st.builds(
     path=PATHS,
     offset=st.integers(0, 2**62),
     size=st.none() | st.integers(0, 2**62),
-    member=st.booleans(),
+    container=st.none() | st.builds(Container, st.sampled_from(list(ARCHIVES)), st.integers(0, 2**62), st.text()),
     content_hash=st.none() | st.binary(min_size=32, max_size=32).map(bytes.hex),
     duplicate_of=st.none() | st.integers(0, 2**62),
     problem=st.none() | st.sampled_from(REASONS),

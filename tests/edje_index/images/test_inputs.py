@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edje_index.images import inputs
+from edje_index.images.containers import Container
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.inputs import InputRef, display_path, read_bytes
 
@@ -66,14 +67,14 @@ def test_pipes_devices_and_sockets_do_not_block(tmp_path: Path, monkeypatch: pyt
 def test_empty(tmp_path: Path, file: Path) -> None:
     (tmp_path / "empty.jpg").touch()
     assert reason(ref_of(tmp_path / "empty.jpg")) == "empty"
-    assert reason(ref_of(file, member=True, offset=3, size=0)) == "empty"
+    assert reason(ref_of(file, container=Container("tar", 10), offset=3, size=0)) == "empty"
 
 
 def test_changed(file: Path) -> None:
     assert reason(ref_of(file, size=9)) == "changed-since-plan"
     assert reason(ref_of(file, size=11)) == "changed-since-plan"
-    assert reason(ref_of(file, member=True, offset=8, size=4)) == "changed-since-plan"
-    assert reason(ref_of(file, member=True, offset=100, size=4)) == "changed-since-plan"
+    assert reason(ref_of(file, container=Container("tar", 12), offset=8, size=4)) == "changed-since-plan"
+    assert reason(ref_of(file, container=Container("tar", 10), offset=8, size=4)) == "truncated-archive"
 
 
 def test_too_large(file: Path) -> None:

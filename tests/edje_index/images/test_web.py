@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from edje_index.images.containers.container import Container
+from edje_index.images import web
+from edje_index.images.containers import Container
 from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.remote import web
-from edje_index.images.remote.access import read_remote, read_remote_range, remote_version
-from edje_index.images.remote.urls import NoRangesError, OversizedFileError, UnreachableError
+from edje_index.images.remote import read_remote, read_remote_range, remote_version
 from edje_index.images.transient import TransientInputError
+from edje_index.images.urls import UnreachableError
 from tests.web_server import WebServer, web_server
 
 DATA = bytes(range(256)) * 40
@@ -50,9 +50,9 @@ def test_ranges(server: WebServer) -> None:
     with pytest.raises(EOFError):
         read_remote_range(f"{server.url}/a.bin", 5, len(DATA))
     server.ranges = False
-    with pytest.raises(NoRangesError, match="download the file"):
+    with pytest.raises(OSError, match="download the file"):
         remote_version(f"{server.url}/a.bin")
-    with pytest.raises(NoRangesError):
+    with pytest.raises(OSError, match="download the file"):
         read_remote_range(f"{server.url}/a.bin", 5, 1)
 
 
@@ -86,10 +86,9 @@ def test_lasting_trouble_fails_a_listed_image(server: WebServer, fault: str, det
 def test_lasting_trouble_of_an_archive_is_temporary(server: WebServer) -> None:
     server.files["/a.tar"] = DATA
     server.faults["/a.tar"] = ["503"] * 100
-    with pytest.raises(TransientInputError, match=r"cannot read .*/a\.tar.*503"):
-        read_bytes(ref(server, "/a.tar", offset=512, size=10, member=True))
-    with pytest.raises(TransientInputError, match="503"):
-        read_bytes(ref(server, "/a.tar", offset=0, member=True, container=Container("zip", len(DATA))))
+    for kind in ("tar", "zip"):
+        with pytest.raises(TransientInputError, match=r"cannot read .*/a\.tar.*503"):
+            read_bytes(ref(server, "/a.tar", container=Container(kind, len(DATA))))
 
 
 def test_large_files_are_refused_before_they_are_read(server: WebServer) -> None:
@@ -99,7 +98,7 @@ def test_large_files_are_refused_before_they_are_read(server: WebServer) -> None
         200, {"Transfer-Encoding": "chunked", "Content-Length": ""}, chunks
     )  # fmt: skip
     for path in ("/declared.jpg", "/endless.jpg"):
-        with pytest.raises(OversizedFileError):
+        with pytest.raises(OSError, match="over the limit of 10000"):
             read_remote(server.url + path, 10_000)
     assert read_remote(f"{server.url}/endless.jpg", 1 << 20) == bytes(102_400)
     with pytest.raises(ImageError, match="too-many-bytes"):

@@ -7,13 +7,12 @@ import gzip
 import lzma
 import tarfile
 import zlib
-from collections.abc import Generator, Iterator
-from typing import IO, Protocol, cast
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import IO, Any, cast
 
-from edje_index.images.containers.members import Member
-from edje_index.images.containers.streams import StreamWindow
 from edje_index.images.decode import ImageError
-from edje_index.images.ranges import RangedFile
+from edje_index.images.ranges import RangedFile, StreamWindow
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 256 << 20
@@ -26,20 +25,43 @@ _MAX_SIZE = 1 << 62  # bytes of one member; larger sizes exceed the range of fil
 _ZEROS = bytes(tarfile.BLOCKSIZE)
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file in an archive.
+
+    Attributes:
+        name: name in the archive, as bytes.
+        offset: position of the member. The kind of the archive defines its meaning.
+        size: declared number of bytes of the content.
+        problem: reason why the member cannot be read; None if it can be read.
+    """
+
+    name: bytes
+    offset: int
+    size: int
+    problem: str | None = None
+
+
 class TarArchive:
-    """An open tar. Thread-safe. The offset of a member is that of its data in the decompressed archive.
+    """An open tar, uncompressed or compressed with gzip, bzip2, xz or zstd. Thread-safe.
+
+    The offset of a member is that of its data in the decompressed archive.
 
     Args:
         file: the archive. `close` closes this file.
-        compression: "gzip", "bzip2", "xz" or "zstd"; None for an uncompressed archive.
+
+    Raises:
+        OSError: the file cannot be read.
     """
 
     is_stream = True
 
-    def __init__(self, file: RangedFile, compression: str | None = None) -> None:
+    def __init__(self, file: RangedFile) -> None:
         self._file = file
-        self._compression = compression
-        self._window = None if compression is None else StreamWindow([0], self._chunks, lambda chunk: len(chunk or b""))
+        magic = file.pread(6, 0)
+        decompress = next((each for start, each in _DECOMPRESSORS.items() if magic.startswith(start)), None)
+        self.is_compressed = decompress is not None
+        self._window = None if decompress is None else StreamWindow([0], lambda _: self._chunks(decompress))
 
     def members(self) -> Iterator[Member]:
         """Yield the members except directories, in order. Only headers are read.
@@ -73,7 +95,9 @@ class TarArchive:
         if self._window is None:
             return self._file.pread(size, offset)
         chunks = self._window.read(offset, offset + size)
-        return b"".join((data or b"")[max(0, offset - at) : max(0, offset + size - at)] for at, data in chunks)
+        return b"".join(
+            (chunk.data or b"")[max(0, offset - chunk.start) : max(0, offset + size - chunk.start)] for chunk in chunks
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -93,7 +117,7 @@ class TarArchive:
                     raise ImageError("damaged-archive", f"the header at byte {end} has an invalid name or size")
                 is_regular = info.isreg() and not info.issparse()
                 is_regular &= not any(key.startswith("GNU.sparse.") for key in info.pax_headers)
-                if is_regular and self._compression is None and info.offset_data + info.size > self._file.length:
+                if is_regular and not self.is_compressed and info.offset_data + info.size > self._file.length:
                     raise ImageError("truncated-archive", f"the file ends inside the member at byte {end}")
                 if not info.isdir():
                     yield Member(name, info.offset_data, info.size, None if is_regular else "unsupported-member")
@@ -116,18 +140,17 @@ class TarArchive:
         zeros = len(following) - len(following.lstrip(b"\0"))
         return None if zeros == len(following) else end + tarfile.BLOCKSIZE * (1 + zeros // tarfile.BLOCKSIZE)
 
-    def _chunks(self, _part: int) -> Iterator[bytes]:
-        """Yield the decompressed content. Errors of the operating system stay unchanged."""
-        compressed = RangedFile(self._file.pread, self._file.length)  # a stream may close its file
+    def _chunks(self, decompress: _Decompress) -> Iterator[tuple[int, bytes]]:
+        """Yield (length, content) of the chunks of the decompressed archive. OS errors stay unchanged."""
+        compressed = RangedFile(self._file.pread, self._file.length)  # a decompressor may close its file
         end = 0
         try:
-            stream = _open_stream(compressed, self._compression)
-            while chunk := stream.read(_CHUNK):
+            for chunk in decompress(compressed):
                 end += len(chunk)
                 if end > FREE_EXPANSION + MAX_EXPANSION * compressed.tell():
                     detail = f"{compressed.tell()} compressed bytes expand to more than {end} bytes"
                     raise ImageError(reason="too-expensive", detail=detail)
-                yield chunk
+                yield len(chunk), chunk
         except EOFError as error:
             raise ImageError("truncated-archive", f"the compressed data end after {end} bytes of content") from error
         except (zlib.error, lzma.LZMAError, OSError, ValueError) as error:
@@ -164,45 +187,39 @@ class _HeaderFile:
         return data
 
 
-class _Stream(Protocol):
-    def read(self, size: int, /) -> bytes: ...
+def _chunks_of(stream: Any) -> Iterator[bytes]:
+    return iter(lambda: stream.read(_CHUNK), b"")
 
 
-def _open_stream(file: RangedFile, compression: str | None) -> _Stream:
-    if compression == "gzip":
-        return gzip.GzipFile(fileobj=file)
-    if compression == "bzip2":
-        return bz2.BZ2File(file)
-    if compression == "xz":
-        return _XzStream(file)
+def _zstd_chunks(file: RangedFile) -> Iterator[bytes]:
     import pyarrow as pa  # the Python versions before 3.14 have no zstd of their own
 
-    stream: _Stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
-    return stream
+    yield from _chunks_of(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd"))
 
 
-class _XzStream:
-    """Decompresses an xz file with bounded memory, which `lzma.LZMAFile` does not offer."""
-
-    def __init__(self, file: RangedFile) -> None:
-        self._file = file
-        self._decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY)
-
-    def read(self, size: int, /) -> bytes:
-        while True:
+def _xz_chunks(file: RangedFile) -> Iterator[bytes]:
+    """Decompress an xz file with bounded memory, which `lzma.LZMAFile` does not offer."""
+    data = file.read(_CHUNK)
+    while data:
+        decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY)
+        while not decompressor.eof:
+            if content := decompressor.decompress(data, _CHUNK):
+                yield content
             data = b""
-            if self._decompressor.eof:  # zero bytes and further streams may follow
-                data = (self._decompressor.unused_data or self._file.read(_CHUNK)).lstrip(b"\0")
-                while not data:
-                    block = self._file.read(_CHUNK)
-                    if not block:
-                        return b""
-                    data = block.lstrip(b"\0")
-                self._decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY)
-            elif self._decompressor.needs_input:
-                data = self._file.read(_CHUNK)
+            if decompressor.needs_input and not decompressor.eof:
+                data = file.read(_CHUNK)
                 if not data:
                     raise EOFError("the file ends inside the compressed data")
-            content = self._decompressor.decompress(data, size)
-            if content:
-                return content
+        data = decompressor.unused_data.lstrip(b"\0")  # zero bytes and further streams may follow
+        while not data and (following := file.read(_CHUNK)):
+            data = following.lstrip(b"\0")
+
+
+_Decompress = Callable[[RangedFile], Iterator[bytes]]
+_DECOMPRESSORS: dict[bytes, _Decompress] = {
+    b"\x1f\x8b": lambda file: _chunks_of(gzip.GzipFile(fileobj=file)),
+    b"BZh": lambda file: _chunks_of(bz2.BZ2File(file)),
+    b"\xfd7zXZ": _xz_chunks,
+    b"\x28\xb5\x2f\xfd": _zstd_chunks,
+}
+"""Functions that yield the content of a compressed file, by its first bytes."""

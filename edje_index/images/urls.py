@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from storage_formats.format.object_store import INDEX_SCHEMES
 
@@ -37,8 +37,7 @@ def without_credentials(text: str) -> str:
     return _USER.sub("...@", text)
 
 
-@dataclass(frozen=True)
-class FileVersion:
+class FileVersion(NamedTuple):
     """What a server says about a file, so that ranges of two versions are never combined.
 
     Attributes:
@@ -55,22 +54,6 @@ class UnreachableError(OSError):
 
     def __init__(self, reason: str, url: str) -> None:
         super().__init__(errno.EHOSTUNREACH, reason, url)
-
-
-class NoRangesError(OSError):
-    """A server does not answer requests for byte ranges."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(
-            errno.EOPNOTSUPP, "the server does not answer requests for byte ranges; download the file", url
-        )
-
-
-class OversizedFileError(OSError):
-    """A file is longer than the caller allows."""
-
-    def __init__(self, length: int, max_bytes: int, url: str) -> None:
-        super().__init__(errno.EFBIG, f"{length} bytes is over the limit of {max_bytes}", url)
 
 
 class ChangedFileError(OSError):

@@ -11,13 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edje_index.images.remote.urls import (
-    ChangedFileError,
-    FileVersion,
-    NoRangesError,
-    OversizedFileError,
-    UnreachableError,
-)
+from edje_index.images.urls import ChangedFileError, FileVersion, UnreachableError
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
@@ -52,14 +46,9 @@ class Answer:
 
     @property
     def total(self) -> int | None:
-        """Length of the file of which the body is a range; None if the server does not tell."""
+        """Length of the file of which the body is a range; None if the response does not contain it."""
         total = _TOTAL.fullmatch(self.headers.get("Content-Range", ""))
         return None if total is None else int(total[1])
-
-
-def read_web(url: str, headers: Mapping[str, str], *, max_bytes: int) -> bytes:
-    """Return a whole file. Raises as `request`."""
-    return request(url, headers, max_bytes).body
 
 
 def read_web_range(
@@ -77,7 +66,6 @@ def read_web_range(
     Raises:
         ChangedFileError: the server has another version.
         EOFError: the file ends before the range.
-        NoRangesError: the server does not answer requests for byte ranges.
         OSError: see `request`.
     """
     answer = request(url, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size)
@@ -95,7 +83,6 @@ def web_version(url: str, headers: Mapping[str, str]) -> FileVersion:
     """Return the length of a file, and its ETag.
 
     Raises:
-        NoRangesError: the server does not answer requests for byte ranges.
         OSError: see `request`.
     """
     try:
@@ -103,7 +90,7 @@ def web_version(url: str, headers: Mapping[str, str]) -> FileVersion:
     except EOFError:  # an empty file has no first byte
         return FileVersion(0)
     if answer.total is None:
-        raise NoRangesError(url)
+        raise _no_ranges(url)
     return FileVersion(answer.total, answer.headers.get("ETag"))
 
 
@@ -113,9 +100,8 @@ def request(url: str, headers: Mapping[str, str], max_bytes: int) -> Answer:
     Raises:
         FileNotFoundError, PermissionError, OSError: the server refuses the request.
         EOFError: the file ends before the requested range.
-        NoRangesError: the server ignores the header `Range`.
         UnreachableError: the server does not respond after several attempts.
-        OversizedFileError: the answer is longer than `max_bytes`.
+        OSError: the answer is longer than `max_bytes` (EFBIG), or no range although one was requested (EOPNOTSUPP).
     """
     with name_missing_extra("remote"):
         import urllib3.exceptions
@@ -154,21 +140,29 @@ def _request_once(url: str, headers: Mapping[str, str], max_bytes: int, deadline
         if response.status >= http.HTTPStatus.MULTIPLE_CHOICES:
             return Answer(response.status, response.headers, b"")
         if "Range" in headers and response.status != http.HTTPStatus.PARTIAL_CONTENT:
-            raise NoRangesError(url)
+            raise _no_ranges(url)
         declared = response.headers.get("Content-Length", "")
         body = bytearray()
         if declared.isdecimal() and int(declared) > max_bytes:
-            raise OversizedFileError(int(declared), max_bytes, url)
+            raise _oversized(int(declared), max_bytes, url)
         for chunk in response.stream(_CHUNK, decode_content=False):
             body += chunk
             if len(body) > max_bytes:
-                raise OversizedFileError(len(body), max_bytes, url)
+                raise _oversized(len(body), max_bytes, url)
             if time.monotonic() > deadline:
                 raise UnreachableError(f"the file did not arrive within {MAX_SECONDS:g} seconds", url)
         return Answer(response.status, response.headers, bytes(body))
     finally:
         response.close()
         response.release_conn()
+
+
+def _oversized(length: int, max_bytes: int, url: str) -> OSError:
+    return OSError(errno.EFBIG, f"{length} bytes is over the limit of {max_bytes}", url)
+
+
+def _no_ranges(url: str) -> OSError:
+    return OSError(errno.EOPNOTSUPP, "the server does not answer requests for byte ranges; download the file", url)
 
 
 @functools.cache

@@ -16,15 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from edje_index.images.remote import web
-from edje_index.images.remote.urls import (
-    HUB_SCHEME,
-    ChangedFileError,
-    FileVersion,
-    OversizedFileError,
-    UnreachableError,
-    scheme_of,
-)
+from edje_index.images import web
+from edje_index.images.urls import HUB_SCHEME, ChangedFileError, FileVersion, UnreachableError, scheme_of
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.object_store import STORE_SCHEMES, ObjectChangedError, ObjectFolder, ObjectStoreError
 
@@ -47,19 +40,14 @@ def read_remote(url: str, max_bytes: int) -> bytes:
     Raises:
         FileNotFoundError, PermissionError: there is no such file, or the server refuses the request.
         UnreachableError: the server does not respond.
-        OversizedFileError: the file is longer than `max_bytes`.
+        OSError: the file is longer than `max_bytes` (EFBIG).
         MissingExtraError: a library is not installed.
         ValueError: the URL is not valid.
     """
     if scheme_of(url) not in STORE_SCHEMES:
-        return web.read_web(*_web_request(url), max_bytes=max_bytes)
-    try:
-        with _object(url) as (bucket, key):
-            return bucket.read(key, max_bytes).data
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise OversizedFileError(max_bytes + 1, max_bytes, url) from error
-        raise
+        return web.request(*_web_request(url), max_bytes).body
+    with _object(url) as (bucket, key):
+        return bucket.read(key, max_bytes).data
 
 
 def read_remote_range(url: str, size: int, offset: int, *, version: FileVersion | None = None) -> bytes:
@@ -118,37 +106,31 @@ def _web_request(url: str) -> tuple[str, dict[str, str]]:
     """Return the URL of the content of a file, and the headers of a request for it."""
     if scheme_of(url) != HUB_SCHEME:
         return url, {}
-    repository, revision, path = _hub_parts(url)
-    return f"{_hub_endpoint()}/{repository}/resolve/{revision}/{path}", _hub_headers()
+    endpoint, headers, repository, revision, path = _hub(url)
+    return f"{endpoint}/{repository}/resolve/{revision}/{path}", headers
 
 
-def _hub_endpoint() -> str:
-    return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
-
-
-def _hub_headers() -> dict[str, str]:
-    token = os.environ.get("HF_TOKEN")
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def _hub_parts(url: str) -> tuple[str, str, str]:
-    """Return (repository such as "datasets/OWNER/NAME", revision, path), encoded for a URL."""
+def _hub(url: str) -> tuple[str, dict[str, str], str, str, str]:
+    """Return (server, headers, repository such as "datasets/OWNER/NAME", revision, path), encoded for a URL."""
     parts = url.partition("://")[2].strip("/").split("/")
     length = 3 if parts[0] in _HUB_KINDS else 2
     if len(parts) < length or not all(parts):
         raise ValueError(f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME/data")
     repository, _, revision = "/".join(parts[:length]).partition("@")
-    return repository, quote(revision or "main", safe=""), quote("/".join(parts[length:]))
+    token = os.environ.get("HF_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    endpoint = os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
+    return endpoint, headers, repository, quote(revision or "main", safe=""), quote("/".join(parts[length:]))
 
 
 def _list_hub(url: str) -> tuple[dict[str, int], list[str]]:
-    repository, revision, path = _hub_parts(url)
+    endpoint, headers, repository, revision, path = _hub(url)
     kind = "" if repository.split("/")[0] in _HUB_KINDS else "models/"
-    page: str | None = f"{_hub_endpoint()}/api/{kind}{repository}/tree/{revision}/{path}".rstrip("/")
+    page: str | None = f"{endpoint}/api/{kind}{repository}/tree/{revision}/{path}".rstrip("/")
     files: dict[str, int] = {}
     directories: list[str] = []
     while page is not None:
-        answer = web.request(page, _hub_headers(), _MAX_PAGE_BYTES)
+        answer = web.request(page, headers, _MAX_PAGE_BYTES)
         try:
             entries = json.loads(answer.body)
         except (ValueError, RecursionError) as error:

@@ -1,0 +1,327 @@
+"""The kinds of files that pack inputs: archives and Parquet files.
+
+`ARCHIVES` and `PARQUET` are the only list of them. A new kind of archive is a class like `ZipArchive` and an entry of
+`ARCHIVES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import stat
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from edje_index.images.decode import ImageError
+from edje_index.images.ranges import RangedFile, StreamWindow, open_ranged
+from edje_index.images.tars import Member, TarArchive
+from edje_index.images.urls import is_remote
+
+PARQUET, PARQUET_SUFFIX = "parquet", ".parquet"
+
+MAX_EXPANSION = 100
+FREE_EXPANSION = 16 << 20
+"""A member of a zip may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times its compressed size."""
+
+# zipfile limits the output of a single step for these methods only. Others expand 1 MiB to gigabytes at once.
+_ZIP_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
+_ENCRYPTED = 0x1
+_ZIP_STEP = 1 << 20
+_PARQUET_BUFFER = 1 << 20  # bytes of a column that are read at once; without it, whole columns of a row group are
+_MAX_OPEN = 8
+_OPENING = threading.Lock()
+
+
+class OpenContainer(Protocol):
+    """An open file that packs inputs. Thread-safe."""
+
+    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+        """Return the content of an input.
+
+        Args:
+            offset: position of the input, see `InputRef`.
+            size: number of bytes of the input when the plan was made; 0 if unknown.
+            max_bytes: largest number of bytes of an input.
+
+        Raises:
+            ImageError: the file is damaged or has changed, or the input is larger than `max_bytes`.
+            OSError: the file cannot be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+class Archive(OpenContainer, Protocol):
+    """An open archive.
+
+    Attributes:
+        is_stream: True if the members are listed by reading through the file. Then the members of a sample, for example
+            an image and its caption, are next to each other.
+        is_compressed: True if a member can be read only by reading everything before it.
+    """
+
+    is_stream: bool
+    is_compressed: bool
+
+    def members(self) -> Iterator[Member]:
+        """Yield the files in the order of the archive.
+
+        Raises:
+            ImageError: the archive is damaged after the last yielded member.
+            OSError: the file cannot be read.
+        """
+        ...
+
+
+class ZipArchive:
+    """An open zip. The offset of a member is that of its header. See `Archive`.
+
+    Args:
+        file: the archive. `close` closes this file.
+
+    Raises:
+        ImageError: the list of members is damaged.
+        OSError: the file cannot be read.
+    """
+
+    is_stream = is_compressed = False
+
+    def __init__(self, file: RangedFile) -> None:
+        self._file = file
+        with _named_damage("the list of members"):
+            self._archive = zipfile.ZipFile(file)
+        self._info_at = {info.header_offset: info for info in self._archive.infolist()}
+
+    def members(self) -> Iterator[Member]:
+        """Yield the files in the order of the archive's list of members. No content is read."""
+        for info in self._archive.infolist():
+            if not info.filename.endswith("/"):  # `ZipInfo.is_dir` fails for an empty name
+                name = info.filename.encode("utf-8", "backslashreplace")
+                yield Member(name, info.header_offset, info.file_size, _zip_problem(info))
+
+    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+        info = self._info_at.get(offset)
+        if info is None:
+            raise ImageError(reason="changed-since-plan", detail=f"the archive has no member at byte {offset}")
+        if (problem := _zip_problem(info)) is not None:
+            raise ImageError(reason=problem, detail="found while planning")
+        if max(size, info.file_size) > max_bytes:
+            detail = f"{max(size, info.file_size)} bytes is over the limit of {max_bytes}"
+            raise ImageError(reason="too-many-bytes", detail=detail)
+        with _named_damage("the member"), self._archive.open(info) as member:
+            return b"".join(iter(lambda: member.read(_ZIP_STEP), b""))
+
+    def close(self) -> None:
+        self._archive.close()
+        self._file.close()
+
+
+def _zip_problem(info: zipfile.ZipInfo) -> str | None:
+    is_link = stat.S_ISLNK(info.external_attr >> 16)
+    if is_link or info.flag_bits & _ENCRYPTED or info.compress_type not in _ZIP_METHODS:
+        return "unsupported-member"
+    if info.file_size > FREE_EXPANSION + MAX_EXPANSION * info.compress_size:
+        return "too-expensive"
+    return None
+
+
+@contextmanager
+def _named_damage(part: str) -> Iterator[None]:
+    """Turn errors of `zipfile` at damaged archives into ImageError. Operating system errors stay unchanged."""
+    try:
+        yield
+    except (
+        *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError),
+        *(ValueError, RuntimeError, LookupError, OverflowError),
+    ) as error:
+        # `zipfile` replaces an error of the operating system at the end of the file by BadZipFile.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise cause from None
+        detail = f"{part} of the zip is damaged: {error or type(error).__name__}"
+        raise ImageError(reason="damaged-archive", detail=detail) from error
+
+
+class ParquetImages:
+    """The images in one column of a Parquet file, read in order. The offset of an image is its row, counted from 0.
+
+    Args:
+        file: the Parquet file. `close` closes this file.
+        column: name of a binary column, or of a struct column with a binary field `bytes`.
+
+    Raises:
+        ImageError: the file is damaged, or has no such column.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, file: RangedFile, column: str) -> None:
+        from storage_formats.format.parquet import open_parquet
+
+        self._file = file
+        with _named_parquet_damage():
+            self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
+            leaf = image_leaf(self._parquet.schema_arrow, column)
+        if leaf is None:
+            raise ImageError(reason="changed-since-plan", detail=f"the file has no images in a column {column}")
+        self._leaf = leaf
+        metadata = self._parquet.metadata
+        sizes = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+        *self._group_starts, self._rows = itertools.accumulate(sizes, initial=0)
+        self._window = StreamWindow(self._group_starts, self._images)
+
+    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+        if not 0 <= offset < self._rows:
+            raise ImageError(reason="changed-since-plan", detail=f"the file has no row {offset}")
+        items = self._window.read(offset, offset + 1)
+        if not items:
+            raise ImageError(reason="damaged-archive", detail=f"the Parquet file ends before row {offset}")
+        image = items[0].data
+        if image is None:
+            raise ImageError(reason="changed-since-plan", detail=f"row {offset} has no image any more")
+        if len(image) > max_bytes:
+            raise ImageError(reason="too-many-bytes", detail=f"{len(image)} bytes is over the limit of {max_bytes}")
+        return image
+
+    def close(self) -> None:
+        self._parquet.close()
+        self._file.close()
+
+    def _images(self, group: int) -> Iterator[tuple[int, bytes | None]]:
+        from storage_formats.format.parquet import iter_batches
+
+        # One row per batch: repeated values would make larger batches arbitrarily large.
+        groups = list(range(group, len(self._group_starts)))
+        with _named_parquet_damage():
+            for batch in iter_batches(self._parquet, 1, [self._leaf], groups):
+                value = batch.column(0)[0].as_py()
+                yield 1, value["bytes"] if isinstance(value, dict) else value
+
+
+@contextmanager
+def _named_parquet_damage() -> Iterator[None]:
+    """Turn errors of pyarrow at damaged files into ImageError. Operating system errors stay unchanged."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise ImageError(reason="damaged-archive", detail=f"the Parquet file is damaged: {error}") from error
+
+
+def image_leaf(schema: Any, column: str) -> str | None:
+    """Return the path of the Parquet column with the bytes of images; None if `column` cannot hold images.
+
+    Args:
+        schema: Arrow schema of the file.
+        column: name of a binary column, or of a struct column with a binary field `bytes` (as Hugging Face writes it).
+    """
+    import pyarrow as pa
+
+    if len(schema.get_all_field_indices(column)) != 1:
+        return None
+    arrow_type, leaf = schema.field(column).type, column
+    if pa.types.is_struct(arrow_type) and arrow_type.get_field_index("bytes") >= 0:
+        arrow_type, leaf = arrow_type.field("bytes").type, f"{column}.bytes"
+    return leaf if pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type) else None
+
+
+ARCHIVES: dict[str, tuple[Callable[[RangedFile], Archive], tuple[str, ...]]] = {
+    "tar": (TarArchive, (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")),
+    "zip": (ZipArchive, (".zip",)),
+}
+"""The function that opens an archive, which raises ImageError if it is damaged, and the suffixes, by kind."""
+
+ARCHIVE_SUFFIXES = tuple(suffix for _, suffixes in ARCHIVES.values() for suffix in suffixes)
+_MEMBER_MARK = re.compile(f"(?:{'|'.join(map(re.escape, (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX)))})(?=!)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """How a file packs an input.
+
+    Attributes:
+        kind: a key of `ARCHIVES`, or "parquet".
+        length: number of bytes of the file when the plan was made.
+        column: name of the column of a Parquet file that holds the images.
+    """
+
+    kind: str
+    length: int
+    column: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.length} {self.column}"
+
+    @classmethod
+    def parse(cls, text: str) -> Container:
+        """Convert the text that `str(container)` returned back to the container.
+
+        Raises:
+            ValueError: `text` describes no container.
+        """
+        kind, length, column = text.split(" ", 2)
+        return cls(kind, int(length), column)
+
+
+def container_kind(name: str) -> str | None:
+    """Return the kind of a container by the suffix of its path; None if the suffix is that of no container."""
+    name = name.lower()
+    if name.endswith(PARQUET_SUFFIX):
+        return PARQUET
+    return next((kind for kind, (_, suffixes) in ARCHIVES.items() if name.endswith(suffixes)), None)
+
+
+def split_uri(uri: str) -> tuple[str, str] | None:
+    """Split the uri "<archive or Parquet file>!<name>" at the "!". Return None for any other uri."""
+    mark = _MEMBER_MARK.search(uri)
+    return None if mark is None else (uri[: mark.end()], uri[mark.end() + 1 :])
+
+
+def read_packed(path: bytes, container: Container, offset: int, *, size: int | None, max_bytes: int) -> bytes:
+    """Return the bytes of an input in a container. Each process keeps a few containers open.
+
+    Args:
+        path: path or URL of the container.
+        container: how the file packs its inputs.
+        offset: position of the input, see `InputRef`.
+        size: number of bytes of the input when the plan was made; None if unknown.
+        max_bytes: largest number of bytes of an input.
+
+    Raises:
+        ImageError: the container has changed or is damaged, or the input is too large.
+        OSError: the container cannot be read.
+    """
+    try:
+        modified = None if is_remote(path) else os.stat(path).st_mtime_ns
+        with _OPENING:
+            opened = _open(path, container, modified, os.getpid())  # a forked process lacks the threads of its parent
+        data = opened.read(offset, size or 0, max_bytes)
+    except OSError:
+        _open.cache_clear()  # a broken connection must not stay
+        raise
+    if size is not None and len(data) != size:
+        raise ImageError(reason="truncated-archive", detail=f"the archive has only {len(data)} of {size} bytes")
+    return data
+
+
+@functools.lru_cache(_MAX_OPEN)
+def _open(path: bytes, container: Container, _modified: int | None, _process: int) -> OpenContainer:
+    file = open_ranged(path)
+    if file.length != container.length:
+        raise ImageError(reason="changed-since-plan", detail=f"the file has {file.length} bytes now")
+    if container.kind == PARQUET:
+        return ParquetImages(file, container.column)
+    return ARCHIVES[container.kind][0](file)

@@ -1,1 +1,0 @@
-"""Reads images from zips, compressed tars and Parquet files."""

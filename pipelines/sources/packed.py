@@ -1,0 +1,324 @@
+"""Sources that pack images: archives, and Parquet files with a column of images."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edje_index.images.containers import (
+    ARCHIVES,
+    PARQUET,
+    PARQUET_SUFFIX,
+    Archive,
+    Container,
+    container_kind,
+    image_leaf,
+)
+from edje_index.images.decode import HEAD_BYTES, ImageError, image_format, undecoded_format
+from edje_index.images.inputs import InputRef, display_path
+from edje_index.images.ranges import RangedFile, open_ranged
+from edje_index.images.tars import Member
+from pipelines.sources.base import Source, file_name, ignored_as, listed_input, lost_file, ordered_map
+from pipelines.sources.metadata import (
+    MAX_SIDECAR_BYTES,
+    SIDECAR_SUFFIXES,
+    metadata_columns,
+    parquet_rows,
+    sidecar_values,
+    source_values,
+)
+from storage_formats.errors import UsageError
+from storage_formats.format.source_columns import Value
+
+NO_IMAGE = "(row without an image)"
+_FILES_AT_ONCE = 8
+_ROWS = 256  # rows of metadata in a batch
+_ROWS_WITH_IMAGES = 8
+_PREFERRED = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
+
+
+def is_packed_name(name: str) -> bool:
+    """Return True if a file of this name is an archive or a Parquet file."""
+    return container_kind(file_name(name)) is not None
+
+
+def packed_source(spec: str, column: str | None = None, *, clips: bool = False) -> Source:
+    """Return the source for an archive or a Parquet file of images. The file is opened when it is listed.
+
+    Args:
+        spec: path or URL of a file for which `is_packed_name` is true.
+        column: the column of a Parquet file that holds the images; None looks for it.
+        clips: True if the video files in an archive are inputs, too.
+    """
+    if container_kind(file_name(spec)) == PARQUET:
+        return ParquetImagesSource(spec, column, clips=clips)
+    return ArchiveSource(spec, clips=clips)
+
+
+@dataclass
+class ArchiveSource(Source):
+    """The images in one archive, in the order of the archive, with the metadata beside them.
+
+    In a tar, consecutive members form a sample if their paths are equal up to the first dot of the file name
+    (WebDataset). The `.json` and `.txt` members of a sample contain the metadata of its images. In a zip, NAME.json and
+    NAME.txt contain the metadata of NAME.jpg. Other members that are not images are ignored.
+
+    Members that cannot be read, for example links, become inputs with a problem such as "unsupported-member". If the
+    archive is damaged, one input with the problem "truncated-archive", "damaged-archive" or "too-expensive" replaces
+    all members after the damage.
+    """
+
+    def _iter_inputs(self) -> Iterator[InputRef]:
+        name = file_name(self.spec).lower()
+        kind = str(container_kind(name))
+        try:
+            with open_ranged(self.path, only_headers=name.endswith((".tar", ".zip"))) as file:
+                archive, container = ARCHIVES[kind][0](file), Container(kind, file.length)
+                for sample in _samples(archive):
+                    yield from self._inputs(archive, container, sample)
+        except (ImageError, OSError, ValueError, EOFError) as error:
+            yield lost_file(self, error)
+
+    def _inputs(self, archive: Archive, container: Container, sample: list[Member]) -> Iterator[InputRef]:
+        """Yield the images of a sample with their metadata. Count all other members as ignored."""
+        sidecars: dict[bytes, dict[str, Member]] = {}
+        inputs: list[tuple[bytes, Member]] = []
+        for member in sample:
+            stem, suffix = _split(member, archive)
+            is_sidecar = stem and suffix in SIDECAR_SUFFIXES and member.problem is None
+            if is_sidecar and suffix not in sidecars.get(stem, {}):
+                sidecars.setdefault(stem, {})[suffix] = member
+            elif self._is_input(archive, member):
+                inputs.append((stem, member))
+        stems = {stem for stem, _ in inputs}
+        metadata: dict[bytes, dict[str, Value] | None] = {}
+        for stem, members in sidecars.items():
+            if stem in stems:
+                contents = {suffix: _read_sidecar(archive, member) for suffix, member in members.items()}
+                metadata[stem] = sidecar_values(contents, self.ignored)
+            else:
+                for member in members.values():
+                    self._is_input(archive, member)
+        for stem, member in inputs:
+            yield InputRef(
+                f"{display_path(self.path)}!{display_path(member.name)}",
+                self.path,
+                None if member.problem else container,
+                member.offset,
+                member.size,
+                problem=member.problem,
+                metadata=metadata.get(stem),
+            )
+
+    def _is_input(self, archive: Archive, member: Member) -> bool:
+        """Return True if a member is an input. Otherwise count it as ignored."""
+        parts = [part for part in member.name.split(b"/") if part not in (b"", b".", b"..")]
+        if not parts:
+            self.ignored.count("(not a file)")
+            return False
+        # macOS puts the attributes of files into a directory of its own
+        name = next((part for part in parts if part.startswith(b".") or part == b"__MACOSX"), parts[-1])
+        name = b"." if name == b"__MACOSX" else name
+        key = ignored_as(name, functools.partial(_read_head, archive, member), clips=self.clips)
+        if key is not None:
+            self.ignored.count(key)
+        return key is None
+
+
+def _samples(archive: Archive) -> Iterator[list[Member]]:
+    """Yield the members of each sample. If the archive is damaged, first yield the members before the damage.
+
+    Raises:
+        ImageError: the archive is damaged.
+    """
+    if not archive.is_stream:
+        yield list(archive.members())
+        return
+    sample: list[Member] = []
+    try:
+        for member in archive.members():
+            if sample and _split(member, archive)[0] != _split(sample[0], archive)[0]:
+                yield sample
+                sample = []
+            sample.append(member)
+    except ImageError:
+        yield sample
+        raise
+    yield sample
+
+
+def _split(member: Member, archive: Archive) -> tuple[bytes, str]:
+    """Return the path that an image has in common with its metadata, and the suffix in lower case."""
+    folder, slash, base = member.name.rpartition(b"/")
+    stem, suffix = os.path.splitext(base)
+    if archive.is_stream:
+        stem, dot, suffix = base.partition(b".")
+        suffix = dot + suffix
+    return folder + slash + stem if stem else b"", os.fsdecode(suffix).lower()
+
+
+def _read_head(archive: Archive, member: Member) -> bytes:
+    """Return the first bytes of a member; empty if the member cannot be read or has more than a megabyte."""
+    try:
+        return archive.read(member.offset, min(HEAD_BYTES, member.size), MAX_SIDECAR_BYTES)[:HEAD_BYTES]
+    except ImageError:
+        return b""
+
+
+def _read_sidecar(archive: Archive, member: Member) -> bytes | None:
+    try:
+        return archive.read(member.offset, member.size, MAX_SIDECAR_BYTES)
+    except ImageError:
+        return None
+
+
+@dataclass
+class ParquetImagesSource(Source):
+    """The images in one column of a Parquet file, with the values of the other columns as metadata.
+
+    The column is binary, or a struct with the fields `bytes` and `path` (Hugging Face). If `bytes` is null, `path`
+    names an image file, relative to the directory of the Parquet file. Rows without either are ignored, and counted.
+
+    Attributes:
+        column: name of the column; None looks for it when the file is listed. A file without images is then ignored.
+    """
+
+    column: str | None = None
+
+    def _iter_inputs(self) -> Iterator[InputRef]:
+        import pyarrow as pa
+
+        try:
+            with open_ranged(self.path) as file:
+                parquet = _open_parquet(file)
+                column = self.column or _find_column(parquet, self.spec, None)
+                leaf = None if column is None else image_leaf(parquet.schema_arrow, column)
+                if column is None or leaf is None:
+                    self.ignored.count(PARQUET_SUFFIX)
+                    return
+                container = Container(PARQUET, file.length, column)
+                for row, (image, metadata) in enumerate(self._rows(parquet, column, leaf)):
+                    uri = f"{display_path(self.path)}!{column}/{row}"
+                    path = image.get("path") if isinstance(image, dict) else None
+                    has_bytes = image is not None and not (isinstance(image, dict) and image.get("bytes", b"") is None)
+                    if has_bytes:
+                        ref = InputRef(uri, self.path, container, row)
+                    elif path:
+                        listed = listed_input(path, os.path.dirname(self.path))
+                        ref = listed or InputRef(uri, self.path, problem="bad-list-line")
+                    else:
+                        self.ignored.count(NO_IMAGE)
+                        continue
+                    yield dataclasses.replace(ref, metadata=source_values(metadata, self.ignored))
+        except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+            yield lost_file(self, error)
+
+    def _rows(self, parquet: Any, column: str, leaf: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield (image, metadata) of each row. The image bytes are read only if the column may contain nulls."""
+        names = metadata_columns(parquet.schema_arrow, column, self.ignored)
+        has_nulls = _may_have_nulls(parquet.metadata, leaf)
+        leaves = [leaf] if has_nulls else []
+        if leaf != column and parquet.schema_arrow.field(column).type.get_field_index("path") >= 0:
+            leaves.append(f"{column}.path")
+        if not names and not leaves:
+            yield from ((b"", {}) for _ in range(parquet.metadata.num_rows))
+            return
+        read = [*names, column] if leaves else names
+        for values in parquet_rows(parquet, read, _ROWS_WITH_IMAGES if has_nulls else _ROWS, [*names, *leaves]):
+            metadata = dict(zip(names, values, strict=False))
+            image = values[-1] if leaves else b""
+            if isinstance(image, dict) and image.get("path"):
+                metadata.setdefault(f"{column}_path", image["path"])
+            yield image, metadata
+
+
+def find_image_column(path: str, column: str | None) -> str | None:
+    """Return the column of a Parquet file that holds the bytes of images; None if there is none.
+
+    A column holds images if Hugging Face Datasets recorded the type Image for it. Without a recorded type, a binary
+    column holds images if its first value begins like an image file. The same is true of a struct column with a binary
+    field `bytes`.
+
+    Args:
+        path: path of the file.
+        column: the only column to consider. None considers all columns. If several columns hold images, the column
+            with a usual name is returned.
+
+    Raises:
+        UsageError: several columns hold images, and none of them has a usual name.
+        OSError, ValueError, pyarrow.ArrowException: the file cannot be read.
+    """
+    with open_ranged(os.fsencode(path)) as file:
+        return _find_column(_open_parquet(file), path, column)
+
+
+def _find_column(parquet: Any, path: str, column: str | None) -> str | None:
+    names = parquet.schema_arrow.names if column is None else [column]
+    with_images = [name for name in names if _holds_images(parquet, name)]
+    preferred = [name for name in _PREFERRED if name in with_images]
+    if len(with_images) > 1 and not preferred:
+        raise UsageError(
+            f"{path} has several columns of images ({', '.join(with_images)}); name the column to index",
+            parameter="column",
+        )
+    return next(iter([*preferred, *with_images]), None)
+
+
+def _open_parquet(file: RangedFile) -> Any:
+    """Open a Parquet file. Raise ValueError if it declares more rows than its bytes can hold."""
+    from storage_formats.format.parquet import open_parquet
+
+    parquet = open_parquet(file, buffer_size=1 << 20)
+    if parquet.metadata.num_rows > file.length:
+        raise ValueError(f"the file declares {parquet.metadata.num_rows} rows, but has only {file.length} bytes")
+    return parquet
+
+
+def _holds_images(parquet: Any, name: str) -> bool:
+    from storage_formats.format.parquet import iter_batches
+
+    leaf = image_leaf(parquet.schema_arrow, name)
+    if leaf is None:
+        return False
+    recorded_type = _hugging_face_type(parquet.schema_arrow, name)
+    if recorded_type is not None:
+        return recorded_type == "Image"
+    for batch in iter_batches(parquet, 1, [leaf]):
+        value = batch.column(0)[0].as_py()
+        data = value["bytes"] if isinstance(value, dict) else value
+        if data is not None:
+            return bool(image_format(data[:HEAD_BYTES]) or undecoded_format(data[:HEAD_BYTES]))
+    return leaf != name  # images in files that the struct names
+
+
+def _hugging_face_type(schema: Any, name: str) -> str | None:
+    """Return the type that Hugging Face Datasets recorded for a column, such as "Image" or "Audio"; None without it."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return str(features[name]["_type"])
+    except (KeyError, TypeError, ValueError, RecursionError):  # another program wrote the file or this entry
+        return None
+
+
+def _may_have_nulls(metadata: Any, leaf: str) -> bool:
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = [group.column(index) for index in range(group.num_columns)]
+        statistics = next((each.statistics for each in columns if each.path_in_schema == leaf), None)
+        if statistics is None or not statistics.has_null_count or statistics.null_count:
+            return True
+    return False
+
+
+def scan_ahead(sources: Sequence[Source]) -> Iterator[InputRef]:
+    """Yield the inputs of packed sources in order. Threads list a few of them ahead."""
+    if len(sources) == 1:
+        yield from sources[0].iter_inputs()
+        return
+    listed = ordered_map(lambda source: list(source.iter_inputs()), sources, _FILES_AT_ONCE, _FILES_AT_ONCE)
+    for refs in listed:
+        yield from refs
