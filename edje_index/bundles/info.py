@@ -121,11 +121,6 @@ class BundleInfo:
         return _sizes(self.joint.get("hubness_bank"), captions=1, images=1, dim=0)
 
     @property
-    def weights_bytes(self) -> int:
-        """Total size of the weights files in bytes."""
-        return sum(int(f["bytes"]) for name, f in self.files.items() if name.endswith(".safetensors"))
-
-    @property
     def encoder_weights_bytes(self) -> int:
         """Total size of the weights files of the towers and the adapter, in bytes."""
         return sum(int(self.files[name]["bytes"]) for name in (VISION_WEIGHTS, ADAPTER_WEIGHTS))
@@ -209,43 +204,36 @@ def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
             raise ModelError(f"{file} has changed since the bundle was made: copy this file again")
 
 
-def recorded_bundle(index: CommittedIndex) -> Path:
-    """Return the path of the bundle that built `index`, as recorded in the index.
-
-    Relative paths are refused, because they could lead to a bundle from another author. `build` records absolute paths.
-
-    Raises:
-        ModelError: the index was not built with a model bundle.
-        BundleNotFoundError: the recorded path is relative, or does not exist.
-    """
-    if "bundle" not in index.manifest.model:
-        raise ModelError(
-            f"{index.root} was written from arrays and has no text tower: use edje_index.LateInteractionSearch"
-        )
-    path = Path(index.manifest.model["bundle"])
-    if not path.is_absolute():
-        raise BundleNotFoundError(
-            f"{index.root} names its model bundle by the relative path {str(path)!r}, which is not safe "
-            "to follow: give the path of the bundle that built the index"
-        )
-    if not path.exists():
-        raise BundleNotFoundError(
-            f"the model bundle {path}, which built {index.root}, no longer exists: give the current path of this bundle"
-        )
-    return path
-
-
 def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> BundleInfo:
     """Check that a bundle built `index`, and return the content of its ``bundle.json``.
 
     Args:
         index: index to check.
-        model: directory of the bundle. None means the path recorded in the index, see `recorded_bundle`.
+        model: directory of the bundle. None means the path recorded in the index. A relative path is refused, because
+            it could lead to a bundle from another author. `build` records absolute paths.
 
     Raises:
-        ModelError: the bundle is missing, or the bundle did not build the index.
+        ModelError: the bundle did not build the index, or no bundle did.
+        BundleNotFoundError: the recorded path is relative, or does not exist.
     """
-    path = recorded_bundle(index) if model is None else as_path(model, "model")
+    if model is None:
+        if "bundle" not in index.manifest.model:
+            raise ModelError(
+                f"{index.root} was written from arrays and has no text tower: use edje_index.LateInteractionSearch"
+            )
+        path = Path(index.manifest.model["bundle"])
+        if not path.is_absolute():
+            raise BundleNotFoundError(
+                f"{index.root} names its model bundle by the relative path {str(path)!r}, which is not safe "
+                "to follow: give the path of the bundle that built the index"
+            )
+        if not path.exists():
+            raise BundleNotFoundError(
+                f"the model bundle {path}, which built {index.root}, no longer exists: give the current path of this "
+                "bundle"
+            )
+    else:
+        path = as_path(model, "model")
     info = read_bundle_info(path)
     built_by = index.manifest.model["fingerprint"]
     if info.encoder_fingerprint != built_by:

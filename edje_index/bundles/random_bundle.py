@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BundleInfo
@@ -19,7 +20,7 @@ from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
-from edje_index.models.joint_inputs import IMAGE_TOKEN, JointTokenizer
+from edje_index.models.joint_inputs import IMAGE_TOKEN, SPECIAL_TOKEN_NAMES, JointTokenizer
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
 
@@ -27,11 +28,9 @@ prepare_torchvision()
 
 from open_clip.tokenizer import SimpleTokenizer  # noqa: E402
 from open_clip.transform import PreprocessCfg  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 NOTES = "untrained: random weights; scores and the order of results have no meaning"
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in the order of `SPECIAL_TOKEN_NAMES`
 WORD_END = "</w>"
 
 
@@ -192,13 +191,5 @@ def untrained_tokenizer(words: int) -> JointTokenizer:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
     )
-    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        additional_special_tokens=[IMAGE_TOKEN],
-    )
-    return JointTokenizer.of(wrapped)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return JointTokenizer(tokenizer, dict(zip(SPECIAL_TOKEN_NAMES, SPECIAL, strict=True)))

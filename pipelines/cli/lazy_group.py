@@ -19,20 +19,18 @@ class LazyGroup(click.Group):
 
     Args:
         sections: commands to list under each heading of the help text; see `Sections`.
-        hidden: commands that work but are not listed in the help text. Maps each name to "module:attribute".
     """
 
-    def __init__(self, *, sections: Sections, hidden: Mapping[str, str] | None = None, **settings: Any) -> None:
+    def __init__(self, *, sections: Sections, **settings: Any) -> None:
         super().__init__(**settings)
         self._sections = sections
         self._listed = {name: target for section in sections.values() for name, target in section.items()}
-        self._hidden = hidden or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self._listed)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        target = self._listed.get(cmd_name) or self._hidden.get(cmd_name)
+        target = self._listed.get(cmd_name)
         if target is None:
             return None
         module, _, attribute = target.partition(":")

@@ -71,12 +71,6 @@ SECTIONS = {
 
 _COMMANDS = {name for section in SECTIONS.values() for name in section}
 
-OLD_NAMES = {
-    "init-model": "pipelines.cli.models:init_model",
-    "import-checkpoint": "pipelines.cli.models:import_checkpoint",
-}
-"""Earlier names of `model` commands. They still work, but the help text does not list them."""
-
 
 def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool) -> None:
     if not requested:
@@ -96,7 +90,6 @@ def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool
 @click.group(
     cls=LazyGroup,
     sections=SECTIONS,
-    hidden=OLD_NAMES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option("--version", is_flag=True, expose_value=False, callback=_print_version, help="Show the version.")

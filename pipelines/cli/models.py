@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipelines.cli.options import PATH, json_option
 from pipelines.cli.output import note, print_json, print_line
-from pipelines.progress.wording import human_bytes
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
@@ -80,7 +79,7 @@ def show(bundle: Path, as_json: bool) -> None:
     from edje_index.bundles.info import read_bundle_info
 
     info = read_bundle_info(bundle)
-    record = {
+    record: dict[str, Any] = {
         "bundle": str(info.path),
         "vision": info.vision_name,
         "image_size": list(info.vision["image_size"]),
@@ -97,24 +96,10 @@ def show(bundle: Path, as_json: bool) -> None:
     if as_json:
         print_json(record)
         return
-    height, width = info.vision["image_size"]
-    m, d = info.block_shape
-    lines = {
-        "bundle": str(info.path),
-        "vision tower": f"{info.vision_name}, images of {width} x {height} pixels",
-        "tokens": f"{m} x {d} per image",
-        "captions": "canonicalised" if info.canonical_captions else "as given",
-        "embedding": f"{info.embed_dim} dimensions",
-        "weights": human_bytes(info.weights_bytes) + ("" if info.trained else ", untrained (random)"),
-        "text-to-image score": info.score.t2i.described(),
-        "image-to-text score": info.score.i2t.described(),
-        "fingerprint": f"{info.fingerprint} (the whole bundle)",
-        "encoder fingerprint": f"{info.encoder_fingerprint} (image tower and adapter)",
-        "notes": info.notes,
-    }
-    for name, text in lines.items():
-        if text:
-            print_line(f"{name:<21}{text}")
+    scores = "; ".join(f"{direction}: {text}" for direction, text in record["score"].items())
+    for name, value in {**record, "score": scores}.items():
+        text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
+        print_line(f"{name.replace('_', ' '):<21}{text}")
 
 
 @model.command("init")

@@ -13,7 +13,7 @@ import pytest
 
 from pipelines.cli.ann import group as ann
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.main import OLD_NAMES, SECTIONS, cli
+from pipelines.cli.main import SECTIONS, cli
 from pipelines.cli.models import model
 from storage_formats.errors import UsageError
 from tests.command_line import command, environment
@@ -22,7 +22,6 @@ TOP = [name for section in SECTIONS.values() for name in section]
 GROUPS = {"model": model, "ann": ann}
 PATHS = [[name] for name in TOP if name not in (*GROUPS, "bench")]
 PATHS += [[name, command] for name, group in GROUPS.items() for command in group.list_commands(None)]
-PATHS += [[name] for name in OLD_NAMES]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)
@@ -75,16 +74,10 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
         "Models": ["model"],
         "Benchmarks": ["bench"],
     }
-    assert not set(OLD_NAMES) & set(TOP)
 
 
 def test_the_model_group_lists_its_commands(run):
     assert listed_commands(run("model", "--help")[1])["Commands"] == ["from-open-clip", "get", "import", "init", "show"]
-
-
-@pytest.mark.parametrize(("old", "new"), [("init-model", "init"), ("import-checkpoint", "import")])
-def test_old_names_are_the_same_commands(old, new):
-    assert cli.get_command(None, old) is model.get_command(None, new)
 
 
 @pytest.mark.parametrize(

@@ -250,11 +250,11 @@ def test_search_shows_both_scores_and_says_that_random_weights_mean_nothing(run,
 
 def test_init_model_says_that_its_weights_are_untrained(run, tmp_path, monkeypatch):
     monkeypatch.setattr(untrained, "UntrainedSizes", lambda: untrained.TINY)  # the real size takes half a minute
-    code, out, err = run("init-model", tmp_path / "model", "--json")
+    code, out, err = run("model", "init", tmp_path / "model", "--json")
     assert code == 0
     assert json.loads(out)["trained"] is False
     assert "untrained" in err
-    code, _, err = run("init-model", tmp_path / "model")
+    code, _, err = run("model", "init", tmp_path / "model")
     assert code == 1
     assert "exists" in err
 
