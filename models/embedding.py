@@ -207,9 +207,6 @@ def train_heads(clip: Any, data: PairFeatures, dev: PairFeatures, settings: Trai
 
     Returns:
         The recall of this epoch on `dev` in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...).
-
-    Raises:
-        ModelError: the captions do not fill a batch, or the loss is not finite.
     """
     if len(data.captions) < settings.batch_size:
         raise ModelError(f"{len(data.captions)} captions do not fill a batch of {settings.batch_size}")

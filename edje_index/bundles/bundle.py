@@ -342,10 +342,6 @@ def check_scorer_fit(adapter: AdapterConfig, models: ScoreModels, score: Directi
         adapter: configuration of the adapter.
         models: models that compute the parts of the final score.
         score: weights of the final score.
-
-    Raises:
-        ModelError: the adapter and the joint encoder have different token widths, `models` lacks a part that
-            `score` needs, or the hubness bank does not fit the pooled similarity.
     """
     if adapter.language_dim != models.joint.width and not adapter.is_feature:
         raise ModelError(

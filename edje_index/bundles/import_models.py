@@ -324,9 +324,6 @@ def check_same_towers(state: State, clip: torch.nn.Module, name: str) -> None:
         state: weights of the checkpoint by name.
         clip: open_clip model.
         name: name of the open_clip model, for error messages.
-
-    Raises:
-        ModelError: a tower of the checkpoint has another size or other weights than the same tower of `clip`.
     """
     for prefix, target, renames in (
         ("vision_encoder.", "visual.trunk.", _VISION_NAMES),

@@ -190,9 +190,6 @@ def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
     Args:
         info: content of ``bundle.json``.
         names: relative paths of the files to compare; None for all files.
-
-    Raises:
-        ModelError: a file is missing, or does not match the hash.
     """
     for name in info.files if names is None else names:
         file, record = info.path / name, info.files[name]

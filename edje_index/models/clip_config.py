@@ -52,11 +52,7 @@ class ClipConfig:
 
 
 def read_clip_config(folder: Path, name: str) -> ClipConfig:
-    """Read ``open_clip_config.json`` from `folder`; `name` is the display name of the model.
-
-    Raises:
-        ModelError: the file is missing, is not an open_clip configuration, or names a vision tower on a model hub.
-    """
+    """Read ``open_clip_config.json`` from `folder`; `name` is the display name of the model."""
     try:
         content = json.loads((folder / CONFIG_FILE).read_text())
         config = ClipConfig(name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {}))

@@ -47,10 +47,6 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
     Args:
         config: configuration of the model.
         hf_text: folder with the ``config.json`` of the text tower, if the text tower is a Hugging Face model.
-
-    Raises:
-        ModelError: open_clip does not accept the configuration, ``config.json`` is missing, or open_clip does not
-            support the text tower.
     """
     arguments = _without_downloads(config)
     if config.hf_text_name:

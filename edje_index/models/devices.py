@@ -18,11 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device named `device`. ``auto`` is CUDA if torch finds a CUDA device, else the CPU.
-
-    Raises:
-        ModelError: the name is unknown, or this machine has no such device.
-    """
+    """Return the device named `device`. ``auto`` is CUDA if torch finds a CUDA device, else the CPU."""
     device = str(device) if isinstance(device, torch.device) else as_text(device, "device")
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,11 +34,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the data type named `dtype`. ``auto`` is bfloat16 on CUDA and float32 elsewhere.
-
-    Raises:
-        ModelError: the name is not one of `DTYPES`.
-    """
+    """Return the data type named `dtype`. ``auto`` is bfloat16 on CUDA and float32 elsewhere."""
     if as_text(dtype, "dtype") not in DTYPES:
         raise ModelError(f"unknown data type {dtype!r}: give one of {', '.join(DTYPES)}")
     if dtype == "auto":

@@ -122,11 +122,7 @@ class JointEncoder(nn.Module):
 
 
 def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
-    """Read a BERT configuration from the file ``config.json`` or from its content. `overrides` replace values.
-
-    Raises:
-        ModelError: the file cannot be read, or the configuration does not describe a BERT model.
-    """
+    """Read a BERT configuration from the file ``config.json`` or from its content. `overrides` replace values."""
     values = read_configuration(source) if isinstance(source, Path) else source
     if values.get("model_type", "bert") != "bert":
         raise ModelError(

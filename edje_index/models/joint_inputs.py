@@ -81,11 +81,7 @@ class JointTokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any, *, canonical: bool = False) -> JointTokenizer:
-        """Wrap a fast tokenizer of transformers.
-
-        Raises:
-            ModelError: the tokenizer is not a BERT tokenizer.
-        """
+        """Wrap a fast tokenizer of transformers."""
         special_tokens = {name: getattr(tokenizer, name) for name in SPECIAL_TOKEN_NAMES}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or None in special_tokens.values():
@@ -157,9 +153,6 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
     Args:
         folder: directory of the tokenizer files.
         canonical: see `JointTokenizer`.
-
-    Raises:
-        ModelError: the folder does not contain a BERT tokenizer, or a configuration names code to run.
     """
     if not folder.is_dir():
         raise ModelError(

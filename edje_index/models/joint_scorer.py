@@ -55,9 +55,6 @@ class JointScorer:
             source: file or model that the weights come from, for error messages.
             dtype: data type of matrix products, see `compute_dtype`.
             device: device of the weights. None means the CPU.
-
-        Raises:
-            ModelError: a tensor is missing or has the wrong shape.
         """
         self.tokenizer = tokenizer
         self.compute_dtype = dtype

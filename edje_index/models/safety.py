@@ -33,10 +33,6 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
     Args:
         folder: directory of the bundle.
         files: names of the files listed in ``bundle.json``.
-
-    Raises:
-        ModelError: the bundle contains or names code, lists a file outside the bundle, contains a FIFO or a device, or
-            contains a very large file other than weights.
     """
     for name in files:
         path = PurePosixPath(name)
@@ -67,11 +63,7 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
 
 
 def read_configuration(file: Path) -> dict[str, Any]:
-    """Read a JSON configuration file.
-
-    Raises:
-        ModelError: the file cannot be read, is not a JSON object, or names code to run or to download.
-    """
+    """Read a JSON configuration file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -86,11 +78,7 @@ def read_configuration(file: Path) -> dict[str, Any]:
 
 
 def check_tokenizer_folder(folder: Path) -> None:
-    """Check the tokenizer configuration in `folder`.
-
-    Raises:
-        ModelError: the configuration names code to run, or an unknown tokenizer class.
-    """
+    """Check the tokenizer configuration in `folder`."""
     for name in ("tokenizer_config.json", "config.json"):
         file = folder / name
         if not file.is_file():

@@ -102,12 +102,7 @@ class BertTextTower(TextEncoder):
 
 
 def load_bert_text_tower(folder: Path, config: ClipConfig, device: torch.device) -> BertTextTower | None:
-    """Load the text tower from the folder ``vision/`` of a bundle. Return None if the text tower is not supported.
-
-    Raises:
-        ModelError: a file cannot be read, a configuration names code to run, or the weights do not fit the
-            configuration.
-    """
+    """Load the text tower from the folder ``vision/`` of a bundle. Return None if the text tower is not supported."""
     text = config.text
     options = text.get("tokenizer_kwargs") or {}
     clean = CLEANERS.get(str(options.get("clean", "whitespace")))

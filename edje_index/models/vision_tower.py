@@ -167,11 +167,7 @@ class ClipTower(VisionTower):
 
 
 def vision_tower(visual: torch.nn.Module) -> VisionTower:
-    """Make a `VisionTower` from the image tower of an open_clip model, ``model.visual``.
-
-    Raises:
-        ModelError: the image tower has no patch features, for example because it is a ResNet.
-    """
+    """Make a `VisionTower` from the image tower of an open_clip model, ``model.visual``."""
     if isinstance(visual, TimmModel):
         return TimmTower(visual)
     if isinstance(visual, VisionTransformer):

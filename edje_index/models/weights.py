@@ -46,11 +46,7 @@ def distinct_tensors(module: torch.nn.Module) -> State:
 
 
 def save_tensors(state: State, path: Path) -> None:
-    """Write tensors to the safetensors file ``path``.
-
-    Raises:
-        ModelError: a value is NaN or infinite.
-    """
+    """Write tensors to the safetensors file ``path``."""
     check_finite(state, path.name)
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path)
 
@@ -61,9 +57,6 @@ def check_finite(state: Mapping[str, torch.Tensor], source: str) -> None:
     Args:
         state: tensors by name.
         source: file or model that the tensors come from, for the error message.
-
-    Raises:
-        ModelError: a tensor contains such a value.
     """
     for name, tensor in state.items():
         if not tensor.is_floating_point() or not tensor.numel():
@@ -78,11 +71,7 @@ def check_finite(state: Mapping[str, torch.Tensor], source: str) -> None:
 
 
 def read_weights(path: Path, prefix: str = "") -> State:
-    """Read the tensors of a safetensors file with names that begin with ``prefix``. The prefix is removed.
-
-    Raises:
-        ModelError: the file cannot be read or is not a safetensors file.
-    """
+    """Read the tensors of a safetensors file with names that begin with ``prefix``. The prefix is removed."""
     try:
         if not prefix:
             return load_file(path)
@@ -101,9 +90,6 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
         module: module to change.
         state: tensors by name. Only names that share the tensor of an earlier name may be missing.
         source: file or model that the tensors come from, for error messages.
-
-    Raises:
-        ModelError: ``state`` and ``module`` have different names or shapes.
     """
     try:
         result = module.load_state_dict(state, strict=False)
@@ -124,11 +110,7 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
 
 
 def load_module(path: Path, build: Callable[[], Module], prefix: str = "") -> Module:
-    """Build a module, and load the tensors of the file `path` with names that begin with `prefix` into it.
-
-    Raises:
-        ModelError: the module is larger than the file, or the file does not fit the module.
-    """
+    """Build a module, and load the tensors of the file `path` with names that begin with `prefix` into it."""
     with limited_by(path):
         module = build()
     assign_weights(module, read_weights(path, prefix), str(path))
@@ -147,11 +129,7 @@ def tied_names(module: torch.nn.Module) -> set[str]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a file that ``torch.save`` wrote, with a dict of tensors and plain values. No code in the file runs.
-
-    Raises:
-        ModelError: the file is missing or damaged, does not contain a dict, or contains other Python objects.
-    """
+    """Read a file that ``torch.save`` wrote, with a dict of tensors and plain values. No code in the file runs."""
     if not path.is_file():
         raise ModelError(f"there is no checkpoint file at {path}; give the path of the .pth file")
     try:
@@ -175,12 +153,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def limited_by(weights: Path) -> Iterator[None]:
-    """Context manager that limits the tensors created in the context to the size of the file `weights`.
-
-    Raises:
-        ModelError: more elements or tensors are created than the file can contain, the file is missing, a value of the
-            configuration is not valid, or there is too little memory.
-    """
+    """Context manager that limits the tensors created in the context to the size of the file `weights`."""
     try:
         length = weights.stat().st_size
         with _Budget(weights, length):
