@@ -25,7 +25,7 @@ from edje_index.evaluation.recall import (
     ranks_after_reranking,
 )
 from edje_index.evaluation.token_sources import token_sources
-from edje_index.models.text_encoder import embed_texts
+from edje_index.models.text_tower import embed_texts
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import reads_tokens

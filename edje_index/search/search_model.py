@@ -23,7 +23,7 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.clip_config import read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
-from edje_index.models.text_encoder import TextEncoder, load_bert_text_tower
+from edje_index.models.text_tower import TextEncoder, load_bert_text_tower
 from edje_index.scoring.parts import ScoreModels
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights, check_parts, parse_score
 

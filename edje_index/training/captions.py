@@ -26,8 +26,7 @@ from edje_index.bundles.bundle import load_clip_text_tower
 from edje_index.bundles.info import JOINT_FOLDER, VISION_FOLDER, read_bundle_info, verify_files
 from edje_index.models.clip_config import read_clip_config
 from edje_index.models.joint_inputs import JointTokenizer, clean_canonicalize, load_joint_tokenizer
-from edje_index.models.text_encoder import embed_texts
-from edje_index.models.text_tower import TextTower
+from edje_index.models.text_tower import TextTower, embed_texts
 from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.manifest import CommittedIndex

@@ -18,8 +18,7 @@ from edje_index.models.bert import Bert, BertShape, BertWeights
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_clip
 from edje_index.models.joint_inputs import CLEANERS
-from edje_index.models.text_encoder import BertTextTower, load_bert_text_tower
-from edje_index.models.text_tower import TextTower, text_tokenizer
+from edje_index.models.text_tower import BertTextTower, TextTower, load_bert_text_tower, text_tokenizer
 from edje_index.models.weights import save_weights
 from tests.conftest import REPO
 

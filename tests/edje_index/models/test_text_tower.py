@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edje_index.models import text_encoder
-from edje_index.models.text_encoder import embed_texts
+from edje_index.models.text_tower import embed_texts
 
 
 @pytest.fixture(autouse=True)
