@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edje_index.errors import ModelError
 from edje_index.filesystem import write_json
+from edje_index.models.safety import read_configuration
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -54,11 +54,11 @@ class ClipConfig:
 def read_clip_config(folder: Path, name: str) -> ClipConfig:
     """Read ``open_clip_config.json`` from `folder`; `name` is the display name of the model."""
     try:
-        content = json.loads((folder / CONFIG_FILE).read_text())
+        content = read_configuration(folder / CONFIG_FILE)
         config = ClipConfig(name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {}))
         tower = str(config.model["vision_cfg"].get("timm_model_name") or "")
         _ = {**(config.text.get("tokenizer_kwargs") or {})}  # raises TypeError for another type
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r}; restore this file"
         ) from error

@@ -33,12 +33,6 @@ LOCAL_DIR = "local-dir:"
 _SCHEMAS = ("hf-hub:", LOCAL_DIR)
 _PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 _CONNECT_SECONDS = 5.0
-# Parts of the error messages that the libraries give if a download fails.
-_OFFLINE_SIGNS = (
-    "Failed to download", "Failed initial config", "couldn't connect", "Can't load", "Max retries", "offline",
-    "urlopen error", "Name or service not known", "name resolution", "Connection", "LocalEntryNotFound",
-)  # fmt: skip
-_REFUSED_SIGNS = ("401", "403", "404")  # HTTP status codes: the hub was reached
 
 
 def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Module:
@@ -101,7 +95,8 @@ def _build(name: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         with hub_access(local_only=True):
             return make().eval()
     except Exception as error:
-        raise _loading_error(name, error) from error
+        excerpt = " ".join(str(error).split())[:200]
+        raise ModelError(f"cannot load {name}: {excerpt}; check the configuration of the model") from error
 
 
 def _resize_trunk(visual: Any) -> None:
@@ -140,14 +135,22 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
         name, _, tag = vision.partition(":")
         name = name.replace("/", "-")
         tag, preprocess = _weights_of(name, tag)
+    reachable = True
     try:
-        with hub_access():
+        with hub_access() as reachable:
             model = open_clip.create_model(
                 name, pretrained=tag, require_pretrained=True, force_preprocess_cfg=preprocess
             )
             model_config = open_clip.get_model_config(name)
     except Exception as error:
-        raise _loading_error(vision, error) from error
+        excerpt = " ".join(str(error).split())[:200]
+        if reachable or folder is not None or (tag is not None and Path(tag).is_file()):
+            raise ModelError(f"cannot load {vision}: {excerpt}; check the name and the files of the model") from error
+        raise HubUnreachableError(
+            f"cannot download {vision}: the model hub is not reachable from this machine [{excerpt}]. Give local "
+            "weights as NAME:/path/to/weights or local-dir:FOLDER. Alternatively, download the model on a machine that "
+            "reaches the hub, and copy its cache directory HF_HOME to this machine"
+        ) from error
     described = {"model": model_config, "preprocess": dict(open_clip.get_model_preprocess_cfg(model))}
     described = json.loads(json.dumps(described))  # tuples become lists
     return model.eval(), ClipConfig(name if folder is None else folder.name, **described)
@@ -183,11 +186,11 @@ def _weights_of(name: str, tag: str) -> tuple[str, dict[str, Any] | None]:
 
 
 @contextmanager
-def hub_access(*, local_only: bool = False) -> Iterator[None]:
+def hub_access(*, local_only: bool = False) -> Iterator[bool]:
     """Context manager for calls that may download from the Hugging Face hub. Not thread-safe.
 
     The client of the hub retries for most of a minute. This function first tries one connection. If the connection
-    fails, the client uses only the local cache. Behind a proxy, the hub counts as reachable.
+    fails, the client uses only the local cache, and the value is False. Behind a proxy, the hub counts as reachable.
 
     Args:
         local_only: if True, nothing is downloaded.
@@ -200,29 +203,17 @@ def hub_access(*, local_only: bool = False) -> Iterator[None]:
     # open_clip logs through the root logger, which would otherwise add a handler that prints.
     logging.root.addHandler(handler)
     logging.disable(logging.CRITICAL)
-    if not (offline or local_only or any(os.environ.get(name) for name in _PROXY_VARIABLES)):
+    is_reachable = not (offline or local_only)
+    if is_reachable and not any(os.environ.get(name) for name in _PROXY_VARIABLES):
         address = urlsplit(constants.ENDPOINT)
         try:
             socket.create_connection((address.hostname or "", address.port or 443), timeout=_CONNECT_SECONDS).close()
         except OSError:
-            local_only = True
-    constants.HF_HUB_OFFLINE = offline or local_only
+            is_reachable = False
+    constants.HF_HUB_OFFLINE = not is_reachable
     try:
-        yield
+        yield is_reachable
     finally:
         constants.HF_HUB_OFFLINE = offline
         logging.disable(disabled)
         logging.root.removeHandler(handler)
-
-
-def _loading_error(name: str, error: Exception) -> ModelError:
-    """Convert `error`, raised while the model `name` was loaded, to the error that a user sees."""
-    message = " ".join(str(error).split())
-    excerpt = message[:200]
-    if any(sign in message for sign in _OFFLINE_SIGNS) and not any(sign in message for sign in _REFUSED_SIGNS):
-        return HubUnreachableError(
-            f"cannot download {name}: the model hub is not reachable from this machine [{excerpt}]. Give local weights "
-            "as NAME:/path/to/weights or local-dir:FOLDER. Alternatively, download the model on a machine that reaches "
-            "the hub, and copy its cache directory HF_HOME to this machine"
-        )
-    return ModelError(f"cannot load {name}: {excerpt}; check the name and the files of the model")

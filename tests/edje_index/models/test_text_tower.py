@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edje_index.models import text_encoder
+from edje_index.models import text_tower
 from edje_index.models.text_tower import embed_texts
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(text_encoder, "TEXTS_PER_REPORT", 2)
+    monkeypatch.setattr(text_tower, "TEXTS_PER_REPORT", 2)
 
 
 def test_many_texts_are_embedded_in_parts_and_equal_ones_once(tiny_model):
