@@ -89,7 +89,9 @@ def bench_end_to_end(
     try:
         opened = TokenIndex.open(index, model)
         items = read_captions(captions, images)
-        items, rows = match_items(opened.root, read_all_rows(opened.committed, NAME_COLUMNS), items).indexed(items)
+        items, rows = match_items(opened.committed.root, read_all_rows(opened.committed, NAME_COLUMNS), items).indexed(
+            items
+        )
         every = [(text, int(row)) for item, row in zip(items, rows, strict=True) for text in item.captions]
         sample = np.random.default_rng(0).permutation(len(every))[:queries]
         write_collection(folder, opened, [every[position] for position in sample])
@@ -127,7 +129,7 @@ def _measure(
         return {**result, "problem": f"{system.package} is not installed"}
     files = folder / name.replace(" ", "-")
     files.mkdir()
-    (files / "source").symlink_to(index.root)
+    (files / "source").symlink_to(index.committed.root)
     (files / "model").symlink_to(index.model.info.path.resolve())
     try:
         built = step("build", name, folder)
@@ -138,7 +140,7 @@ def _measure(
         return {**result, "problem": "the system failed; the error message is on standard error"}
     finally:
         shutil.rmtree(files)
-    stored = built["bytes"] or sum(path.stat().st_size for path in index.root.rglob("*") if path.is_file())
+    stored = built["bytes"] or sum(path.stat().st_size for path in index.committed.root.rglob("*") if path.is_file())
     return {**result, "build_seconds": built["seconds"], "bytes_per_image": stored / len(collection.tokens)}
 
 

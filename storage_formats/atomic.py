@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 @contextlib.contextmanager
@@ -63,10 +63,21 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
         OSError: the operating system cannot write the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(data)
+    fsync_path(path.parent)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Context manager that yields a new file, which replaces the file at `path` unless an exception ends the block.
+
+    The contents are flushed to the device; the directory is not.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with naming(path), open(temporary, "xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -74,7 +85,6 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    fsync_path(path.parent)
 
 
 def json_bytes(value: Any) -> bytes:

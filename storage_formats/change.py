@@ -35,7 +35,8 @@ from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import EXTENDED_VERSION, PARTIAL_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Manifest, created_by, earlier_snapshots
+from storage_formats.format.manifest import CommittedIndex, Manifest, created_by, earlier_snapshots, kept_snapshots
+from storage_formats.format.object_store import local_path
 from storage_formats.format.receipts import ShardReceipt, read_receipt
 from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.zarr_metadata import zarr_documents
@@ -166,7 +167,6 @@ class Change:
 
         Raises:
             OSError: a file cannot be written. The index is unchanged.
-            EdjeError: another writer has changed the index on the object store. The index is unchanged.
         """
         if self.index is not None and details is not None:
             manifest = self._next_snapshot(self.index.manifest, manifest, details)
@@ -285,13 +285,14 @@ def begin_change(
         notify: called with messages for the user.
 
     Raises:
-        UsageError: there is no index at `root`; or `is_new` is True, and `root` is not free.
+        UsageError: there is no index at `root`; or `is_new` is True, and `root` is not free; or `root` is a URL.
         UnfinishedChangeError: another change of the index was stopped, and has finished shards.
         EdjeError: another process is changing the index.
         CorruptIndexError: the manifest or the journal is damaged.
         OSError: the index cannot be written.
     """
-    layout = Layout(Path(root).absolute())
+    advice = "; to change an index at a URL, copy it to a directory, change the copy, and copy it back"
+    layout = Layout(local_path(root, advice=advice).absolute())
     if is_new:
         check_free(layout)
     else:
@@ -511,12 +512,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
-    """Return the manifests of all snapshots on disk, oldest first. The last manifest is the current one."""
-    numbers = earlier_snapshots(Layout(index.root), index.manifest)
-    return [*(Manifest.load(index.root, number) for number in numbers), index.manifest]
 
 
 @dataclass(frozen=True)

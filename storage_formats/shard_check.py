@@ -48,16 +48,27 @@ class Problem:
     message: str
 
 
-def unreadable(path: str, error: OSError) -> Problem:
-    """Return the problem of a file that cannot be read because of `error`. `path` is relative to the index.
+def check_file(root: Path, entry: FileEntry, *, only_length: bool = False) -> Problem | None:
+    """Compare the length and the CRC-32C of a file of the index at `root` with its entry.
 
     Raises:
         MachineError: the machine is in trouble, for example out of file descriptors, so the file may be sound.
     """
-    failure = cannot_read(path, error)
-    if isinstance(failure, MachineError) and error.errno != errno.EIO:  # EIO: this part of the device is damaged
-        raise failure from error
-    return Problem(path, "missing-file", f"cannot be read: {error.strerror}")
+    try:
+        with open_index_file(root, root / entry.path) as file:
+            length = os.fstat(file.fileno()).st_size
+            if length != entry.bytes:
+                message = f"has {length} bytes instead of the {entry.bytes} that were committed"
+                return Problem(entry.path, "length", message)
+            crc = entry.crc32c if only_length else crc32c_stream(file)
+    except OSError as error:
+        failure = cannot_read(entry.path, error)
+        if isinstance(failure, MachineError) and error.errno != errno.EIO:  # EIO: this part of the device is damaged
+            raise failure from error
+        return Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
+    if crc != entry.crc32c:
+        return Problem(entry.path, "checksum", f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}")
+    return None
 
 
 @dataclass(frozen=True)
@@ -127,18 +138,8 @@ class ShardCheck:
         entry = self.files.get(self._layout.relative(path))
         if entry is None:
             yield self._problem(path, "shard-table", "is not listed in the shard table")
-            return
-        try:
-            with open_index_file(self._layout.root, path) as file:
-                length = os.fstat(file.fileno()).st_size
-                crc = crc32c_stream(file) if length == entry.bytes else None
-        except OSError as error:
-            yield unreadable(self._layout.relative(path), error)
-            return
-        if crc is None:
-            yield self._problem(path, "length", f"has {length} bytes instead of the {entry.bytes} that were committed")
-        elif crc != entry.crc32c:
-            yield self._problem(path, "checksum", f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}")
+        elif problem := check_file(self._layout.root, entry):
+            yield problem
 
     def _check_rows(self, problems: list[Problem]) -> NDArray[np.bool_]:
         table = read_shard_rows(self._layout, self._shard, source_columns=self._columns)

@@ -22,8 +22,8 @@ from storage_formats.errors import UsageError
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.mirror import cache_directory, open_index
 from storage_formats.format.object_store import IndexLocation
+from storage_formats.format.remote import cache_directory, open_index
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import Tombstones, live_rows, refuse_before_first, rows_in_use
 from storage_formats.reading.batch import Batch

@@ -4,53 +4,64 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import json
 import math
 import random
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.change import named_files
 from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.format.checksum import crc32c_stream
+from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import iter_shard_files
-from storage_formats.format.index_files import open_index_file, read_index_file
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
-from storage_formats.format.object_store import IndexLocation
+from storage_formats.format.manifest import (
+    MAX_MANIFEST_BYTES,
+    CommittedIndex,
+    Counts,
+    Manifest,
+    kept_snapshots,
+)
+from storage_formats.format.object_store import WEB_SCHEMES, IndexLocation, ObjectFolder, is_url
+from storage_formats.format.remote import CLAIM, ROOT, absent, cache_directory, read_root
 from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import FileEntry, check_shard_tables
-from storage_formats.format.tombstones import read_tombstones
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.ordered_results import ordered_results
-from storage_formats.shard_check import CheckedShard, Problem, ShardCheck, unreadable
-from storage_formats.verified_files import VerifiedFiles, verified_files
+from storage_formats.shard_check import CheckedShard, Problem, ShardCheck, check_file
 from storage_formats.writing.publish import add_counts
 
 _THREADS = 4  # also with fewer CPUs, because the threads mostly wait for data (docs/lab)
 _MAX_ZARR_BYTES = 1 << 20
+_PROBLEMS_SHOWN = 3
 _SHARD_TABLE = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
 
 def verify_index(
     root: IndexLocation, on_progress: Callable[[int, int], None] | None = None, *, sample: float | None = None
 ) -> list[Problem]:
-    """Check every file of an index, or a random sample of its shards.
+    """Check every file of all kept snapshots of an index, or a random sample of its shards.
 
     Threads check up to four shards at the same time. The objects of an index on an object store are downloaded to the
     cache directory and removed. Only the shards that are being checked take disk space.
 
     Args:
         root: directory of the index, or its URL on an object store.
-        on_progress: called as `on_progress(done, total)` after each shard. Both arguments are numbers of shards.
+        on_progress: called as `on_progress(done, total)` after each shard of the current snapshot. Both arguments are
+            numbers of shards.
         sample: number of shards to check. Each call draws other shards at random. A number below 1 is a share of all
-            shards. None checks everything. A sample skips three checks: the totals in `index.json`, the search for
-            files that do not belong to the index, and the contents of the nearest-neighbour index.
+            shards. None checks everything. A sample skips the files of earlier snapshots, the totals in `index.json`,
+            the search for files that do not belong to the index, and the contents of the nearest-neighbour index.
 
     Returns:
         All problems that were found. The list is empty if the index, or the sample, is undamaged.
@@ -67,146 +78,125 @@ def verify_index(
         >>> verify_index(example_index())
         []
     """
-    return verify(root, on_progress, sample=sample).problems
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Totals over the rows tables: the numbers of inputs, and of values in each source column."""
-
-    counts: Counts
-    values: Counter[str]
-
-    def plus(self, checked: CheckedShard) -> Totals:
-        return Totals(add_counts(self.counts, checked.counts), self.values + Counter(checked.values))
-
-    def problems(self, manifest: Manifest) -> Iterator[Problem]:
-        """Yield a problem if the numbers in `manifest` differ from these totals."""
-        if self.counts != manifest.counts:
-            message = f"lists the counts {asdict(manifest.counts)}, but the rows tables have {asdict(self.counts)}"
-            yield Problem("index.json", "counts", message)
-            return
-        for column in manifest.columns:
-            values = self.values[column.name]
-            if column.values != values:
-                message = f"lists {column.values} values of column {column.name}, but the rows tables have {values}"
-                yield Problem("index.json", "columns", message)
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The result of a verification, from which a second verification can continue.
-
-    Attributes:
-        problems: all problems that were found.
-        manifest: manifest of the snapshot; None if not all of its files were checked.
-        damaged_shards: numbers of the checked shards with problems, ascending.
-        totals: totals over the rows tables of the checked shards without problems.
-    """
-
-    problems: list[Problem]
-    manifest: Manifest | None = None
-    damaged_shards: Sequence[int] = ()
-    totals: Totals = field(default_factory=lambda: Totals(Counts(0, 0, 0), Counter()))
-
-    def covers(self, manifest: Manifest) -> bool:
-        """Return True if the shards of the snapshot `manifest` are those that were checked."""
-        return self.manifest is not None and self.manifest.shard_tables == manifest.shard_tables
-
-    def sound_ann(self) -> set[FileEntry]:
-        """Return the entries of the files of the nearest-neighbour index that were read and have no problem."""
-        damaged = {problem.path for problem in self.problems}
-        return {entry for entry in self.manifest.ann_files if entry.path not in damaged} if self.manifest else set()
-
-
-def verify(
-    root: IndexLocation,
-    on_progress: Callable[[int, int], None] | None = None,
-    *,
-    sample: float | None = None,
-    earlier: Verification | None = None,
-) -> Verification:
-    """Check an index like `verify_index`, or check again what an earlier verification found damaged.
-
-    Args:
-        root: as for `verify_index`.
-        on_progress: as for `verify_index`.
-        sample: as for `verify_index`.
-        earlier: verification of all shards. The files that were sound then, and that the index still has, are not read
-            again. None checks all files.
-    """
     with contextlib.ExitStack() as opened:
         try:
-            files = opened.enter_context(verified_files(root))
-            manifest, version = Manifest.load(files.root), files.version()
+            index = opened.enter_context(_opened(root))
         except CorruptIndexError as error:
-            return Verification([Problem("index.json", "manifest", str(error))])
-        if earlier is not None and earlier.covers(manifest):
-            shards = earlier.damaged_shards
-        else:
-            shards, earlier = sampled_shards(manifest.spec, sample), Verification([])
-        verification = _verify(files, manifest, on_progress, shards, earlier=earlier, checks_all=sample is None)
-        problems = [files.describe(each) for each in verification.problems]
-        if problems and files.version() != version:
-            message = "changed while the index was verified; verify the index again"
-            return Verification([Problem("index.json", "changed", message)])
-    return replace(verification, problems=problems)
-
-
-def _verify(
-    files: VerifiedFiles,
-    manifest: Manifest,
-    on_progress: Callable[[int, int], None] | None,
-    shards: Sequence[int],
-    *,
-    earlier: Verification,
-    checks_all: bool,
-) -> Verification:
-    """Check `shards`, and all files that belong to no shard, apart from those that `earlier` found sound."""
-    root, totals = files.root, earlier.totals
-    damaged_shards: list[int] = []
-    try:
-        check_shard_tables(root, manifest.shard_tables)
-        problems = list(_check_metadata(files, manifest.spec))
-        with _checked(files, manifest, shards) as checked_shards:
-            for done, checked in enumerate(checked_shards, 1):
-                problems += checked.problems
-                if checked.problems:
-                    damaged_shards.append(checked.shard)
-                else:
-                    totals = totals.plus(checked)
-                if on_progress:
-                    on_progress(done, len(shards))
-    except CorruptIndexError as error:
-        return Verification([Problem("index.json", "manifest", str(error))])
-    if checks_all and not problems:
-        problems += totals.problems(manifest)
-    problems += _check_tombstones(root, manifest)
-    problems += _check_row_maps(root, manifest)
-    if checks_all:
-        problems += _check_strays(files, manifest)
-    problems += _check_ann(files, manifest, to_read=set(manifest.ann_files) - earlier.sound_ann() if checks_all else ())
-    return Verification(problems, manifest if checks_all else None, damaged_shards, totals)
+            return [Problem(ROOT, "manifest", str(error))]
+        version = _version(index)
+        try:
+            problems = _problems(index, on_progress, sample)
+        except CorruptIndexError as error:
+            problems = [Problem(ROOT, "manifest", str(error))]
+        if problems and _version(index) != version:
+            return [Problem(ROOT, "changed", "changed while the index was verified; verify the index again")]
+    # Users do not know the directory of an index at a URL.
+    return [replace(each, message=each.message.replace(str(index.root), str(index.location))) for each in problems]
 
 
 @contextlib.contextmanager
-def _checked(files: VerifiedFiles, manifest: Manifest, shards: Sequence[int]) -> Iterator[Iterator[CheckedShard]]:
-    """Context manager that yields an iterator of the checked `shards`, in their order. Threads check them."""
-    layout = Layout(files.root)
+def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
+    """Open an index. That at a URL begins with an empty directory, so that every file is downloaded and checked."""
+    if not is_url(location):
+        yield CommittedIndex.open(location)
+        return
+    folder = ObjectFolder.open(str(location))
+    if folder.scheme in WEB_SCHEMES:
+        raise UsageError(
+            f"{folder.url} cannot be checked, because a web server does not list files; copy the index to a directory, "
+            "which checks every file, or give a URL that begins with s3://, gs:// or az://"
+        )
+    _, manifest = read_root(folder)
+    if manifest is None:
+        raise absent(folder)
+    parent = cache_directory()
+    try:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(prefix="verify-", dir=parent) as directory:
+            yield CommittedIndex(Path(directory).resolve(), manifest, folder)
+    except OSError as error:  # of the local disk: those of the index are problems
+        raise UsageError(
+            f"cannot write to {parent}: {error.strerror}; free some space, or set EDJE_CACHE to another directory"
+        ) from error
 
-    def check(item: tuple[int, Mapping[str, FileEntry]]) -> CheckedShard:
-        shard_check = ShardCheck(layout, manifest, *item)
-        with files.at_hand(shard_check.files):
-            return shard_check.run()
 
+def _version(index: CommittedIndex) -> tuple[bytes, list[str]]:
+    """Return the contents of `index.json` now, and the names of the earlier snapshots."""
+    if index.remote is not None:
+        return index.remote.read(ROOT, MAX_MANIFEST_BYTES).data, sorted(index.remote.list_sizes("snapshots"))
+    layout = Layout(index.root)
+    names = sorted(path.name for path in layout.snapshot(0).parent.glob("*.json"))
+    return read_index_file(index.root, layout.manifest), names
+
+
+def _problems(
+    index: CommittedIndex, on_progress: Callable[[int, int], None] | None, sample: float | None
+) -> list[Problem]:
+    manifest, checks_all = index.manifest, sample is None
+    shards = sampled_shards(manifest.spec, sample)
+    index.fetch(manifest.shard_tables)
+    check_shard_tables(index.root, manifest.shard_tables)
+    problems = list(_check_metadata(index))
+    counts, values = Counts(0, 0, 0), Counter[str]()
     with ThreadPoolExecutor(_THREADS, "edje-verify") as pool:
         try:
-            entries = iter_shard_files(CommittedIndex(layout.root, manifest), shards)
-            yield ordered_results(entries, lambda item: pool.submit(check, item), ahead=2 * _THREADS)
+            check = functools.partial(_check_shard, index)
+            results = ordered_results(
+                iter_shard_files(index, shards), lambda item: pool.submit(check, *item), ahead=2 * _THREADS
+            )
+            for done, checked in enumerate(results, 1):
+                problems += checked.problems
+                counts, values = add_counts(counts, checked.counts), values + Counter(checked.values)
+                if on_progress:
+                    on_progress(done, len(shards))
+            if checks_all and counts.inputs == manifest.spec.used_rows:  # else a rows table cannot be read
+                problems += _check_totals(manifest, counts, values)
+            problems += _check_own_files(index, checks_all=checks_all)
+            if checks_all:
+                problems += _check_earlier_snapshots(index, pool)
         except BaseException:
-            files.abandon()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+    return problems
+
+
+def _check_shard(index: CommittedIndex, shard: int, files: Mapping[str, FileEntry]) -> CheckedShard:
+    check = ShardCheck(Layout(index.root), index.manifest, shard, files)
+    try:
+        for entry in check.files.values() if index.remote else ():
+            _download_as_it_is(index, entry)
+        return check.run()
+    finally:
+        for path in check.files if index.remote else ():
+            (index.root / path).unlink(missing_ok=True)
+
+
+def _download_as_it_is(index: CommittedIndex, entry: FileEntry) -> None:
+    """Download an object, also a damaged one. One with a wrong length becomes an empty file of its length."""
+    assert index.remote is not None
+    info = index.remote.info(entry.path)
+    if info is None:
+        return  # opening the file fails
+    path = index.root / entry.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "xb") as file:
+        if info.size != entry.bytes:
+            file.truncate(info.size)
+            return
+        with contextlib.suppress(FileNotFoundError, EOFError):  # replaced in the meantime
+            file.writelines(index.remote.chunks(entry.path, entry.bytes))
+
+
+def _check_totals(manifest: Manifest, counts: Counts, values: Counter[str]) -> Iterator[Problem]:
+    """Compare the numbers in `manifest` with those of the rows tables."""
+    if counts != manifest.counts:
+        message = f"lists the counts {asdict(manifest.counts)}, but the rows tables have {asdict(counts)}"
+        yield Problem(ROOT, "counts", message)
+        return
+    for column in manifest.columns:
+        if column.values != values[column.name]:
+            message = f"lists {column.values} values of column {column.name}, but the rows tables have "
+            yield Problem(ROOT, "columns", f"{message}{values[column.name]}")
 
 
 def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
@@ -234,12 +224,14 @@ def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
     return [ranges[at][position - firsts[at]] for at, position in zip(segments, positions, strict=True)]
 
 
-def _check_metadata(files: VerifiedFiles, spec: IndexSpec) -> Iterator[Problem]:
+def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
     """Compare each `zarr.json` with SPEC.md, and check that zarr-python can open the arrays."""
-    layout, is_changing = Layout(files.root), files.is_changing()
-    for path, document in zarr_documents(layout, spec).items():
+    layout, is_changing = Layout(index.root), _is_changing(index)
+    for path, document in zarr_documents(layout, index.manifest.spec).items():
         where = layout.relative(path)
         try:
+            if index.remote is not None:
+                write_bytes_atomic(path, index.remote.read(where, _MAX_ZARR_BYTES).data)
             actual = json.loads(read_index_file(layout.root, path, max_bytes=_MAX_ZARR_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             yield Problem(where, "zarr-metadata", f"cannot be read: {error}")
@@ -279,49 +271,95 @@ def _check_stock_reader(array_dir: Path, where: str, document: dict[str, Any]) -
         yield Problem(where, "zarr-reader", message)
 
 
-def _check_tombstones(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
+def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Problem]:
+    """Check the files that no shard table lists."""
+    manifest = index.manifest
     try:
-        read_tombstones(Path(root), manifest.spec, manifest.snapshot)
+        _ = index.deleted
     except CorruptIndexError as error:
         yield Problem(manifest.snapshot.deleted.path if manifest.snapshot.deleted else "", "deleted-rows", str(error))
-
-
-def _check_row_maps(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
     for row_map in manifest.row_maps:
         try:
-            check_row_map(CommittedIndex(Path(root), manifest), row_map)
+            check_row_map(index, row_map)
         except CorruptIndexError as error:
             yield Problem(row_map.file.path, "row-map", str(error))
-
-
-def _check_strays(files: VerifiedFiles, manifest: Manifest) -> Iterator[Problem]:
-    """Yield a problem for each data file that belongs to no snapshot and no unfinished change."""
-    if files.is_changing():  # they may be files of the change; the next change finishes it or removes them
-        return
-    try:
-        named = files.named(manifest)
-    except CorruptIndexError as error:
-        yield Problem("snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}")
-        return
-    for where in files.names():
-        is_table = _SHARD_TABLE.fullmatch(where) is not None  # a conversion keeps the earlier shard tables
-        belongs = where.endswith("/zarr.json") or is_table or where in named
-        if not belongs:
-            yield Problem(where, "stray-file", files.stray_message)
-
-
-def _check_ann(files: VerifiedFiles, manifest: Manifest, *, to_read: Container[FileEntry]) -> Iterator[Problem]:
     for entry in manifest.ann_files:
-        try:
-            is_sound = files.length(entry.path) == entry.bytes
-            if is_sound and entry in to_read:
-                with files.at_hand({entry.path: entry}), open_index_file(files.root, files.root / entry.path) as file:
-                    is_sound = crc32c_stream(file) == entry.crc32c
-        except OSError as error:
-            yield unreadable(entry.path, error)
-            continue
-        if not is_sound:
-            yield Problem(entry.path, "checksum", "is not the committed file; build the nearest-neighbour index again")
+        if problem := _check_file(index, entry, only_length=not checks_all):
+            yield replace(problem, message=f"{problem.message}; build the nearest-neighbour index again")
     vectors = manifest.ann.get("vectors")
     if vectors is not None and vectors != manifest.counts.indexed:
         yield Problem("ann", "counts", f"has {vectors} vectors, but {manifest.counts.indexed} rows are indexed")
+
+
+def _check_file(index: CommittedIndex, entry: FileEntry, *, only_length: bool = False) -> Problem | None:
+    """Compare the length and the CRC-32C of a file or an object with its entry."""
+    if index.remote is None:
+        return check_file(index.root, entry, only_length=only_length)
+    info, crc = index.remote.info(entry.path), 0
+    if info is None:
+        return Problem(entry.path, "missing-file", "cannot be read: No such file or directory")
+    if info.size != entry.bytes:
+        message = f"has {info.size} bytes instead of the {entry.bytes} that were committed"
+        return Problem(entry.path, "length", message)
+    for chunk in () if only_length else index.remote.chunks(entry.path, entry.bytes):
+        crc = crc32c(bytes(chunk), crc)
+    if not only_length and crc != entry.crc32c:
+        return Problem(entry.path, "checksum", f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}")
+    return None
+
+
+def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
+    """Compare the lengths, or also the checksums, of all files of a snapshot with their entries.
+
+    Raises:
+        CorruptIndexError: a file is missing or damaged.
+    """
+    entries = [*(entry for _, entry in index.shard_files()), *index.manifest.own_files]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        checks = pool.map(lambda entry: _check_file(index, entry, only_length=only_lengths), entries)
+        problems = [f"{problem.path} {problem.message}" for problem in checks if problem]
+    for path in Layout(index.root).zarr_files(index.manifest.spec.precisions) if only_lengths else ():
+        if not path.is_file():
+            problems.append(f"{path.relative_to(index.root)} is missing")
+    if problems:
+        rest = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        raise CorruptIndexError(
+            f"snapshot {index.manifest.snapshot.number} of {index.location} is finished but damaged: "
+            f"{'; '.join(problems[:_PROBLEMS_SHOWN])}{rest}. Run 'edje-index verify {index.location}' to list all "
+            "damage. Then restore the damaged files from a backup, or build the index again"
+        )
+
+
+def _check_earlier_snapshots(index: CommittedIndex, pool: ThreadPoolExecutor) -> Iterator[Problem]:
+    """Check each file that only earlier snapshots name, and look for data files that no snapshot names."""
+    try:
+        manifests = kept_snapshots(index)
+        checked = {*index.manifest.own_files, *(entry for _, entry in index.shard_files())}
+        others = dict[FileEntry, None]()
+        for manifest in manifests[:-1]:
+            earlier = CommittedIndex(index.root, manifest, index.remote)
+            entries = [*manifest.own_files, *(entry for _, entry in earlier.shard_files())]
+            others |= dict.fromkeys(entry for entry in entries if entry not in checked)
+        named = named_files(Layout(index.root), manifests)
+    except (CorruptIndexError, UsageError) as error:  # the format version of a snapshot, for example
+        yield Problem("snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}")
+        return
+    yield from filter(None, pool.map(lambda entry: _check_file(index, entry), others))
+    if _is_changing(index):  # other files may be those of the change; the next change finishes it or removes them
+        return
+    layout = Layout(index.root)
+    if index.remote is None:
+        paths = (path for folder in layout.data_folders() for path in sorted(folder.rglob("*")) if not path.is_dir())
+        names = [layout.relative(path) for path in paths]
+    else:
+        folders = tuple(f"{layout.relative(folder)}/" for folder in layout.data_folders())
+        names = sorted(key for key in index.remote.list_sizes() if key.startswith(folders))
+    for where in names:
+        is_table = _SHARD_TABLE.fullmatch(where) is not None  # a conversion keeps the earlier shard tables
+        if not (where.endswith("/zarr.json") or is_table or where in named):
+            yield Problem(where, "stray-file", "does not belong to this index; delete it")
+
+
+def _is_changing(index: CommittedIndex) -> bool:
+    """Return True if the index has an unfinished change, whose files may be there already."""
+    return Layout(index.root).build.exists() if index.remote is None else index.remote.info(CLAIM) is not None

@@ -21,8 +21,8 @@ from storage_formats.codecs import Records, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import ObjectFolder
+from storage_formats.format.remote import open_index
 from storage_formats.reading.block_cache import SETTING, cache_bytes
 from storage_formats.token_store import TokenStore
 

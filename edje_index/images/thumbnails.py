@@ -13,7 +13,6 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from edje_index.images.clips import is_clip, key_frame
@@ -24,7 +23,10 @@ from edje_index.images.ranges import open_ranged
 from edje_index.images.transient import TransientInputError
 from edje_index.images.urls import is_remote
 from storage_formats.extras import MissingExtraError
-from storage_formats.format.rows import INDEXED, read_rows
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.object_store import IndexLocation
+from storage_formats.format.remote import open_index
+from storage_formats.format.rows import INDEXED, read_index_rows
 
 MAX_PHOTO_BYTES = 1 << 26
 """Largest number of bytes of a photo with a thumbnail. The limit bounds time and memory."""
@@ -64,11 +66,13 @@ class Thumbnail:
         return None if self.jpeg is None else "data:image/jpeg;base64," + base64.b64encode(self.jpeg).decode()
 
 
-def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAULT_SIDE) -> list[Thumbnail]:
+def read_thumbnails(
+    index: IndexLocation | CommittedIndex, row_ids: Sequence[int], side: int = DEFAULT_SIDE
+) -> list[Thumbnail]:
     """Return one thumbnail per row id, in the order of `row_ids`. A photo that cannot be read raises no error.
 
     Args:
-        root: directory of the index.
+        index: directory or URL of the index, or the open index.
         row_ids: rows of the index; duplicates are allowed.
         side: length of the longer side of a thumbnail in pixels.
 
@@ -77,7 +81,8 @@ def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAUL
         UsageError, IncompleteIndexError, CorruptIndexError: as for `storage_formats.format.rows.read_rows`.
     """
     thumbnails = []
-    for row_id, row in zip(row_ids, read_rows(root, row_ids, PHOTO_COLUMNS).to_pylist(), strict=True):
+    opened = index if isinstance(index, CommittedIndex) else open_index(index)
+    for row_id, row in zip(row_ids, read_index_rows(opened, row_ids, PHOTO_COLUMNS).to_pylist(), strict=True):
         jpeg, problem = None, f"{row['status']}: {row['reason'] or 'see the rows table'}"
         if row["status"] == INDEXED:
             try:

@@ -26,7 +26,7 @@ from storage_formats.change import Change, begin_change
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file, crc32c_stream
-from storage_formats.format.index_files import open_index_file, remote_files
+from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.shard_table import FileEntry
@@ -114,8 +114,7 @@ def replace_ann(change: Change, request: AnnRequest, on_progress: OnProgress | N
     assert change.index is not None
     manifest, layout = change.index.manifest, change.layout
     # Readers may need the file `ann/index.faiss`: the current snapshot until the commit, and earlier ones afterwards.
-    # On an object store, committed objects are never replaced.
-    in_use = bool(manifest.snapshot.number) or remote_files(layout.root) is not None
+    in_use = bool(manifest.snapshot.number)
     if not in_use:
         committed = {file.path: file for file in manifest.ann_files}.get(layout.relative(layout.ann_index))
         with contextlib.suppress(OSError), open_index_file(layout.root, layout.ann_index) as file:
@@ -461,7 +460,8 @@ class AnnIndex:
         files = [{"vectors": manifest.counts.indexed, **file} for file in manifest.ann.get("files", [])]
         if not files:
             raise UsageError(f"{root} has no nearest-neighbour index; build it with 'edje-index ann build'")
-        self._embeddings = IndexedEmbeddings(Layout(root), manifest.spec)
+        self._embeddings = IndexedEmbeddings(Layout(root), manifest.spec, index=index)
+        index.fetch(manifest.ann_files)
         self._parts = [_open_part(root, manifest.spec, file) for file in files]
         self.live: NDArray[np.uint8] | None = None
         if len(index.deleted):

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from storage_formats.errors import EdjeError
+from storage_formats.format.object_store import IndexLocation
 
 _SHOWN = 50  # images in a notebook; the notebook file contains each image
 _SIDE = 160
@@ -89,7 +89,7 @@ class Hits(list[Hit]):
 
     Args:
         hits: the hits of the query, best first.
-        root: directory of the searched index.
+        root: directory or URL of the searched index.
         stages: duration of each stage of the search in seconds, see `Stages`. If one call searches several queries, the
             durations are for the whole call.
 
@@ -100,7 +100,7 @@ class Hits(list[Hit]):
         2
     """
 
-    def __init__(self, hits: Iterable[Hit], root: Path, stages: Mapping[str, float] | None = None) -> None:
+    def __init__(self, hits: Iterable[Hit], root: IndexLocation, stages: Mapping[str, float] | None = None) -> None:
         super().__init__(hits)
         self.root = root
         self.stages = dict(stages or {})

@@ -38,8 +38,8 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import IndexLocation
+from storage_formats.format.remote import open_index
 from storage_formats.format.rows import read_index_rows
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
@@ -106,9 +106,9 @@ class TokenIndex:
         self._refreshing = threading.Lock()
 
     @property
-    def root(self) -> Path:
-        """Absolute path of the index, or of the local cache of an index on an object store."""
-        return self.committed.root
+    def root(self) -> IndexLocation:
+        """Absolute path or URL of the index."""
+        return self.committed.location
 
     @property
     def manifest(self) -> Manifest:

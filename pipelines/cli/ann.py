@@ -38,8 +38,7 @@ def group() -> None:
 def build(index: IndexLocation, ann: str, recall: float, memory: int | None, quiet: bool, as_json: bool) -> None:
     """Build the nearest-neighbour index of INDEX from the stored embeddings, and replace the existing one.
 
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://. 'edje-index info' describes its
-    nearest-neighbour index, and says whether to build it again.
+    'edje-index info' describes the nearest-neighbour index, and says whether to build it again.
 
     With --ann auto, a search of up to 100,000 rows compares the query with every embedding. For more rows, the
     embeddings are divided into inverted lists and compressed to short codes. A search then reads only some lists. The

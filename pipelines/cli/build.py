@@ -183,8 +183,6 @@ def append(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
     already contains are skipped and reported as duplicates. Existing rows keep their ids. INDEX can be searched during
     the append.
 
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
-
     Run the same command again to resume a stopped append.
 
     \b
@@ -230,8 +228,6 @@ def update(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
 
     New and changed files get new rows. The old rows of changed files and the rows of missing files are deleted.
     Unchanged files are read but not encoded again. A program that has INDEX open must reopen it to see the changes.
-
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
     With --retry-failed, the failed inputs that 'edje-index failures' lists are looked up again, and no source is
     listed. If every input fails for the same reason as before, INDEX does not change.

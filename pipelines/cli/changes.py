@@ -40,8 +40,6 @@ def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The data of deleted rows
     remains on disk, so 'edje-index rollback' can restore the rows.
 
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
-
     --erase also removes the data of all deleted rows and of their duplicates: the other rows of their shards are copied
     to new shards, where they get new row ids, and all earlier snapshots are removed. This cannot be undone. Run the
     same command again to finish an interrupted erasure.
@@ -79,8 +77,6 @@ def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
     The remaining rows get new ids. A Parquet file maps old row ids to new row ids; TokenStore.translate reads this
     file. Tokens are copied, so the model is not needed. INDEX can be searched during the compaction. The disk needs
     room for a second copy of the remaining rows. To remove the old files afterwards, run 'edje-index gc --keep 1'.
-
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
     Run the same command again to resume a stopped compaction.
 
@@ -199,8 +195,6 @@ def repair(
 ) -> int:
     """Rebuild damaged or missing files of INDEX from its other files, or from the images.
 
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
-
     Damaged tokens are converted again from another precision, and stored only if they have the original checksums.
     Damaged checksums are computed again from the tokens. A damaged nearest-neighbour index is built again from the
     embeddings.
@@ -266,8 +260,6 @@ def history(index: IndexLocation, as_json: bool) -> None:
 def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
     """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index history' lists.
 
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
-
     A rollback makes a new snapshot. To undo a rollback, roll back to the snapshot before it.
 
     \b
@@ -292,8 +284,6 @@ def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
 @json_option
 def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
     """Remove the files of INDEX that no snapshot needs. With --keep, also remove old snapshots.
-
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
     The command also discards an interrupted change, such as an append or a conversion. That change cannot be resumed
     afterwards.
@@ -334,27 +324,26 @@ def failures(index: IndexLocation, reasons: tuple[str, ...], as_json: bool) -> N
       edje-index failures photos.edje --reason truncated --reason corrupt
       edje-index failures photos.edje --json | jq -r '.failures[].uri'
     """
-    from storage_formats.writing.working_copy import working_copy
 
-    with working_copy(index, read_only=True) as opened:
-        rows = (row for row in failed_rows(opened.root) if not reasons or row["reason"] in reasons)
-        if as_json:
-            print_json({"index": str(index), "failures": list(rows)})
-            return
-        for row in rows:
-            print_line(f"{row['row_id']}  {row['reason']}  {row['uri']}  {row['detail']}")
+    rows = (row for row in failed_rows(index) if not reasons or row["reason"] in reasons)
+    if as_json:
+        print_json({"index": str(index), "failures": list(rows)})
+        return
+    for row in rows:
+        print_line(f"{row['row_id']}  {row['reason']}  {row['uri']}  {row['detail']}")
 
 
-def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
+def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
     """Yield the row id, reason, URI and detail of each failed row, also of an unfinished build."""
     from storage_formats.change import is_unfinished
     from storage_formats.format.layout import Layout
-    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.object_store import is_url
+    from storage_formats.format.remote import open_index
     from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
 
-    layout, columns = Layout(root), ["row_id", "reason", "uri", "detail", "status"]
-    if layout.manifest.exists() or is_unfinished(root) is None:
-        tables = iter_rows(CommittedIndex.open(root), columns)
+    layout, columns = Layout(Path(index)), ["row_id", "reason", "uri", "detail", "status"]
+    if is_url(index) or layout.manifest.exists() or is_unfinished(index) is None:
+        tables = iter_rows(open_index(index), columns)
     else:
         shards = sorted(int(path.stem) for path in layout.receipt(0).parent.glob("*.json"))
         tables = (read_shard_rows(layout, shard, columns) for shard in shards)

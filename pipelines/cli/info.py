@@ -52,12 +52,11 @@ def describe_index(root: Path | str) -> dict[str, Any]:
     from dataclasses import asdict
 
     from edje_index.indexing.ann_kind import rebuild_reasons
-    from storage_formats.format.mirror import open_index
-    from storage_formats.format.shard_table import read_shard_tables
+    from storage_formats.format.remote import open_index
 
     index = open_index(root)
     manifest = index.manifest
-    files = [*(file for _, file in read_shard_tables(index.root, manifest.shard_tables)), *manifest.ann_files]
+    files = [*(file for _, file in index.shard_files()), *manifest.ann_files]
     spec, counts = manifest.spec, manifest.counts
     bytes_by_folder: Counter[str] = Counter()
     for file in files:

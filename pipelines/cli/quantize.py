@@ -72,8 +72,6 @@ def quantize(
     The precisions are bf16, fp16, fp8, mxfp8, int8, nvfp4, mxfp4 and sign1. INDEX can be searched during the
     conversion. Run the same command again to resume a stopped conversion.
 
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
-
     With --report, the command first measures how much each precision changes the tokens and the re-ranking, compared
     with the most accurate precision stored. The report covers the precisions of --to, or all precisions without --to.
 

@@ -71,7 +71,7 @@ def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: boo
 def _shards_of(index: IndexLocation) -> int:
     """Return the number of shards of `index` that have files; 0 if `index.json` cannot be read."""
     from storage_formats.errors import CorruptIndexError
-    from storage_formats.format.mirror import open_index
+    from storage_formats.format.remote import open_index
 
     try:
         return open_index(index).manifest.spec.used_shards

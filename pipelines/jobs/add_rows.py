@@ -58,8 +58,7 @@ def append_index(
     stopped append.
 
     Args:
-        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
-            Its rows keep their ids.
+        index: directory of the index. Its rows keep their ids.
         sources: directories, archives, lists of paths or image files, as in `build_index`.
         model: directory of the model bundle; None selects the bundle that built the index.
         engine, workers, address, column, max_failed, on_event, should_stop: as in `build_index`.
@@ -80,13 +79,11 @@ def append_index(
     """
     from storage_formats.change import begin_change
     from storage_formats.writing.publish import total_counts
-    from storage_formats.writing.working_copy import working_copy
 
     started, group = time.monotonic(), _source_group(sources, column)
     with (
-        working_copy(index) as copy,
-        begin_change(copy.root, "append", {"sources": group.sources, "column": column}) as change,
-        stopping_on_full_disk(copy.root),
+        begin_change(index, "append", {"sources": group.sources, "column": column}) as change,
+        stopping_on_full_disk(change.layout.root),
     ):
         assert change.index is not None
         settings, info = _settings_and_bundle(change.index, group, model)
@@ -143,8 +140,7 @@ def update_index(
     its finished shards count if the same inputs must be encoded.
 
     Args:
-        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
-            Unchanged rows keep their ids.
+        index: directory of the index. Unchanged rows keep their ids.
         sources: all sources of the index, as in `build_index`. If empty, the sources recorded in the index are used.
         retry_failed: True to only look up the failed inputs by their names again. The sources are not listed. If every
             input fails again for the same reason, the index does not change.
@@ -170,10 +166,9 @@ def update_index(
         (6, 0, 0)
     """
     from storage_formats.change import begin_change
-    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.remote import open_index
     from storage_formats.format.rows import INDEXED, read_rows
     from storage_formats.writing.publish import total_counts
-    from storage_formats.writing.working_copy import working_copy
 
     started, group = time.monotonic(), _source_group(sources, column) if source_names(sources) else None
 
@@ -183,15 +178,13 @@ def update_index(
         return compare_sources(opened, group, max_vanished, on_event, should_stop)
 
     if dry_run:
-        with working_copy(index, read_only=True) as copy:
-            opened = CommittedIndex.open(copy.root)
-            return _tried(opened.manifest, compare(opened), started)
+        opened = open_index(index)
+        return _tried(opened.manifest, compare(opened), started)
     with (
-        working_copy(index) as copy,
         begin_change(
-            copy.root, "update", {"retry_failed": retry_failed}, notify=lambda text: on_event(StatusMessage(text))
+            index, "update", {"retry_failed": retry_failed}, notify=lambda text: on_event(StatusMessage(text))
         ) as change,
-        stopping_on_full_disk(copy.root),
+        stopping_on_full_disk(change.layout.root),
     ):
         assert change.index is not None
         manifest, changes = change.index.manifest, compare(change.index)

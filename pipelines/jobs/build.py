@@ -333,14 +333,14 @@ def check_finished(out: Path, info: BundleInfo, requested: Mapping[str, Any], sh
     from pipelines.sources import digested, iter_all, open_sources
     from storage_formats.change import finish_committed
     from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.presence import check_files
+    from storage_formats.verify import check_files
 
     finish_committed(out)
     index = CommittedIndex.open(out)
     stored = settings_of(out, index.manifest)
     settings = BuildSettings.choose(stored, **requested)
     refuse_differences(out, index.manifest.model, stored, info, settings)
-    check_files(index)
+    check_files(index, only_lengths=True)
     sources = open_sources(settings.sources, settings.column, clips=settings.frames is not None)
     digest = hashlib.sha256()
     inputs = sum(1 for _ in digested(iter_all(sources), digest, ignore, should_stop))

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from storage_formats.format.receipts import ShardReceipt
     from storage_formats.format.selection import Selection
     from storage_formats.format.shard_table import FileEntry
-    from storage_formats.writing.index_copy import CopyTarget
 
 Ints = NDArray[np.int64]
 CopyShard = Callable[[int, Callable[[int], None], ShouldStop], "ShardReceipt"]
@@ -108,8 +107,7 @@ def compact_index(
     deleted, the index does not change. Call the function again to resume a stopped compaction.
 
     Args:
-        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
-            The index can be read during the compaction.
+        index: directory of the index. The index can be read during the compaction.
         only_shards_with_deleted: True to copy only the rows of shards with deleted rows, and of shards with
             duplicates of these rows. The other rows keep their ids.
         on_event: as in `build_index`.
@@ -137,18 +135,12 @@ def compact_index(
     from storage_formats.format.row_map import write_row_map
     from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, iter_stored_rows
     from storage_formats.format.selection import Selection
-    from storage_formats.format.shard_table import read_shard_tables
     from storage_formats.writing.copying import count_values, with_values
     from storage_formats.writing.publish import add_counts, total_counts, write_shard_tables
-    from storage_formats.writing.working_copy import working_copy
 
     started = time.monotonic()
     request = {"only_shards_with_deleted": only_shards_with_deleted}
-    with (
-        working_copy(index) as copy,
-        begin_change(copy.root, "compact", request) as change,
-        stopping_on_full_disk(copy.root),
-    ):
+    with begin_change(index, "compact", request) as change, stopping_on_full_disk(change.layout.root):
         assert change.index is not None
         source, manifest, spec = change.index, change.index.manifest, change.index.manifest.spec
         removed = len(source.deleted)
@@ -191,7 +183,7 @@ def compact_index(
             ann = extend_ann(change.layout, target, ann) if receipts else ann
         else:
             ann = manifest.ann
-        lines = [line for line in read_shard_tables(source.root, manifest.shard_tables) if line[0] not in set(shards)]
+        lines = [line for line in source.shard_files() if line[0] not in set(shards)]
         files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
         tables = write_shard_tables(change.layout, target, [*lines, *files])
         parts = ((row_ids, new.first_row + ranks) for row_ids, ranks in selection.by_shard())
@@ -294,7 +286,7 @@ def copy_index(
         >>> copy_index("photos.edje", "part.edje", rows=[1, 3]).rows
         2
     """
-    from storage_formats.format.mirror import open_index
+    from storage_formats.format.remote import open_index
 
     started = time.monotonic()
     if replace and not is_url(out):
@@ -371,8 +363,8 @@ def _copy_whole(
     from storage_formats.change import begin_change, begin_index
     from storage_formats.format.object_store import ObjectFolder
     from storage_formats.writing.index_copy import (
-        DirectoryTarget,
         begin_remote_copy,
+        copy_to_directory,
         files_to_copy,
         manifest_bytes,
     )
@@ -380,34 +372,35 @@ def _copy_whole(
     entries = files_to_copy(index)
     on_event(StatusMessage(f"copying {len(entries):,} files of snapshot {index.manifest.snapshot.number}"))
     if is_url(out):
-        remote = begin_remote_copy(index, ObjectFolder.open(str(out)), entries, replace=replaces)
-        copied = _copy_files(index, entries, remote, on_event, should_stop)
-        remote.commit(index, entries)
+        with begin_remote_copy(index, ObjectFolder.open(str(out)), replace=replaces) as remote:
+            copied = _copy_files(entries, remote.put, on_event, should_stop)
+            remote.commit()
+            if replaces:
+                remote.remove_others(entries)
         return entries, copied
     data = manifest_bytes(index)
     request = {"manifest": hashlib.sha256(data).hexdigest()}
     with begin_change(Path(out), "copy", request, is_new=True) as change, stopping_on_full_disk(Path(out)):
         begin_index(change.layout.root, index.manifest.spec)
         change.store_plan({})
-        copied = _copy_files(index, entries, DirectoryTarget(change.layout.root), on_event, should_stop)
+        copied = _copy_files(
+            entries, lambda entry: copy_to_directory(index, entry, change.layout.root), on_event, should_stop
+        )
         change.commit_copy(data)
     return entries, copied
 
 
 def _copy_files(
-    index: CommittedIndex,
     entries: Sequence[FileEntry],
-    target: CopyTarget,
+    copy: Callable[[FileEntry], bool],
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> list[FileEntry]:
-    """Copy files with several threads. Return the entries of the files that `target` did not have."""
+    """Call `copy` for each entry, in several threads. Return the entries of the files that were not there yet."""
     copied, done = [], 0
     wanted = itertools.takewhile(lambda _: not should_stop(), entries)
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        results = ordered_results(
-            wanted, lambda entry: pool.submit(target.copy, index, entry), ahead=2 * _FILES_AT_ONCE
-        )
+        results = ordered_results(wanted, lambda entry: pool.submit(copy, entry), ahead=2 * _FILES_AT_ONCE)
         for done, (is_new, entry) in enumerate(zip(results, entries, strict=False), 1):
             copied += [entry] if is_new else []
             on_event(Progress("copying files", done, len(entries)))

@@ -23,7 +23,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 
 if TYPE_CHECKING:
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.manifest import CommittedIndex, Manifest
     from storage_formats.format.receipts import ShardReceipt
     from storage_formats.writing.conversion import ConversionTask
 
@@ -76,8 +76,7 @@ def quantize_index(
     Call the function again with the same arguments to resume a stopped conversion.
 
     Args:
-        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
-            The index can be read during the conversion.
+        index: directory of the index. The index can be read during the conversion.
         to: precisions to add. Precisions that the index already stores are skipped.
         drop: precisions to remove, after all precisions in `to` have been added.
         source: precision to convert from; None takes the highest-fidelity precision stored. In this case, no precision
@@ -103,28 +102,26 @@ def quantize_index(
     """
     from storage_formats.change import begin_change
     from storage_formats.writing.conversion import ConversionTask, with_precisions, without_precisions
-    from storage_formats.writing.working_copy import working_copy
 
     started = time.monotonic()
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
-    with working_copy(index) as copy, begin_change(copy.root, "quantize", request) as change:
+    with begin_change(index, "quantize", request) as change:
         assert change.index is not None
-        before, layout = change.index.manifest, change.layout
+        before, layout, root = change.index.manifest, change.layout, change.layout.root
         manifest, spec = before, before.spec
         missing = tuple(name for name in dict.fromkeys(to) if name not in spec.precisions)
-        _check_names(copy.root, to, drop, source, (*spec.precisions, *missing))
-        read = precision_to_read(copy.root, manifest, source) if missing else None
-        with stopping_on_full_disk(copy.root):
+        _check_names(root, to, drop, source, (*spec.precisions, *missing))
+        read = precision_to_read(root, manifest, source) if missing else None
+        with stopping_on_full_disk(root):
             if read is not None:
                 if source is None:
-                    _refuse_higher_fidelity(copy.root, manifest, read, missing)
-                text = f"convert {spec} {read} {missing} {_source_digest(copy.root, manifest, read)}"
+                    _refuse_higher_fidelity(root, manifest, read, missing)
+                text = f"convert {spec} {read} {missing} {_source_digest(change.index, read)}"
                 plan, shards = hashlib.sha256(text.encode()).hexdigest(), list(spec.shard_numbers())
                 receipts = change.receipts(shards, plan)
-                _check_disk(copy.root, spec, missing, len(shards) - len(receipts))
+                _check_disk(root, spec, missing, len(shards) - len(receipts))
                 write_array_shapes(layout, replace(spec, precisions=(*spec.precisions, *missing)))
                 on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
-                location = str(layout.root) if copy.remote is None else copy.remote.url
                 run = run_shards(
                     "converting",
                     shards,
@@ -132,9 +129,7 @@ def quantize_index(
                     receipts,
                     engine=open_engine("inline" if workers is None else "ray", workers, address=address),
                     make_worker=on_shared_directory(layout.root, open_converter),
-                    make_task=lambda shard: ConversionTask(
-                        location, str(layout.root), shard, spec, read, missing, plan
-                    ),
+                    make_task=lambda shard: ConversionTask(str(root), shard, spec, read, missing, plan),
                     on_event=on_event,
                     should_stop=should_stop,
                 )
@@ -145,8 +140,6 @@ def quantize_index(
             if manifest is not before:
                 manifest = change.commit(manifest).manifest
                 change.clean_up(change.remove_files)
-        if dropped:
-            copy.remove_unnamed_objects()
     return QuantizeResult(
         source=read,
         added=missing,
@@ -207,12 +200,10 @@ def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets
             )
 
 
-def _source_digest(root: Path, manifest: Manifest, source: str) -> str:
+def _source_digest(index: CommittedIndex, source: str) -> str:
     """Return the SHA-256 of the lengths and checksums of the files of `source`."""
-    from storage_formats.format.shard_table import read_shard_tables
-
     folders = (f"tokens/{source}/", f"checksums/{source}/")
-    entries = [file for _, file in read_shard_tables(root, manifest.shard_tables) if file.path.startswith(folders)]
+    entries = [file for _, file in index.shard_files() if file.path.startswith(folders)]
     files = [(file.path, file.bytes, file.crc32c) for file in entries]
     return hashlib.sha256(repr(files).encode()).hexdigest()
 

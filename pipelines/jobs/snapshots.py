@@ -63,7 +63,7 @@ def delete_rows(
     """Delete rows of an index, as `edje-index delete` does. The other rows keep their ids.
 
     Args:
-        index: directory of the index, or its URL on an object store (`s3://`, `gs://` or `az://`).
+        index: directory of the index.
         rows: ids of the rows to delete.
         uri: shell pattern such as "*.jpg". Rows with a matching uri are deleted too.
         where: filter such as "licence is null", see `edje_index.search.where`. Rows that pass the filter are deleted
@@ -89,24 +89,22 @@ def delete_rows(
     """
     from pipelines.jobs.copy import compact_index
     from storage_formats.change import begin_change, is_unfinished
-    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.object_store import is_url
+    from storage_formats.format.remote import open_index
     from storage_formats.writing.publish import write_tombstones
-    from storage_formats.writing.working_copy import working_copy
 
     if not len(rows) and uri is None and where is None and not erase:
         raise UsageError("no rows are selected; give row ids, a uri pattern or a filter", parameter="rows")
     if dry_run:
-        with working_copy(index, read_only=True) as copy:
-            opened = CommittedIndex.open(copy.root)
-            requested, new = _select(opened, rows, uri, where, erase=erase)
-            manifest = opened.manifest
+        opened = open_index(index)
+        requested, new = _select(opened, rows, uri, where, erase=erase)
+        manifest = opened.manifest
     else:
         if erase:
-            with working_copy(index, read_only=True) as copy:
-                journal = None if copy.remote else is_unfinished(copy.root)
+            journal = None if is_url(index) else is_unfinished(index)
             if journal is not None and journal.kind == "compact":  # of an interrupted erasure
                 compact_index(index, only_shards_with_deleted=True, on_event=on_event)
-        with working_copy(index) as copy, begin_change(copy.root, "delete") as change:
+        with begin_change(index, "delete") as change:
             assert change.index is not None
             opened, manifest = change.index, change.index.manifest
             requested, new = _select(opened, rows, uri, where, erase=erase)
@@ -200,16 +198,10 @@ def history(index: IndexLocation) -> list[SnapshotEntry]:
         IncompleteIndexError: the index is not finished.
         CorruptIndexError: the index is damaged.
     """
-    from storage_formats.change import kept_snapshots
-    from storage_formats.format.layout import Layout
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.mirror import download_snapshots
-    from storage_formats.writing.working_copy import working_copy
+    from storage_formats.format.manifest import kept_snapshots
+    from storage_formats.format.remote import open_index
 
-    with working_copy(index, read_only=True) as copy:
-        if copy.remote is not None:
-            download_snapshots(copy.remote, Layout(copy.root))
-        return [_entry(manifest) for manifest in kept_snapshots(CommittedIndex.open(copy.root))]
+    return [_entry(manifest) for manifest in kept_snapshots(open_index(index))]
 
 
 def _entry(manifest: Manifest) -> SnapshotEntry:
@@ -230,24 +222,23 @@ def roll_back(index: IndexLocation, snapshot: int) -> SnapshotEntry:
 
     Raises:
         UsageError: there is no index at `index`, or `snapshot` does not exist or is the current snapshot.
-        CorruptIndexError: a file of the snapshot is missing.
+        CorruptIndexError: a file of the snapshot is missing or damaged.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
     from storage_formats.change import begin_change
     from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.presence import check_files
-    from storage_formats.writing.working_copy import working_copy
+    from storage_formats.verify import check_files
 
-    with working_copy(index) as copy, begin_change(copy.root, "rollback") as change:
+    with begin_change(index, "rollback") as change:
         assert change.index is not None
         if snapshot == change.index.manifest.snapshot.number:
             raise UsageError(
                 f"snapshot {snapshot} is the current snapshot; choose an earlier snapshot", parameter="snapshot"
             )
-        earlier = CommittedIndex.open(copy.root, snapshot)
-        check_files(earlier)
+        earlier = CommittedIndex.open(change.layout.root, snapshot)
+        check_files(earlier, only_lengths=False)
         return _entry(change.commit(earlier.manifest, {"to": snapshot}).manifest)
 
 
@@ -255,7 +246,7 @@ def remove_snapshots(index: IndexLocation, keep: int | None, on_event: OnEvent =
     """Remove old snapshots, an unfinished change, and the files that no snapshot needs.
 
     Args:
-        index: directory or URL of the index.
+        index: directory of the index.
         keep: number of snapshots to keep, the newest; None keeps all.
         on_event: receives a message if an unfinished change is discarded.
 
@@ -265,14 +256,8 @@ def remove_snapshots(index: IndexLocation, keep: int | None, on_event: OnEvent =
         OSError: a file cannot be removed.
     """
     from storage_formats.change import begin_change
-    from storage_formats.writing.working_copy import working_copy
 
     if keep is not None and keep < 1:
         raise UsageError(f"keep must be at least 1, got {keep}; the current snapshot is always kept", parameter="keep")
-    with working_copy(index) as copy:
-        with begin_change(copy.root, "gc", discards=True, notify=lambda text: on_event(StatusMessage(text))) as change:
-            removal = change.remove_files(keep, tables=True)
-        if copy.remote is None:
-            return removal
-        sizes = copy.remove_unnamed_objects(tables=True)
-        return replace(removal, files=len(sizes), bytes=sum(sizes))
+    with begin_change(index, "gc", discards=True, notify=lambda text: on_event(StatusMessage(text))) as change:
+        return change.remove_files(keep, tables=True)

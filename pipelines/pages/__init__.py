@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from edje_index.evaluation.explain import Alignment, Explanation, WordCounts
     from edje_index.search.hits import Hit
+    from storage_formats.format.object_store import IndexLocation
 
 MAX_SHOWN = 100
 """Maximum number of hits that a page shows before and after re-ranking. The page contains a thumbnail of each hit."""
@@ -40,7 +41,7 @@ def search_page(
     pool: Sequence[Hit],
     k: int,
     *,
-    root: Path,
+    root: IndexLocation,
     query: str,
     precision: str,
     weights: ScoreWeights,
@@ -52,7 +53,7 @@ def search_page(
     Args:
         pool: every candidate of the search, best first.
         k: number of hits to show before and after re-ranking, at most `MAX_SHOWN`.
-        root: directory of the index.
+        root: directory or URL of the index.
         query: text of the query.
         precision: precision of the tokens.
         weights: weights of the final score.

@@ -401,7 +401,7 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
 async def thumbnail(state: State, row_id: int = Path(ge=0, le=_MAX_ROW_ID)) -> Response:
     """Return a small JPEG of the image of a row, or status 404 with the reason if there is no image."""
     try:
-        (found,) = await state.in_thread(read_thumbnails, state.index.at(None).root, [row_id])
+        (found,) = await state.in_thread(read_thumbnails, state.index.at(None).committed, [row_id])
     except RowIdError as error:
         raise HTTPException(404, str(error)) from error
     if found.jpeg is None:

@@ -38,7 +38,7 @@ class CommittedFiles:
         self._layout = Layout(index.root)
         self._spec = index.manifest.spec
         self._path = path
-        self._tables = [_Table(self._layout, entry) for entry in index.manifest.shard_tables]
+        self._tables = [_Table(index, entry) for entry in index.manifest.shard_tables]
         self._files: dict[int, FileEntry] = {}
         self._lock = threading.Lock()
 
@@ -83,9 +83,9 @@ def iter_shard_files(index: CommittedIndex, shards: Sequence[int]) -> Iterator[t
     Raises:
         CorruptIndexError: a shard table cannot be read.
     """
-    layout, spec = Layout(index.root), index.manifest.spec
+    spec = index.manifest.spec
     for segment, entry in zip(spec.used_segments, index.manifest.shard_tables, strict=True):
-        table, of_segment = _Table(layout, entry), spec.segment_shards(segment)
+        table, of_segment = _Table(index, entry), spec.segment_shards(segment)
         start, stop = (bisect.bisect_left(shards, shard) for shard in (of_segment.start, of_segment.stop))
         for first in range(start, stop, _SHARDS_PER_READ):
             group = list(shards[first : min(first + _SHARDS_PER_READ, stop)])
@@ -98,9 +98,9 @@ def iter_shard_files(index: CommittedIndex, shards: Sequence[int]) -> Iterator[t
 class _Table:
     """Reads one shard table. The table must match the checksum in the manifest."""
 
-    def __init__(self, layout: Layout, entry: FileEntry) -> None:
-        self.path = layout.root / entry.path
-        self._root = layout.root
+    def __init__(self, index: CommittedIndex, entry: FileEntry) -> None:
+        self.path = index.root / entry.path
+        self._index = index
         self._entry = entry
         self._groups: ParquetRowGroups | None = None
         self._identity: tuple[int, ...] = ()
@@ -109,7 +109,8 @@ class _Table:
         """Return the lines of the table for `shards`. Each line is a dictionary from column name to value."""
         requested = pa.array(shards, pa.int32())
         try:
-            with open_index_file(self._root, self.path) as file:
+            self._index.fetch([self._entry])
+            with open_index_file(self._index.root, self.path) as file:
                 self._open(file)
                 assert self._groups is not None
                 lines = []

@@ -6,33 +6,8 @@ import errno
 import io
 import os
 import stat
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
-
-if TYPE_CHECKING:
-    from storage_formats.format.object_store import ObjectFolder
-
-
-@dataclass(frozen=True)
-class RemoteFiles:
-    """The index on an object store to which a local directory belongs.
-
-    Attributes:
-        folder: the objects of the index.
-        download: function that downloads the given files to the directory.
-        publish: function that commits the contents of a new `index.json` on the object store, before the file is
-            replaced in the directory. None if the directory is only a cache for readers.
-    """
-
-    folder: ObjectFolder
-    download: Callable[[list[Path]], None]
-    publish: Callable[[bytes], None] | None = None
-
-
-_remotes: dict[str, list[RemoteFiles]] = {}  # by the directory; several readers may have opened the same snapshot
+from typing import BinaryIO
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
@@ -92,49 +67,7 @@ def open_index_file(root: str | Path, path: Path) -> BinaryIO:
     Raises:
         OSError: the file cannot be opened, is not a regular file, or lies outside the index.
     """
-    try:
-        return _IndexFile(check_inside(root, path))
-    except FileNotFoundError:
-        if remote_files(root) is None:
-            raise
-    download_missing(root, [path])
     return _IndexFile(check_inside(root, path))
-
-
-def add_remote_files(root: Path, remote: RemoteFiles, user: object = None) -> None:
-    """Let `open_index_file` download files that are missing in `root`, until `forget_remote_files` is called.
-
-    `root` is a local copy of some files of an index on an object store. If `user` is given, that call is made once
-    `user` is garbage, to which `remote` must not refer.
-    """
-    _remotes.setdefault(str(root), []).append(remote)
-    if user is not None:
-        weakref.finalize(user, forget_remote_files, root, remote)
-
-
-def forget_remote_files(root: Path, remote: RemoteFiles) -> None:
-    """Undo `add_remote_files`. May be called repeatedly."""
-    remotes = _remotes.get(str(root), [])
-    remotes[:] = [each for each in remotes if each is not remote]
-    if not remotes:
-        _remotes.pop(str(root), None)
-
-
-def remote_files(root: str | Path) -> RemoteFiles | None:
-    """Return the index on an object store to which the directory `root` belongs; None if there is none."""
-    remotes = _remotes.get(str(root))
-    return remotes[-1] if remotes else None
-
-
-def download_missing(root: str | Path, paths: Iterable[Path]) -> None:
-    """Download those of `paths` that are missing, in parallel. Does nothing for an index on a file system.
-
-    Raises:
-        OSError: a path lies outside the index, or the object store holds no such object.
-        EdjeError: the download failed, or an object is not the file that was committed.
-    """
-    if remote := remote_files(root):
-        remote.download([path for path in paths if not path.exists()])
 
 
 def read_index_file(root: str | Path, path: Path, *, max_bytes: int | None = None) -> bytes:

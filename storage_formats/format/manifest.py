@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from storage_formats.arguments import as_count, as_path
-from storage_formats.atomic import json_bytes, write_bytes_atomic
+from storage_formats.atomic import write_json_atomic
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError, cannot_read
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.index_files import read_index_file, remote_files
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout, Segment
 from storage_formats.format.object_store import IndexLocation, ObjectFolder
-from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.source_columns import SourceColumn, columns_from_json
 from storage_formats.format.tombstones import Tombstones, read_tombstones
 
 MAX_MANIFEST_BYTES = 64 << 20
+SNAPSHOT_FILE = re.compile(r"snapshots/\d+\.json")
 _MAX_SHARDS = 1 << 31  # the shard table has 32 bits for a shard
 
 
@@ -226,13 +230,7 @@ class Manifest:
         return (self.shard_table, *self.further_tables)
 
     def write(self, layout: Layout) -> None:
-        """Write `index.json`. This commits the index.
-
-        In the working copy of an index on an object store, the index is first committed there.
-
-        Raises:
-            EdjeError: another writer has changed the index on the object store.
-        """
+        """Write `index.json`. This commits the index."""
         spec = self.spec
         value = {
             "format": FORMAT,
@@ -259,11 +257,7 @@ class Manifest:
             value["segments"] = [{**asdict(segment), "shard_table": table.to_json()} for segment, table in pairs]
         if self.columns:
             value["columns"] = [column.to_json() for column in self.columns]
-        data = json_bytes({**value, "crc32c": json_checksum(value)})
-        remote = remote_files(layout.root)
-        if remote is not None and remote.publish is not None:
-            remote.publish(data)
-        write_bytes_atomic(layout.manifest, data)
+        write_json_atomic(layout.manifest, {**value, "crc32c": json_checksum(value)})
 
     def _precision_to_json(self, name: str) -> dict[str, Any]:
         value: dict[str, Any] = {"name": name, "record_bytes": codec(name, self.spec.block_shape).record_bytes}
@@ -275,6 +269,12 @@ class Manifest:
         """The file entries of the nearest-neighbour index."""
         return [FileEntry.from_json(value) for value in self.ann.get("files", [])]
 
+    @property
+    def own_files(self) -> list[FileEntry]:
+        """The file entries of all files that no shard table lists."""
+        deleted = [] if self.snapshot.deleted is None else [self.snapshot.deleted]
+        return [*self.shard_tables, *deleted, *(row_map.file for row_map in self.row_maps), *self.ann_files]
+
 
 @dataclass(frozen=True)
 class CommittedIndex:
@@ -282,7 +282,7 @@ class CommittedIndex:
 
     Attributes:
         root: absolute path of the index. For an index on an object store, this is the local directory that caches the
-            files of the snapshot, apart from tokens.
+            files of the snapshot, apart from tokens; see `fetch`.
         manifest: manifest of this snapshot.
         remote: the objects of the index; None for an index on a file system.
     """
@@ -303,14 +303,57 @@ class CommittedIndex:
         Raises:
             CorruptIndexError: the tombstones file is damaged.
         """
+        self.fetch(filter(None, [self.manifest.snapshot.deleted]))
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
         """Open the index at `root`. For the arguments and errors, see `Manifest.load`."""
-        directory = as_path(root, "root").absolute()
-        remote = remote_files(directory)
-        return cls(directory, Manifest.load(root, snapshot), None if remote is None else remote.folder)
+        return cls(as_path(root, "root").absolute(), Manifest.load(root, snapshot))
+
+    def shard_files(self) -> list[tuple[int, FileEntry]]:
+        """Return a pair (shard number, file entry) for each line of the shard tables.
+
+        Raises:
+            CorruptIndexError: a shard table is missing or damaged.
+        """
+        self.fetch(self.manifest.shard_tables)
+        return [line for table in self.manifest.shard_tables for line in read_shard_table(self.root, table)]
+
+    def fetch(self, entries: Iterable[FileEntry]) -> None:
+        """Download the committed files `entries` that `root` lacks. Does nothing for an index on a file system.
+
+        Whoever reads a file of an index calls this first.
+
+        Raises:
+            CorruptIndexError: an object is missing, or is not the file that was committed.
+            ObjectStoreError: the object store refused a request or cannot be reached.
+        """
+        if self.remote is not None:
+            self.remote.download(self.root, entries)
+
+
+def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
+    """Return the manifests of all kept snapshots, oldest first. The last manifest is that of `index`.
+
+    Raises:
+        UsageError, CorruptIndexError: a snapshot cannot be read, see `Manifest.load`.
+    """
+    if index.remote is None:
+        numbers = earlier_snapshots(Layout(index.root), index.manifest)
+        return [*(Manifest.load(index.root, number) for number in numbers), index.manifest]
+    manifests = []
+    for key in sorted(key for key in index.remote.list_sizes("snapshots") if SNAPSHOT_FILE.fullmatch(key)):
+        try:
+            with contextlib.suppress(FileNotFoundError):  # a copy has removed the snapshot
+                data = index.remote.read(key, MAX_MANIFEST_BYTES).data
+                manifests.append(Manifest.parse(data, index.remote.url_of(key)))
+        except OSError as error:
+            raise CorruptIndexError(
+                f"{index.remote.url_of(key)} is not the manifest of a snapshot: {error.strerror}; delete this object"
+            ) from error
+    current = index.manifest.snapshot.number
+    return [*(manifest for manifest in manifests if manifest.snapshot.number < current), index.manifest]
 
 
 def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:

@@ -8,7 +8,8 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,11 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from storage_formats.arguments import as_path
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.atomic import replacing
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.index_files import check_inside
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+    from storage_formats.format.shard_table import FileEntry
 
 STORE_SCHEMES = ("s3", "gs", "az")
 WEB_SCHEMES = ("http", "https")
@@ -47,6 +52,7 @@ _FIRST_WAIT = 0.1  # seconds
 _MAX_PARTS = 9_000  # S3 accepts 10,000
 _PARTS_AT_ONCE = 4  # each takes memory
 _KEYS_PER_DELETION = 1_000
+_PARALLEL_DOWNLOADS = 16
 
 _Result = TypeVar("_Result")
 Chunk = bytes | memoryview
@@ -228,6 +234,50 @@ class ObjectFolder:
         for start in range(0, length, CHUNK_BYTES):
             yield self.read_range(key, start, min(length, start + CHUNK_BYTES))
 
+    def committed_chunks(self, entry: FileEntry) -> Iterator[memoryview]:
+        """Yield the contents of a committed file in pieces.
+
+        Raises:
+            CorruptIndexError: the object is missing, or its length or CRC-32C differs from `entry`. A wrong CRC-32C
+                raises the error only after the last piece.
+        """
+        from storage_formats.format.checksum import crc32c  # the help text of the command line loads without NumPy
+
+        crc = 0
+        try:
+            for chunk in self.chunks(entry.path, entry.bytes):
+                crc = crc32c(bytes(chunk), crc)
+                yield chunk
+        except (FileNotFoundError, EOFError) as error:
+            raise CorruptIndexError(
+                f"{self.url_of(entry.path)} is missing or too short; open the index again. If the error remains, copy "
+                "the index again from a sound copy"
+            ) from error
+        if crc != entry.crc32c:
+            raise CorruptIndexError(
+                f"{self.url_of(entry.path)} is not the file that was committed; open the index again. If the error "
+                "remains, delete this object, and copy the index again from a sound copy"
+            )
+
+    def download(self, root: Path, entries: Iterable[FileEntry]) -> None:
+        """Download the committed files that are missing below `root`, in parallel.
+
+        Raises:
+            CorruptIndexError: see `committed_chunks`.
+            OSError: a file cannot be written, or its path leads outside `root`.
+        """
+
+        def fetch(entry: FileEntry) -> None:
+            path = check_inside(root, root / entry.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                file.writelines(self.committed_chunks(entry))
+
+        missing = [entry for entry in entries if not (root / entry.path).exists()]
+        if missing:
+            with ThreadPoolExecutor(min(_PARALLEL_DOWNLOADS, len(missing))) as pool:
+                list(pool.map(fetch, missing))
+
     def info(self, key: str) -> ObjectInfo | None:
         """Return length and metadata of an object; None if there is no such object."""
         import obstore
@@ -251,14 +301,10 @@ class ObjectFolder:
             lambda: {each["path"]: each["size"] for page in obstore.list(self.store, below) for each in page},
         )
 
-    def list_keys(self) -> list[str]:
-        """Return the keys of all objects below the URL."""
-        return list(self.list_sizes())
-
     def put(
         self,
         key: str,
-        contents: Callable[[], Generator[Chunk, None, None]],
+        contents: Callable[[], Iterable[Chunk]],
         *,
         length: int,
         metadata: Mapping[str, str],
@@ -277,21 +323,21 @@ class ObjectFolder:
         import obstore
 
         def put() -> None:
-            with contextlib.closing(contents()) as chunks:
-                first = list(itertools.islice(chunks, 2))
-                if len(first) < 2:
-                    data = bytes(first[0]) if first else b""
-                    obstore.put(self.store, key, data, attributes=dict(metadata), use_multipart=False)
-                else:
-                    parts = map(bytes, itertools.chain(first, chunks))
-                    obstore.put(
-                        self.store,
-                        key,
-                        parts,
-                        attributes=dict(metadata),
-                        chunk_size=max(CHUNK_BYTES, -(-length // _MAX_PARTS)),
-                        max_concurrency=_PARTS_AT_ONCE,
-                    )
+            chunks = iter(contents())
+            first = list(itertools.islice(chunks, 2))
+            if len(first) < 2:
+                data = bytes(first[0]) if first else b""
+                obstore.put(self.store, key, data, attributes=dict(metadata), use_multipart=False)
+            else:
+                parts = map(bytes, itertools.chain(first, chunks))
+                obstore.put(
+                    self.store,
+                    key,
+                    parts,
+                    attributes=dict(metadata),
+                    chunk_size=max(CHUNK_BYTES, -(-length // _MAX_PARTS)),
+                    max_concurrency=_PARTS_AT_ONCE,
+                )
 
         self._repeated(key, put)
 

@@ -84,6 +84,7 @@ def _opened(index: CommittedIndex, row_map: RowMap) -> Iterator[bytes]:
     """Yield the contents of a row map. Errors inside the `with` block become a CorruptIndexError."""
     path = index.root / row_map.file.path
     try:
+        index.fetch([row_map.file])
         data = read_index_file(index.root, path, max_bytes=row_map.file.bytes)
         check_content(path, row_map.file, data)
         yield data

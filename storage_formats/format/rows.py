@@ -15,12 +15,12 @@ from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.column_types import ARROW_TYPES, cast_columns
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import download_missing, read_index_file
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.mirror import open_index
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.parquet import read_table
+from storage_formats.format.remote import open_index
 from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn, Value, as_type
 from storage_formats.format.tombstones import check_rows_in_use
@@ -192,6 +192,7 @@ def iter_stored_rows(
     """
     names = None if columns is None else list(columns)
     for shard, committed in _rows_files(index, shards or index.manifest.spec.shard_numbers()).items():
+        index.fetch([committed])
         yield read_shard_rows(Layout(index.root), shard, names, committed, index.manifest.columns)
 
 
@@ -241,7 +242,7 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
     shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
     files = _rows_files(index, shards.tolist())
     layout, source_columns = Layout(index.root), index.manifest.columns
-    download_missing(index.root, map(layout.rows_file, files))
+    index.fetch(files.values())
     tables = [read_shard_rows(layout, shard, columns, entry, source_columns) for shard, entry in files.items()]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
     line_indices = starts[shard_indices] + ids % spec.shard_size

@@ -126,11 +126,6 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
     return list(zip(shards, map(FileEntry, *columns), strict=True))
 
 
-def read_shard_tables(root: str | Path, tables: Iterable[FileEntry]) -> list[tuple[int, FileEntry]]:
-    """Read several shard tables. Return the lines of all tables, see `read_shard_table`."""
-    return [line for table in tables for line in read_shard_table(root, table)]
-
-
 def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) -> FileEntry:
     """Write a sorted shard table from pairs (shard number, file entry). Return the file entry of the table."""
     ordered = sorted(files, key=lambda item: (item[0], item[1].path))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import download_missing, open_index_file
+from storage_formats.format.index_files import open_index_file
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import check_content
 from storage_formats.reading.batch import Batch, Ints, Part
@@ -77,7 +77,7 @@ class BlockChecksums:
     def __init__(
         self, index: CommittedIndex, path: Callable[[int], Path], token_path: Callable[[int], Path | str]
     ) -> None:
-        self._root = index.root
+        self._index = index
         self._path = path
         self._committed = CommittedFiles(index, path)
         self._token_path = token_path
@@ -130,11 +130,11 @@ class BlockChecksums:
         with contextlib.ExitStack() as opened:
             path = self._path(shards[0])
             try:
-                download_missing(self._root, map(self._path, shards))
+                self._index.fetch(entries.values())
                 files = {}
                 for shard in shards:
                     path = self._path(shard)
-                    files[shard] = opened.enter_context(open_index_file(self._root, path))
+                    files[shard] = opened.enter_context(open_index_file(self._index.root, path))
                     if hasattr(os, "posix_fadvise"):  # not on macOS
                         os.posix_fadvise(files[shard].fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
                 for shard, file in files.items():

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import download_missing, open_index_file
+from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
@@ -91,6 +91,8 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
 class IndexedEmbeddings:
     """The stored embeddings of an index, or of an unfinished build. Files are not compared with checksums.
 
+    For an index at a URL, `index` must be given: the files are downloaded.
+
     `embeddings[row_ids]` returns float32 [k, embed_dim], see `read_embeddings`. Iteration yields the indexed rows of
     each of `shards` as a pair (row ids int64 [k], embeddings float32 [k, embed_dim]).
     """
@@ -98,8 +100,11 @@ class IndexedEmbeddings:
     layout: Layout
     spec: IndexSpec
     shards: Sequence[int] = ()
+    index: CommittedIndex | None = None
 
     def __getitem__(self, row_ids: RowIds) -> NDArray[np.float32]:
+        if self.index is not None and self.index.remote is not None:
+            return read_embeddings(self.index, row_ids)
         return _read_rows(self.layout, self.spec, check_row_ids(row_ids, self.spec.rows), {})
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
@@ -124,9 +129,10 @@ def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float3
     ids = check_row_ids(row_ids, spec.rows)
     check_rows_in_use(ids, spec)
     shards, counts = np.unique(ids // spec.shard_size, return_counts=True)
-    if 4 * spec.used_rows * spec.embed_dim > _COMPARED_BYTES:
+    if index.remote is None and 4 * spec.used_rows * spec.embed_dim > _COMPARED_BYTES:
         shards = shards[counts * _SPARSE >= spec.shard_size]
     committed = CommittedFiles(index, layout.embedding_shard).files(shards.tolist())
+    index.fetch(committed.values())
     return _read_rows(layout, spec, ids, committed)
 
 
@@ -140,7 +146,6 @@ def _read_rows(
     distinct_ids, inverse = np.unique(row_ids, return_inverse=True)
     parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
     shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)
-    download_missing(layout.root, map(layout.embedding_shard, shards.tolist()))
     for shard, shard_ids in zip(shards.tolist(), np.split(distinct_ids, starts[1:]), strict=False):
         positions, entry = shard_ids % spec.shard_size, committed.get(shard)
         if len(positions) * _SPARSE < spec.shard_size:

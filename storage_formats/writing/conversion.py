@@ -18,17 +18,13 @@ from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.mirror import open_index
-from storage_formats.format.object_store import IndexLocation, is_url
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.shard_table import read_shard_tables
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.publish import check_receipts, write_shard_tables
 from storage_formats.writing.shard_writer import open_tokens, stage_tokens
 from storage_formats.writing.staging import StagedFiles
 
 _PIECE_BYTES = 8 << 20
-_REMOTE_PIECE_BYTES = 32 << 20  # several requests are in flight
 
 
 class ConversionInterrupted(EdjeError):
@@ -40,8 +36,7 @@ class ConversionTask:
     """The conversion of one shard.
 
     Attributes:
-        location: directory or URL of the index to read.
-        root: directory to write to: that of the index, or the working copy of an index at a URL.
+        root: directory of the index.
         shard: shard number.
         spec: shape of the index.
         source: precision to read, one of the precisions of the index.
@@ -49,7 +44,6 @@ class ConversionTask:
         plan: fingerprint of the plan of the whole conversion.
     """
 
-    location: IndexLocation
     root: str
     shard: int
     spec: IndexSpec
@@ -72,7 +66,6 @@ def convert_shard(
 
     Raises:
         CorruptIndexError: a block does not match its checksum, or a file cannot be read.
-        ObjectStoreError: the object store refused a request or cannot be reached.
         ConversionInterrupted: `should_stop` returned True.
         OSError: a file cannot be written.
     """
@@ -108,10 +101,10 @@ def _blocks(task: ConversionTask) -> Iterator[tuple[int, Blocks]]:
     """Yield (first position, blocks) of the shard, in bfloat16. Only the last two yielded pieces are valid."""
     # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
     source = codec(task.source, task.spec.block_shape)
-    step = max(1, (_REMOTE_PIECE_BYTES if is_url(task.location) else _PIECE_BYTES) // source.record_bytes)
+    step = max(1, _PIECE_BYTES // source.record_bytes)
     rows = task.spec.shard_rows(task.shard)
     buffers = [np.empty((min(step, len(rows)), *task.spec.block_shape), dtype=BF16) for _ in range(2)]
-    index = open_index(task.location)
+    index = CommittedIndex.open(task.root)
     whole = replace(index.manifest, snapshot=replace(index.manifest.snapshot, deleted=None, deleted_rows=0))
     with TokenStore(replace(index, manifest=whole), task.source) as store:  # a rollback can bring deleted rows back
         for first in range(0, len(rows), step):
@@ -149,7 +142,7 @@ def with_precisions(
     fsync_paths([layout.tokens, layout.root / "checksums"])
     spec = replace(manifest.spec, precisions=(*manifest.spec.precisions, *targets))
     files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-    tables = write_shard_tables(layout, spec, [*read_shard_tables(index.root, manifest.shard_tables), *files])
+    tables = write_shard_tables(layout, spec, [*index.shard_files(), *files])
     origins = dict.fromkeys(targets, (*manifest.encoded_from.get(source, ()), source))
     return replace(
         manifest,
@@ -165,7 +158,7 @@ def without_precisions(layout: Layout, manifest: Manifest, names: Sequence[str])
     spec = replace(manifest.spec, precisions=tuple(held for held in manifest.spec.precisions if held not in names))
     folders = [folder for name in names for folder in (layout.token_array(name), layout.checksums(name, 0).parent)]
     dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)
-    lines = read_shard_tables(layout.root, manifest.shard_tables)
+    lines = CommittedIndex(layout.root, manifest).shard_files()
     tables = write_shard_tables(layout, spec, [line for line in lines if not line[1].path.startswith(dropped)])
     origins = {held: sources for held, sources in manifest.encoded_from.items() if held not in names}
     return replace(manifest, spec=spec, shard_table=tables[0], further_tables=tuple(tables[1:]), encoded_from=origins)

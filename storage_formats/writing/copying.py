@@ -35,7 +35,7 @@ from storage_formats.format.rows import (
     write_rows,
 )
 from storage_formats.format.selection import Selection
-from storage_formats.format.shard_table import EXCHANGED, FileEntry, check_content, read_shard_tables
+from storage_formats.format.shard_table import EXCHANGED, FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import open_tokens, stage_tokens
@@ -121,7 +121,9 @@ class RowCopier:
         """Return the embeddings of a new shard, float32 [shard_size, embed_dim]. Positions not in `indexed` are NaN."""
         values = np.full((self._spec.shard_size, self._spec.embed_dim), np.nan, dtype="<f4")
         shards, positions = np.divmod(old_ids[indexed], self._spec.shard_size)
-        for shard, committed in self._embedding_files.files(np.unique(shards).tolist()).items():
+        entries = self._embedding_files.files(np.unique(shards).tolist())
+        self._source.fetch(entries.values())
+        for shard, committed in entries.items():
             path = self._source.root / committed.path
             try:
                 data = read_index_file(self._source.root, path, max_bytes=committed.bytes)
@@ -153,7 +155,7 @@ class ShardCopier:
 
     def __init__(self, source: CommittedIndex, offset: int, target: Layout, plan: str) -> None:
         self._source, self._offset, self._target, self._plan = source, offset, target, plan
-        self._entries = {file.path: file for _, file in read_shard_tables(source.root, source.manifest.shard_tables)}
+        self._entries = {file.path: file for _, file in source.shard_files()}
 
     def copy_shard(self, shard: int) -> ShardReceipt:
         """Copy and commit the files of shard `shard` of the source, and write the receipt.

@@ -1,47 +1,41 @@
-"""Copies one snapshot of an index between file systems and object stores, without decoding (SPEC.md section 12.4)."""
+"""Copies of one snapshot of an index between directories and object stores, without decoding (SPEC.md section 12.4)."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import os
+import socket
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from storage_formats.atomic import fsync_parent, fsync_path
+from storage_formats.atomic import fsync_parent, fsync_path, json_bytes
 from storage_formats.change import DATA_FILE
-from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, to_hex
-from storage_formats.format.index_files import read_index_file
+from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.mirror import CLAIM, named_by_manifest, open_remote, read_root
-from storage_formats.format.object_store import ObjectChangedError, ObjectFolder, ObjectVersion, UncertainWriteError
-from storage_formats.format.shard_table import FileEntry, read_shard_tables
-from storage_formats.writing.copying import copy_file
-from storage_formats.writing.remote_writes import (
-    ROOT,
-    contents,
-    holds_claim,
-    is_data,
-    is_zarr_file,
-    put_file,
-    put_root,
-    refuse_read_only,
-    release_claim,
-    take_claim,
-    zarr_entries,
+from storage_formats.format.manifest import SNAPSHOT_FILE, CommittedIndex, Manifest, kept_snapshots
+from storage_formats.format.object_store import (
+    CHUNK_BYTES,
+    STORE_SCHEMES,
+    Chunk,
+    ObjectChangedError,
+    ObjectFolder,
+    ObjectStoreError,
+    ObjectVersion,
+    UncertainWriteError,
 )
+from storage_formats.format.remote import CLAIM, ROOT, open_index, read_root
+from storage_formats.format.shard_table import EXCHANGED, FileEntry
+from storage_formats.format.zarr_metadata import zarr_documents
+from storage_formats.writing.copying import copy_file
 
-
-class CopyTarget(Protocol):
-    """The destination of a copy. Several threads may call `copy` at the same time."""
-
-    def copy(self, index: CommittedIndex, entry: FileEntry) -> bool:
-        """Copy one file and compare the copy with `entry`. Return False if the destination already has the file."""
-        ...
+_CHECKSUM = "crc32c"  # name of the object metadata
+_MAX_CLAIM_BYTES = 1 << 20
 
 
 def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
@@ -50,14 +44,13 @@ def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
     Raises:
         CorruptIndexError: a shard table is missing or damaged, or names a file that is not a data file of an index.
     """
-    tables = read_shard_tables(index.root, index.manifest.shard_tables)
-    named = [*(entry for _, entry in tables), *named_by_manifest(index.manifest)]
+    named = [*(entry for _, entry in index.shard_files()), *index.manifest.own_files]
     for entry in named:
-        if not DATA_FILE.fullmatch(entry.path) or is_zarr_file(entry.path):
+        if not DATA_FILE.fullmatch(entry.path) or entry.path.endswith("zarr.json"):
             raise CorruptIndexError(
                 f"{index.location} lists the file {entry.path}, which is not a data file; do not trust this index"
             )
-    return [*zarr_entries(index), *named]
+    return [*(FileEntry(path, len(data), crc32c(data)) for path, data in _zarr_files(index).items()), *named]
 
 
 def manifest_bytes(index: CommittedIndex) -> bytes:
@@ -77,185 +70,232 @@ def manifest_bytes(index: CommittedIndex) -> bytes:
     raise EdjeError(f"{index.location} changed while it was being copied; run the copy again")
 
 
-class DirectoryTarget:
-    """Copies files into a directory. Each file is flushed to the device before it appears at its path.
+def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bool:
+    """Copy a file into the new index at `root`, and compare it with `entry`. Return False if it is there already.
 
-    Args:
-        root: directory of the new index. `begin_index` has created it and its `zarr.json` files.
+    The file is flushed to the device before it appears at its path. `begin_index` has created the directories.
     """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._staging = Layout(root).staging
-
-    def copy(self, index: CommittedIndex, entry: FileEntry) -> bool:
-        path = self._root / entry.path
-        if path.is_file() and path.stat().st_size == entry.bytes:
-            return False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._staging / uuid.uuid4().hex  # removed with build/ if the process is killed
-        try:
-            if index.remote is None:
-                copy_file(index.root, entry, temporary)
-            else:
-                with open(temporary, "xb") as file, contextlib.closing(contents(index, entry)) as chunks:
-                    file.writelines(chunks)
-            fsync_path(temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        fsync_parent(path)
-        return True
+    path = root / entry.path
+    if path.is_file() and path.stat().st_size == entry.bytes:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Layout(root).staging / uuid.uuid4().hex  # removed with build/ if the process is killed
+    try:
+        if index.remote is None:
+            copy_file(index.root, entry, temporary)
+        else:
+            with open(temporary, "xb") as file:
+                file.writelines(index.remote.committed_chunks(entry))
+        fsync_path(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_parent(path)
+    return True
 
 
 @dataclass(frozen=True)
-class RemoteTarget:
-    """The destination of a running copy to an object store.
+class RemoteCopy:
+    """A running copy to an object store. `begin_remote_copy` makes it.
 
     Attributes:
+        index: the snapshot to copy.
         folder: objects of the destination.
         replaced: the `index.json` that the copy will replace. None if the destination has no `index.json`.
-        writer: members of `build/claim.json` that identify the copies of this snapshot.
-        cleans: whether the copy finally deletes all objects that the new index does not need.
-        owns_claim: whether this copy created `build/claim.json`. False if this copy resumes another copy.
+        writer: identity of the claim.
     """
 
+    index: CommittedIndex
     folder: ObjectFolder
-    writer: Mapping[str, str]
-    replaced: ObjectVersion | None = None
-    cleans: bool = False
-    owns_claim: bool = False
+    replaced: ObjectVersion | None
+    writer: str
 
-    def copy(self, index: CommittedIndex, entry: FileEntry) -> bool:
-        return put_file(self.folder, index, entry)
+    def put(self, entry: FileEntry) -> bool:
+        """Write a file, and compare it with `entry`. Return False if the same object was there already.
 
-    def commit(self, index: CommittedIndex, entries: Sequence[FileEntry]) -> None:
-        """Write `index.json` and delete `build/claim.json`. This ends the copy.
+        Raises:
+            CorruptIndexError: the file is missing or differs from `entry`.
+        """
+        info, checksum = self.folder.info(entry.path), to_hex(entry.crc32c)
+        if info is not None and info.size == entry.bytes and info.metadata.get(_CHECKSUM) == checksum:
+            return False
+        self.folder.put(
+            entry.path, lambda: _contents(self.index, entry), length=entry.bytes, metadata={_CHECKSUM: checksum}
+        )
+        return True
+
+    def commit(self) -> None:
+        """Write `index.json`. The snapshot that it replaces is kept.
 
         Raises:
             EdjeError: another writer has changed the destination.
         """
-        data = manifest_bytes(index)
+        data, replaced, folder = manifest_bytes(self.index), self.replaced, self.folder
         try:
-            if not holds_claim(self.folder, self.writer) and not self._has_root(data):
-                raise ObjectChangedError(f"another writer removed {self.folder.url_of(CLAIM)}")
-            put_root(self.folder, data, self.replaced)
+            if _claimed_by(folder) != self.writer:  # a copy of the same snapshot may have ended, and removed the claim
+                version, _ = read_root(folder)
+                if version is None or version.data != data:
+                    raise ObjectChangedError(f"another writer removed {folder.url_of(CLAIM)}")
+            if replaced is not None and replaced.data != data:
+                number = Manifest.parse(replaced.data, folder.url_of(ROOT)).snapshot.number
+                if number != self.index.manifest.snapshot.number:
+                    kept, key = replaced.data, Layout(Path()).snapshot(number).as_posix()
+                    folder.put(key, lambda: [kept], length=len(kept), metadata={_CHECKSUM: to_hex(crc32c(kept))})
+            folder.replace(ROOT, data, replaced)
         except UncertainWriteError as error:
             raise EdjeError(
                 f"the copy may be complete: {error}. Once the store responds, run the copy again, which then copies "
                 "only what is missing"
             ) from error
         except ObjectChangedError as error:
-            if self.owns_claim:
-                release_claim(self.folder, self.writer)
             raise EdjeError(
                 f"{error} during the copy, so the copy did not write index.json. Run the copy again once no other "
                 "process writes to the destination"
             ) from error
-        if self.cleans:
-            self._clean({entry.path for entry in entries})
-        release_claim(self.folder, self.writer)
 
-    def _clean(self, named: Collection[str]) -> None:
-        """Delete the data files that are not in `named`, unless another writer may already need some of them."""
-        unnamed = [key for key in self.folder.list_keys() if is_data(key) and key not in named]
-        if holds_claim(self.folder, self.writer):  # a copy of the same snapshot may have removed the shared claim
+    def remove_others(self, entries: Collection[FileEntry]) -> None:
+        """Delete the data files and snapshots that are not in `entries`, unless another writer may need them."""
+        named = {entry.path for entry in entries}
+        unnamed = [key for key in self.folder.list_sizes() if is_data(key) and key not in named]
+        if _claimed_by(self.folder) == self.writer:
+            unnamed.sort(key=lambda key: SNAPSHOT_FILE.fullmatch(key) is None)  # so that no kept snapshot lacks files
             self.folder.delete(unnamed)
 
-    def _has_root(self, data: bytes) -> bool:
-        """Return True if another copy of the same snapshot has ended and removed the claim that both share."""
-        version, _ = read_root(self.folder)
-        return version is not None and version.data == data
 
-
-def begin_remote_copy(
-    index: CommittedIndex, folder: ObjectFolder, entries: Sequence[FileEntry], *, replace: bool
-) -> RemoteTarget:
+@contextlib.contextmanager
+def begin_remote_copy(index: CommittedIndex, folder: ObjectFolder, *, replace: bool = False) -> Iterator[RemoteCopy]:
     """Begin to copy `index` to an object store, or resume an earlier copy of the same snapshot.
+
+    In the `with` block, the object `build/claim.json` keeps other writers away.
 
     Args:
         index: the snapshot to copy.
         folder: objects of the destination.
-        entries: result of `files_to_copy`.
-        replace: whether to remove an existing index first. The destination then has no index until the copy ends.
+        replace: whether the copy may discard what the index at the destination has and `index` has not. Such an index
+            is removed at once, so the destination has no index until the copy ends.
 
     Raises:
-        UsageError: the destination contains another index and `replace` is False, or the destination is read-only.
-        EdjeError: another copy or change of the destination is running or was stopped.
+        UsageError: the destination is read-only, or has an index that the copy would discard.
+        EdjeError: another copy to the destination is running or was killed.
     """
-    refuse_read_only(folder, "out")
-    writer = {"index": to_hex(crc32c(manifest_bytes(index)))}
-    claim = take_claim(folder, writer, {"replace": replace})
-    if replace:
-        folder.delete([ROOT])
-        return RemoteTarget(folder, writer, cleans=True, owns_claim=claim.is_new)
+    if folder.scheme not in STORE_SCHEMES:
+        raise UsageError(
+            f"{folder.url} can only be read; write to a URL that begins with s3://, gs:// or az://", parameter="out"
+        )
+    writer = f"copy {to_hex(crc32c(manifest_bytes(index)))}"
+    _claim(folder, writer)
     try:
-        version, manifest = read_root(folder)
-        if version is None or manifest is None:
-            cleans = claim.contents.get("replace") is True
-            return RemoteTarget(folder, writer, cleans=cleans, owns_claim=claim.is_new)
-        if change := _reverted_change(index, manifest):
-            raise UsageError(
-                f"{folder.url} {change}; choose another destination. To discard the changes of that index, copy with "
-                "replace=True",
-                parameter="out",
-            )
-        if path := _conflict(folder, manifest, entries):
-            raise UsageError(
-                f"{folder.url} contains another index: its file {path} differs from the file in {index.location}; "
-                "choose another destination. To overwrite the other index, copy with replace=True",
-                parameter="out",
-            )
-    except BaseException:
-        if claim.is_new:
-            release_claim(folder, writer)
-        raise
-    return RemoteTarget(folder, writer, version, owns_claim=claim.is_new)
+        version, manifest = read_root(folder) if not replace else _readable_root(folder)
+        if manifest is not None and (lost := _what_is_lost(index, folder.url, manifest)):
+            if not replace:
+                raise UsageError(
+                    f"{folder.url} {lost}; choose another destination. To discard that index, copy with replace=True",
+                    parameter="out",
+                )
+            manifest = None
+        if manifest is None and version is not None:
+            folder.delete([ROOT])
+            version = None
+        yield RemoteCopy(index, folder, version, writer)
+    finally:
+        with contextlib.suppress(ObjectStoreError):  # then the claim stays
+            if _claimed_by(folder) == writer:
+                folder.delete([CLAIM])
 
 
-def _reverted_change(index: CommittedIndex, manifest: Manifest) -> str | None:
-    """Return what a copy of `index` would revert in the index that `manifest` describes. None if there is nothing."""
-    source = _same_snapshot(index, manifest)
-    if source is None:
+def is_data(key: str) -> bool:
+    """Return True if `key` is the name of a data file, or of the manifest of an earlier snapshot."""
+    return DATA_FILE.fullmatch(key) is not None or SNAPSHOT_FILE.fullmatch(key) is not None
+
+
+def _readable_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:
+    """Read `index.json` like `read_root`. A damaged one is removed, since it is to be replaced."""
+    try:
+        return read_root(folder)
+    except (CorruptIndexError, UsageError):
+        folder.delete([ROOT])
+        return None, None
+
+
+def _claim(folder: ObjectFolder, writer: str) -> None:
+    """Create the claim of `writer`, or take over the one that a killed process of the same writer has left."""
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    claim = {"writer": writer, "owner": owner, "created": datetime.datetime.now(datetime.UTC).isoformat()}
+    try:
+        folder.replace(CLAIM, json.dumps(claim).encode(), None)
+    except ObjectChangedError:
+        other = _read_claim(folder)
+        if other.get("writer") != writer:
+            raise EdjeError(
+                f"another copy to {folder.url} is running or was killed ({other.get('owner', 'unknown owner')}, since "
+                f"{other.get('created')}); wait until it ends. If its process does not run any more, delete the object "
+                f"{folder.url_of(CLAIM)}"
+            ) from None
+
+
+def _claimed_by(folder: ObjectFolder) -> str | None:
+    """Return the writer that has the claim."""
+    return _read_claim(folder).get("writer")
+
+
+def _read_claim(folder: ObjectFolder) -> dict[str, str]:
+    try:
+        claim = json.loads(folder.read(CLAIM, _MAX_CLAIM_BYTES).data)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return claim if isinstance(claim, dict) else {}
+
+
+def _what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | None:
+    """Return what the index at `url` has and `index` has not; None if a copy of `index` loses nothing.
+
+    `manifest` is the current manifest of the index at `url`.
+    """
+    kept = kept_snapshots(index)
+    if manifest.snapshot not in [each.snapshot for each in kept]:
         return f"is at snapshot {manifest.snapshot.number}, which {index.location} does not have"
-    # A conversion and a new nearest-neighbour index keep the snapshot number.
-    stored = {*source.spec.precisions, *index.manifest.spec.precisions}
-    if lost := [name for name in manifest.spec.precisions if name not in stored]:
-        return f"has the precision {', '.join(lost)}, which {index.location} does not have"
-    if manifest.ann != source.ann and manifest.ann.get("kind", "none") != "none":
-        return f"has a nearest-neighbour index that differs from that of {index.location}"
-    return None
+    known = {entry for each in kept for entry in _entries(CommittedIndex(index.root, each, index.remote))}
+    opened = open_index(url)
+    if opened.manifest != manifest:
+        raise EdjeError(f"another writer changed {url}; run the copy again")
+    lost = sorted(entry.path for entry in _entries(opened) if entry not in known)
+    return f"has the file {lost[0]}, which {index.location} does not have" if lost else None
 
 
-def _same_snapshot(index: CommittedIndex, manifest: Manifest) -> Manifest | None:
-    """Return the manifest that `index` has of the snapshot of `manifest`, its open one or an earlier one.
+def _entries(index: CommittedIndex) -> set[FileEntry]:
+    """Return the entries of all data files of a snapshot, apart from the shard tables."""
+    return {entry for _, entry in index.shard_files()} | {*index.manifest.own_files} - {*index.manifest.shard_tables}
 
-    Return None if `index` lacks this snapshot.
+
+def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
+    """Return the contents of each `zarr.json` of a snapshot, keyed by path.
+
+    The files on disk are not read, because they describe the number of rows of the current snapshot.
     """
-    number = manifest.snapshot.number
-    source = index.manifest
-    if number < source.snapshot.number:
-        try:
-            source = (
-                CommittedIndex.open(index.root, number)
-                if index.remote is None
-                else open_remote(index.remote.url, number)
-            ).manifest
-        except EdjeError:
-            return None
-    return source if manifest.snapshot == source.snapshot else None
+    layout = Layout(index.root)
+    documents = zarr_documents(layout, index.manifest.spec)
+    return {layout.relative(path): json_bytes(document) for path, document in documents.items()}
 
 
-def _conflict(folder: ObjectFolder, manifest: Manifest, entries: Sequence[FileEntry]) -> str | None:
-    """Compare `entries` with the files of the index at the destination that have the same paths.
+def _contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
+    """Yield the contents of a file of `index` in pieces, and compare them with `entry`.
 
-    Return the path of a file that differs, or None if all of these files are equal.
+    Raises:
+        CorruptIndexError: the file is missing or differs from `entry`.
     """
-    new = {entry.path: entry for entry in entries if not is_zarr_file(entry.path)}
-    old = open_remote(folder.url)
-    if old.manifest != manifest:
-        raise EdjeError(f"another writer changed {folder.url}; run the copy again")
-    for entry in (*(entry for _, entry in read_shard_tables(old.root, manifest.shard_tables)), *manifest.ann_files):
-        if new.get(entry.path, entry) != entry:
-            return entry.path
-    return None
+    if entry.path.endswith("zarr.json"):
+        yield _zarr_files(index)[entry.path]
+        return
+    if index.remote is not None:
+        yield from index.remote.committed_chunks(entry)
+        return
+    path, crc, length = index.root / entry.path, 0, 0
+    try:
+        with open_index_file(index.root, path) as file:
+            while piece := file.read(CHUNK_BYTES):
+                crc, length = crc32c(piece, crc), length + len(piece)
+                yield piece
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if (length, crc) != (entry.bytes, entry.crc32c):
+        raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}")

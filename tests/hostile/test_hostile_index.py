@@ -111,7 +111,7 @@ def test_a_fifo_for_any_other_file_is_reported(opened, layout, name):
 
 def test_a_stray_link_is_reported(opened, layout):
     (layout.rows / "99999999.parquet").symlink_to("/dev/zero")
-    assert opened(layout)["verify"] == [["rows/99999999.parquet", "does not belong to this index; delete the file"]]
+    assert opened(layout)["verify"] == [["rows/99999999.parquet", "does not belong to this index; delete it"]]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.mirror import open_index
+from storage_formats.format.remote import open_index
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import REPO, same_bits
 

@@ -125,7 +125,7 @@ def test_a_missing_file_of_a_finished_index_is_reported(run, build, index, name)
     (index / name).unlink()
     code, out, err = run(*build)
     assert (code, out) == (1, "")
-    assert f"{index} is finished but damaged: {name} " in err
+    assert f"of {index} is finished but damaged: {name} " in err
     assert f"Run 'edje-index verify {index}' to list all damage" in err
 
 

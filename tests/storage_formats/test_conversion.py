@@ -85,7 +85,7 @@ def test_damage_is_never_copied(built):
 def test_index_is_readable_and_sound_while_it_is_converted(built):
     root, expected = built
     Layout(root).staging.mkdir(parents=True)
-    convert_shard(ConversionTask(str(root), str(root), 1, SPEC, "bf16", ("fp8",), "plan"))
+    convert_shard(ConversionTask(str(root), 1, SPEC, "bf16", ("fp8",), "plan"))
     assert verify_index(root) == []
     assert same_bits(TokenStore.open(root).fetch(range(21)), expected)
     with pytest.raises(CorruptIndexError, match="3 shards need one receipt each, but there are receipts for 0"):
@@ -95,7 +95,7 @@ def test_index_is_readable_and_sound_while_it_is_converted(built):
 def test_stopping_leaves_nothing_behind(built):
     root, _ = built
     Layout(root).staging.mkdir(parents=True)
-    task = ConversionTask(str(root), str(root), 0, SPEC, "bf16", ("fp8",), "plan")
+    task = ConversionTask(str(root), 0, SPEC, "bf16", ("fp8",), "plan")
     with pytest.raises(ConversionInterrupted):
         convert_shard(task, should_stop=lambda: True)
     assert list(Layout(root).staging.iterdir()) == []

@@ -13,14 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from storage_formats import UsageError, verify_index
+from pipelines import compact_index, delete_rows
+from pipelines.jobs.snapshots import roll_back
+from storage_formats import CorruptIndexError, UsageError, verify_index
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import Manifest, Snapshot
 from storage_formats.format.rows import RowEntry
-from storage_formats.format.shard_table import read_shard_tables, write_shard_table
+from storage_formats.format.shard_table import read_shard_table, write_shard_table
 from storage_formats.shard_check import ShardCheck
-from storage_formats.verify import sampled_shards, verify
+from storage_formats.verify import sampled_shards
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 16), embed_dim=6)
@@ -212,7 +214,7 @@ def test_a_sample_reads_only_its_entries_of_the_shard_table(tmp_path, monkeypatc
     write_random_index(tmp_path, spec)
     manifest = Manifest.load(tmp_path)
     monkeypatch.setattr("storage_formats.format.shard_table._TABLE_GROUP_LINES", 8)
-    table = write_shard_table(Layout(tmp_path), read_shard_tables(tmp_path, manifest.shard_tables))
+    table = write_shard_table(Layout(tmp_path), read_shard_table(tmp_path, manifest.shard_table))
     replace(manifest, shard_table=table).write(Layout(tmp_path))
     groups = []
     read_row_group = pq.ParquetFile.read_row_group
@@ -264,16 +266,20 @@ def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(tmp_path, monk
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-verify")]
 
 
-def test_a_verification_of_other_shard_tables_is_not_continued(copy, tmp_path):
-    write_random_index(tmp_path / "other", SPEC, failed=frozenset({3}), duplicates=frozenset({8}), seed=9)
-    earlier = verify(tmp_path / "other")
-    path = Layout(copy).token_shard("bf16", 2)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert verify(copy, earlier=earlier).problems == verify_index(copy) != []
-
-
-def test_a_sample_is_no_verification_to_continue(copy, monkeypatch):
-    monkeypatch.setattr("random.sample", lambda population, count: [0])
-    Layout(copy).token_shard("bf16", 1).unlink()
-    earlier = verify(copy, sample=1)
-    assert "tokens/bf16/c.1.0.0" in {each.path for each in verify(copy, earlier=earlier).problems}
+def test_every_kept_snapshot_is_checked_and_a_rollback_to_a_damaged_one_is_refused(copy):
+    delete_rows(copy, rows=[0])
+    compact_index(copy)
+    earlier, before = Layout(copy).token_shard("bf16", 1), (copy / "index.json").read_bytes()
+    original = earlier.read_bytes()
+    earlier.write_bytes(original[:9] + bytes([original[9] ^ 1]) + original[10:])
+    assert codes(copy) == {("tokens/bf16/c.1.0.0", "checksum")}
+    with pytest.raises(CorruptIndexError, match=r"snapshot 0 of .* is .* damaged: tokens/bf16/c\.1\.0\.0 has CRC-32C"):
+        roll_back(copy, 0)
+    assert (copy / "index.json").read_bytes() == before
+    earlier.unlink()
+    assert codes(copy) == {("tokens/bf16/c.1.0.0", "missing-file")}
+    earlier.write_bytes(original)
+    (path,) = (copy / "manifest").glob("deleted-*")
+    path.write_bytes(b"")
+    assert codes(copy) == {(path.relative_to(copy).as_posix(), "length")}
+    assert roll_back(copy, 0).rows == 21

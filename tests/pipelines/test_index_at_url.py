@@ -1,0 +1,382 @@
+"""Indexes at URLs, on an object store in memory: copies, verification, readers, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edje_index import add_ann
+from edje_index.indexing.faiss_index import AnnIndex
+from pipelines import JobStopped, compact_index, copy_index, delete_rows, quantize_index, repair_index
+from pipelines.jobs.ann import run_ann_build
+from pipelines.jobs.snapshots import history, remove_snapshots
+from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
+from storage_formats.change import write_array_shapes
+from storage_formats.format import object_store
+from storage_formats.format.checksum import json_checksum
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.object_store import ObjectFolder
+from storage_formats.format.remote import open_index
+from storage_formats.format.rows import read_index_rows
+from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.verify import Problem
+from storage_formats.writing.index_copy import begin_remote_copy, files_to_copy, is_data
+from tests.conftest import write_random_index
+from tests.pipelines.test_copy import contents
+
+obstore_store = pytest.importorskip("obstore.store")
+SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+CLAIM = "build/claim.json"
+URL = "s3://bucket/photos.edje"
+numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def stores(tmp_path, monkeypatch):
+    """Every URL has an object store in memory."""
+    made = {}
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(object_store, "_open_store", lambda url: made.setdefault(url, obstore_store.MemoryStore()))
+
+
+@pytest.fixture
+def folder():
+    return ObjectFolder.open(URL)
+
+
+@pytest.fixture
+def index(tmp_path):
+    write_random_index(tmp_path / "photos.edje", SPEC, failed=frozenset({5}), seed=1)
+    return tmp_path / "photos.edje"
+
+
+@pytest.fixture
+def other(tmp_path):
+    write_random_index(tmp_path / "other.edje", SPEC, seed=2)
+    return tmp_path / "other.edje"
+
+
+def put(key: str, data: bytes, **metadata: str) -> None:
+    ObjectFolder.open(URL).put(key, lambda: [data], length=len(data), metadata=metadata)
+
+
+def flipped(data: bytes, offset: int) -> bytes:
+    return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
+
+
+def check_equal(index, tmp_path, url=URL) -> None:
+    """The index at `url` has the same files as the directory `index`."""
+    back = tmp_path / f"back-{next(numbers)}"
+    copy_index(url, back)
+    assert contents(back) == contents(index)
+    assert verify_index(back) == verify_index(url) == []
+
+
+def test_an_index_returns_unchanged_and_only_changes_are_copied(index, tmp_path, folder):
+    result = copy_index(index, URL)
+    assert result.copied_files == result.files
+    assert copy_index(index, URL).copied_files == 0
+    assert set(folder.list_sizes()) == set(contents(index))
+    delete_rows(index, rows=[3])
+    assert copy_index(index, URL).copied_files == 1  # the tombstones
+    check_equal(index, tmp_path)
+    assert len(TokenStore.open(URL, snapshot=0).fetch([3])) == 1
+    assert [entry.kind for entry in history(URL)] == ["build", "delete"]
+    copy_index(URL, f"{URL}-2")
+    check_equal(index, tmp_path, f"{URL}-2")
+
+
+def test_a_copy_during_an_append_describes_its_own_rows(index, tmp_path):
+    expected = contents(index)
+    write_array_shapes(Layout(index), replace(SPEC, rows=1000))  # an append does so before it writes index.json
+    copy_index(index, URL)
+    copy_index(URL, tmp_path / "back")
+    assert contents(tmp_path / "back") == expected
+
+
+def test_another_index_is_refused_or_replaced_on_request(index, other, tmp_path, folder):
+    copy_index(other, URL)
+    with pytest.raises(UsageError, match=r"has the file .*, which .*photos\.edje does not have; choose another"):
+        copy_index(index, URL)
+    assert CLAIM not in folder.list_sizes()
+    delete_rows(other, rows=[1])
+    copy_index(other, URL)
+    with pytest.raises(UsageError, match=r"is at snapshot 1, which .* does not have"):
+        copy_index(index, URL)
+    check_equal(other, tmp_path)
+    copy_index(index, URL, replace=True)
+    check_equal(index, tmp_path)
+    assert set(folder.list_sizes()) == set(contents(index))
+
+
+def test_a_copy_loses_no_precision_and_no_nearest_neighbour_index(index, tmp_path):
+    copy_index(index, tmp_path / "changed")
+    quantize_index(tmp_path / "changed", ["int8"])
+    copy_index(tmp_path / "changed", URL)
+    delete_rows(index, rows=[3])
+    with pytest.raises(UsageError, match=r"is at snapshot 0|has the file checksums/int8"):
+        copy_index(index, URL)
+    quantize_index(index, ["int8"])
+    copy_index(index, URL)
+    quantize_index(index, drop=["fp8"])
+    copy_index(index, URL)  # snapshot 0 of the source still has it
+    add_ann(index)
+    copy_index(index, URL)
+    run_ann_build(index, "IVF2,Flat", 0.95, lambda event: None)
+    with pytest.raises(UsageError, match="has the file ann/"):
+        copy_index(index, URL)
+    copy_index(index, URL, replace=True)
+    assert open_index(URL).manifest == CommittedIndex.open(index).manifest
+
+
+def test_a_stopped_copy_is_resumed(index, other, tmp_path, folder):
+    calls = iter(range(100))
+    with pytest.raises(JobStopped):
+        copy_index(index, URL, should_stop=lambda: next(calls) > 0)
+    assert CLAIM not in folder.list_sizes()
+    result = copy_index(index, URL)
+    assert 0 < result.copied_files < result.files
+    check_equal(index, tmp_path)
+
+
+def test_one_writer_at_a_time(index, other, folder):
+    """A killed copy leaves its claim, which the same copy takes over and another one respects."""
+    with begin_remote_copy(CommittedIndex.open(index), folder):
+        with pytest.raises(EdjeError, match=rf"running or was killed \(process {os.getpid()} on .*{CLAIM}"):
+            copy_index(other, URL)
+        claim = folder.read(CLAIM, 1 << 20).data
+    put(CLAIM, claim)
+    copy_index(index, URL)
+    assert CLAIM not in folder.list_sizes()
+
+
+def test_a_commit_never_takes_the_place_of_another(index, other, tmp_path, folder):
+    with begin_remote_copy(CommittedIndex.open(index), folder) as begun:
+        put("index.json", (other / "index.json").read_bytes())
+        with pytest.raises(EdjeError, match="another writer changed"):
+            begun.commit()
+    folder.delete(["index.json"])
+    copy_index(index, URL)
+    with begin_remote_copy(CommittedIndex.open(index), folder) as begun:
+        folder.delete([CLAIM])
+        delete_rows(index, rows=[2])
+        copy_index(index, URL)
+        with pytest.raises(EdjeError, match=r"another writer removed .*claim.json during the copy, so the copy did"):
+            begun.commit()
+    check_equal(index, tmp_path)
+
+
+def test_two_copies_of_one_snapshot_and_a_later_writer(index, folder):
+    opened = CommittedIndex.open(index)
+    entries = files_to_copy(opened)
+    with begin_remote_copy(opened, folder, replace=True) as begun:
+        copy_index(index, URL)  # the same copy by another process ends first, with the claim that both share
+        put(CLAIM, json.dumps({"writer": "a later one"}).encode())
+        put("tokens/int8/c.0.0", b"new")
+        begun.commit()
+        begun.remove_others(entries)
+    assert {CLAIM, "tokens/int8/c.0.0"} <= folder.list_sizes().keys()
+    assert is_data("snapshots/12.json")
+    assert not is_data("snapshots/12.json/x")
+
+
+def test_damage_is_not_copied(index, tmp_path, folder):
+    put("index.json", b"noise")
+    with pytest.raises(CorruptIndexError, match=r"index\.json"):
+        copy_index(index, URL)
+    assert list(folder.list_sizes()) == ["index.json"]
+    folder.delete(["index.json"])
+    copy_index(index, URL)
+    key = "rows/00000001.parquet"
+    damaged = flipped((index / key).read_bytes(), 40)
+    info = folder.info(key)
+    put(key, damaged, **info.metadata)
+    with pytest.raises(CorruptIndexError, match=f"{key} is not .* delete this object, and copy the index again"):
+        copy_index(URL, tmp_path / "stopped")
+    folder.delete([key])
+    assert copy_index(index, URL).copied_files == 1
+    (index / key).write_bytes(damaged)
+    folder.delete([key])
+    with pytest.raises(CorruptIndexError, match=f"{key} is not the file that was committed"):
+        copy_index(index, URL)
+    assert key not in folder.list_sizes()
+
+
+def test_readers_download_what_they_need(index, tmp_path):
+    add_ann(index)
+    delete_rows(index, rows=[4])
+    compact_index(index)
+    copy_index(index, URL)
+    opened, local = open_index(URL), CommittedIndex.open(index)
+    assert read_rows(URL) == read_rows(index)
+    ids = TokenStore.open(URL).row_ids()
+    assert (TokenStore.open(URL).fetch(ids) == TokenStore.open(index).fetch(ids))[0].all()
+    assert TokenStore.open(URL).translate([4, 5]).tolist() == TokenStore.open(index).translate([4, 5]).tolist()
+    query = np.array([1, 0, 0, 0], np.float32)
+    found = [AnnIndex(each).nearest(query, 3)[0].tolist() for each in (opened, local)]
+    assert found[0] == found[1]
+    assert not list((tmp_path / "cache").rglob("tokens/*/c.*"))
+
+
+def test_a_reader_of_a_replaced_index_opens_it_again(index, other):
+    copy_index(index, URL)
+    reader = open_index(URL)
+    copy_index(other, URL, replace=True)
+    with pytest.raises(CorruptIndexError, match=r"(is missing or too short|is not the file .*); open the index again"):
+        read_index_rows(reader)
+
+
+def test_an_index_at_a_url_is_not_changed(index, run):
+    copy_index(index, URL)
+    changes = [
+        lambda: delete_rows(URL, rows=[1]),
+        lambda: quantize_index(URL, ["int8"]),
+        lambda: compact_index(URL),
+        lambda: remove_snapshots(URL, 1),
+        lambda: run_ann_build(URL, "auto", 0.95, lambda event: None),
+    ]
+    for change in changes:
+        with pytest.raises(UsageError, match="copy it to a directory, change the copy, and copy it back"):
+            change()
+    with pytest.raises(UsageError, match="download its objects"):
+        repair_index(URL)
+    code, out, error = run("failures", URL, "--json")
+    assert (code, [row["row_id"] for row in json.loads(out)["failures"]]) == (0, [5]), error
+    assert delete_rows(URL, rows=[1], dry_run=True).left == 20
+
+
+DAMAGES = {
+    "tokens/bf16/c.1.0.0": lambda data: flipped(data, 40),
+    "tokens/fp8/c.0.0": lambda data: data[:-1],
+    "tokens/fp8/c.2.0": lambda data: data + b"more",
+    "tokens/fp8/zarr.json": lambda data: b"{}",
+    "checksums/bf16/00000000.crc32c": lambda data: None,
+    "checksums/fp8/00000001.crc32c": lambda data: flipped(data, 3),
+    "embeddings/c.1.0": lambda data: flipped(data, 9),
+    "rows/00000002.parquet": lambda data: data[: len(data) // 2],
+    "ann/index.faiss": lambda data: flipped(data, len(data) - 1),
+    "ann/index-12345678.faiss": lambda data: b"stray",
+}
+
+
+@pytest.fixture
+def local(index):
+    """An index with two snapshots and a nearest-neighbour index on disk. The same index is at `URL`."""
+    add_ann(index)
+    copy_index(index, URL)
+    delete_rows(index, rows=[3])
+    copy_index(index, URL)
+    return index
+
+
+def test_damage_gives_the_same_problems_as_on_disk(local, tmp_path, run):
+    sound = tmp_path / "sound"
+    shutil.copytree(local, sound)
+    for keys in ([], *([key] for key in DAMAGES), list(DAMAGES)):
+        for key in keys:
+            path = local / key
+            data = DAMAGES[key](path.read_bytes() if path.exists() else b"")
+            if data is None:
+                path.unlink()
+                ObjectFolder.open(URL).delete([key])
+            else:
+                path.write_bytes(data)
+                put(key, data)
+        found, expected = (sorted(verify_index(each), key=repr) for each in (URL, local))
+        assert [(each.path, each.code, each.message.replace(URL, str(local))) for each in found] == [
+            (each.path, each.code, each.message) for each in expected
+        ]
+        assert {each.path for each in found} >= set(keys)
+        assert bool(found) == bool(keys)
+        for key in keys:
+            ObjectFolder.open(URL).delete([key])
+            (local / key).unlink(missing_ok=True)
+            if (sound / key).exists():
+                shutil.copy(sound / key, local / key)
+                put(key, (sound / key).read_bytes())
+    assert not list((tmp_path / "cache").glob("verify-*"))
+    code, out, error = run("verify", URL, "--json", "--sample", 2)
+    expected = {"index": URL, "sound": True, "problems": [], "sample": {"shards": 2, "of": 3}}
+    assert (code, json.loads(out)) == (0, expected), error
+
+
+@pytest.mark.parametrize("pattern", ["manifest/shards-*.parquet", "snapshots/*.json", "index.json", "manifest/del*"])
+def test_damaged_metadata_is_a_problem(local, pattern):
+    (path,) = sorted(local.glob(pattern))[:1]
+    put(path.relative_to(local).as_posix(), flipped(path.read_bytes(), path.stat().st_size // 2))
+    problems = verify_index(URL)
+    assert problems
+    assert not [each for each in problems if "cache" in each.message]
+
+
+def test_a_shard_table_cannot_make_verify_touch_other_files(local, tmp_path):
+    """The files are downloaded to a directory in the cache, and deleted afterwards."""
+    outside = tmp_path / "cache/outside"
+    outside.parent.mkdir(exist_ok=True)
+    outside.write_text("precious")
+    layout, manifest = Layout(local), Manifest.load(local)
+    lines = [*read_shard_table(local, manifest.shard_table), (0, FileEntry("../outside", 8, 0))]
+    lines.append((1, FileEntry(str(outside), 8, 0)))
+    lines.append((1, next(entry for _, entry in lines if entry.path == "tokens/bf16/c.0.0.0")))
+    table = write_shard_table(layout, sorted(lines, key=lambda line: (line[0], line[1].path)))
+    value = json.loads(layout.manifest.read_text())
+    value["shard_table"] = table.to_json()
+    value["crc32c"] = json_checksum(value)
+    put(table.path, (local / table.path).read_bytes())
+    put("index.json", json.dumps(value).encode())
+    problems = {(each.path, each.code) for each in verify_index(URL)}
+    expected = {("../outside", "shard-table"), (str(outside), "shard-table"), ("tokens/bf16/c.0.0.0", "shard-table")}
+    assert problems == expected
+    assert outside.read_text() == "precious"
+
+
+def test_what_cannot_be_verified_is_an_error(local, monkeypatch, run):
+    with pytest.raises(UsageError, match="there is no index at s3://bucket/nothing"):
+        verify_index("s3://bucket/nothing")
+    with pytest.raises(UsageError, match="copy the index to a directory"):
+        verify_index("https://example.invalid/photos.edje")
+    with pytest.raises(UsageError, match="can only be read"):
+        copy_index(local, "https://example.invalid/photos.edje")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("storage_formats.verify._download_as_it_is", full)
+        with pytest.raises(UsageError, match=r"cannot write to .*No space left.* set EDJE_CACHE"):
+            verify_index(URL)
+    monkeypatch.setenv("EDJE_CACHE", "/proc/nowhere")
+    code, out, error = run("verify", URL, "--json")
+    assert (code, set(json.loads(out))) == (2, {"error", "exit_code"}), error
+    assert "cannot write to /proc/nowhere" in out
+
+
+def test_changes_during_the_check_are_named(local, monkeypatch, folder):
+    read, list_sizes = ObjectFolder.read, ObjectFolder.list_sizes
+
+    def racing(self, key, max_bytes):
+        if key == "snapshots/00000000.json":
+            folder.delete([key])
+        return read(self, key, max_bytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectFolder, "read", racing)
+        assert verify_index(URL) == []
+
+    def appearing(self, below=None):  # the objects of another process appear and disappear
+        if below is None:
+            put("rows/00000009.parquet", b"new")
+            put("snapshots/00000009.json", b"new")
+        return list_sizes(self, below)
+
+    monkeypatch.setattr(ObjectFolder, "list_sizes", appearing)
+    message = "changed while the index was verified; verify the index again"
+    assert verify_index(URL) == [Problem("index.json", "changed", message)]
