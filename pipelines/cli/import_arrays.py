@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +47,31 @@ def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
       edje-index import-arrays tokens.npy embeddings.npy --out pages.edje --precision fp8
       edje-index import-arrays tokens.npy embeddings.npy rows.parquet --out pages.edje --encoder colpali-v1.3
     """
-    from pipelines.jobs.import_arrays import ArraysConfig
     from pipelines.jobs.import_arrays import import_arrays as run_import
+    from storage_formats.codecs import codec
 
+    started, out = time.monotonic(), options["out"]
     options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
-    config = ArraysConfig(**options)
     with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-        result = run_import(config, on_event, should_stop)
+        manifest = run_import(**options, on_event=on_event, should_stop=should_stop)
+    spec, seconds = manifest.spec, time.monotonic() - started
+    record_bytes = {name: codec(name, spec.block_shape).record_bytes for name in spec.precisions}
     if as_json:
-        print_json(asdict(result))
+        print_json(
+            {
+                "rows": spec.rows,
+                "shards": spec.shards,
+                "block_shape": spec.block_shape,
+                "embed_dim": spec.embed_dim,
+                "bytes_per_image": record_bytes,
+                "ann": manifest.ann["kind"],
+                "seconds": seconds,
+            }
+        )
         return
-    (m, d), out = result.block_shape, options["out"]
+    m, d = spec.block_shape
     print_line(
-        f"{out}: {counted(result.rows, 'row')} of {m} x {d} tokens in {counted(result.shards, 'shard')}, "
-        f"{result.seconds:.1f} s"
+        f"{out}: {counted(spec.rows, 'row')} of {m} x {d} tokens in {counted(spec.shards, 'shard')}, {seconds:.1f} s"
     )
-    for name, size in result.bytes_per_image.items():
+    for name, size in record_bytes.items():
         print_line(f"{name:6} {size:7,} bytes per row")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelines.jobs.build import ignore, never
 from pipelines.jobs.resources import check_index_size
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage
 from storage_formats.errors import UsageError
@@ -22,11 +21,22 @@ if TYPE_CHECKING:
 _CHUNK_ROWS = 1024
 
 
-@dataclass(frozen=True)
-class ArraysConfig:
-    """A request to import arrays.
+def import_arrays(
+    tokens: Path,
+    embeddings: Path,
+    out: Path,
+    rows: Path | None = None,
+    *,
+    precisions: Sequence[str] = ("bf16",),
+    shard_size: int = 1024,
+    encoder: str = "unknown",
+    ann: bool = True,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
+) -> Manifest:
+    """Write an index of token blocks and embeddings. After an error, the unfinished index is removed.
 
-    Attributes:
+    Args:
         tokens: .npy file of shape [rows, m, d]. The type is float32, float16, or bfloat16 saved as uint16 or as raw
             16-bit words. m is the number of tokens per row, d the width of a token.
         embeddings: .npy file of floating-point numbers of shape [rows, embed_dim].
@@ -37,42 +47,11 @@ class ArraysConfig:
         shard_size: rows per shard.
         encoder: name and version of the model that computed the arrays.
         ann: True to build the nearest-neighbour index.
-    """
+        on_event: called with each progress event.
+        should_stop: called before each part of the rows.
 
-    tokens: Path
-    embeddings: Path
-    out: Path
-    rows: Path | None = None
-    precisions: tuple[str, ...] = ("bf16",)
-    shard_size: int = 1024
-    encoder: str = "unknown"
-    ann: bool = True
-
-
-@dataclass(frozen=True)
-class ArraysResult:
-    """The result of an import.
-
-    Attributes:
-        rows, shards: number of rows and shards of the index.
-        block_shape: (m, d), the shape of one image's tokens.
-        embed_dim: width of the embeddings.
-        bytes_per_image: length of a record in bytes, by precision.
-        ann: kind of the nearest-neighbour index; "none" if the index has none.
-        seconds: wall time of the import.
-    """
-
-    rows: int
-    shards: int
-    block_shape: tuple[int, int]
-    embed_dim: int
-    bytes_per_image: dict[str, int]
-    ann: str
-    seconds: float
-
-
-def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> ArraysResult:
-    """Write the index that `config` describes. After an error, the unfinished index is removed.
+    Returns:
+        The manifest of the index.
 
     Raises:
         UsageError: an input file is invalid, the files have different numbers of rows, `out` is in use, or the disk is
@@ -84,37 +63,35 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
     from edje_index.indexing.faiss_index import build_ann, check_faiss
     from storage_formats.writing.index_writer import IndexWriter
 
-    started = time.monotonic()
-    if config.ann:
+    if ann:
         check_faiss()
-    tokens, embeddings = open_npy(config.tokens, 3), open_npy(config.embeddings, 2)
-    if len(tokens) != len(embeddings):
+    blocks, vectors = open_npy(tokens, 3), open_npy(embeddings, 2)
+    if len(blocks) != len(vectors):
         raise UsageError(
-            f"{config.tokens} has {len(tokens)} rows, but {config.embeddings} has {len(embeddings)} rows; "
-            "save one row per image in both files"
+            f"{tokens} has {len(blocks)} rows, but {embeddings} has {len(vectors)} rows; save one row per image in "
+            "both files"
         )
-    _, m, d = tokens.shape
-    spec = IndexSpec(len(tokens), config.shard_size, (m, d), embeddings.shape[1], config.precisions)
-    parts = _row_parts(config.rows, spec.rows)
-    check_index_size(config.out, spec)
+    _, m, d = blocks.shape
+    spec = IndexSpec(len(blocks), shard_size, (m, d), vectors.shape[1], tuple(precisions))
+    parts = _row_parts(rows, spec.rows)
+    check_index_size(out, spec)
     with IndexWriter.create(
-        config.out,
+        out,
         block_shape=spec.block_shape,
         embed_dim=spec.embed_dim,
         precisions=spec.precisions,
         shard_size=spec.shard_size,
-        encoder=config.encoder,
+        encoder=encoder,
     ) as writer:
-        for count, rows in parts:
+        for count, table in parts:
             if should_stop():
-                raise JobStopped(f"the import stopped before {config.out} was written; run the import again")
+                raise JobStopped(f"the import stopped before {out} was written; run the import again")
             part = slice(len(writer), len(writer) + count)
-            writer.append(tokens[part], embeddings[part], rows)
+            writer.append(blocks[part], vectors[part], table)
             on_event(Progress("importing", len(writer), spec.rows))
-        if config.ann:
+        if ann:
             on_event(StatusMessage("building the nearest-neighbour index"))
-        manifest = writer.finish(build_ann if config.ann else None)
-    return _result(manifest, time.monotonic() - started)
+        return writer.finish(build_ann if ann else None)
 
 
 def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
@@ -186,18 +163,3 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
         )
     batches = iter_batches(file, _CHUNK_ROWS, columns)
     return ((len(batch), batch) for batch in batches)
-
-
-def _result(manifest: Manifest, seconds: float) -> ArraysResult:
-    from storage_formats.codecs import codec
-
-    spec = manifest.spec
-    return ArraysResult(
-        rows=spec.rows,
-        shards=spec.shards,
-        block_shape=spec.block_shape,
-        embed_dim=spec.embed_dim,
-        bytes_per_image={name: codec(name, spec.block_shape).record_bytes for name in spec.precisions},
-        ann=str(manifest.ann["kind"]),
-        seconds=seconds,
-    )
