@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.images.decoded_input import FAIL, DecodeSettings
+from edje_index.images.decoded_input import DecodeSettings
 from edje_index.images.input_lists import read_shard_inputs
 from edje_index.images.inputs import InputRef
 from storage_formats.format.layout import IndexSpec, Layout
@@ -48,12 +48,9 @@ class ShardTask:
         spec: shape of the index.
         plan: fingerprint of the build plan.
         batch_size: number of images, or of frames of clips, per forward pass.
-        max_pixels: largest number of pixels of an image. The rows of larger images fail with the reason
-            "too-many-pixels".
+        decoding: settings of decoding.
         decode_threads: number of threads that read and decode images. This number does not affect the result.
         columns: source columns of the rows table.
-        truncated: what to do with truncated images, `decoded_input.FAIL` or `decoded_input.LOAD`.
-        frames: number of frames per input, see `decoded_input.DecodeSettings`.
     """
 
     root: str
@@ -61,11 +58,9 @@ class ShardTask:
     spec: IndexSpec
     plan: str
     batch_size: int
-    max_pixels: int
+    decoding: DecodeSettings
     decode_threads: int
     columns: tuple[SourceColumn, ...] = ()
-    truncated: str = FAIL
-    frames: int | None = None
 
     @property
     def layout(self) -> Layout:
@@ -81,14 +76,9 @@ class ShardTask:
         return read_shard_inputs(self.layout, self.spec, self.shard)
 
     @property
-    def decoding(self) -> DecodeSettings:
-        """Settings of decoding."""
-        return DecodeSettings(self.max_pixels, self.truncated, self.frames)
-
-    @property
     def inputs_per_batch(self) -> int:
         """Number of inputs per forward pass."""
-        return inputs_per_batch(self.batch_size, self.frames)
+        return inputs_per_batch(self.batch_size, self.decoding.frames)
 
 
 def inputs_per_batch(batch_size: int, frames: int | None) -> int:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +161,7 @@ def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
 
 def encoding_task(root: Path, plan: Plan, shard: int, threads: int = 1) -> ShardTask:
     """Return the task that encodes `shard`, with `threads` threads that decode images."""
+    from edje_index.images.decoded_input import DecodeSettings
     from edje_index.indexing.shard_task import ShardTask
 
     return ShardTask(
@@ -169,11 +170,9 @@ def encoding_task(root: Path, plan: Plan, shard: int, threads: int = 1) -> Shard
         spec=plan.spec,
         plan=plan.fingerprint,
         batch_size=plan.settings.batch_size,
-        max_pixels=plan.settings.max_pixels,
+        decoding=DecodeSettings(**{each.name: getattr(plan.settings, each.name) for each in fields(DecodeSettings)}),
         decode_threads=threads,
         columns=plan.columns,
-        truncated=plan.settings.truncated,
-        frames=plan.settings.frames,
     )
 
 

@@ -65,32 +65,51 @@ class SourceEncoder:
         Raises:
             JobStopped: `should_stop()` returned True.
         """
+        from edje_index.images.transient import TransientInputError
+        from edje_index.indexing.shard_encoding import encode_inputs
+
+        manifest, first_row = self._index.manifest, self._index.manifest.spec.shard_rows(shard).start
         try:
             if self._shard != shard:
                 self._shard, self._inputs, self._blocks, self._refused, self._problem = shard, {}, {}, {}, None
-                if "inputs_digest" not in self._index.manifest.settings:
+                if "inputs_digest" not in manifest.settings:
                     raise EdjeError(f"{self._index.root} was not built from images")
                 self._inputs = self._inputs_of(shard)
-            tried = {*self._blocks, *(row - self._first_row for row in self._refused)}
+            tried = {*self._blocks, *(row - first_row for row in self._refused)}
             wanted = [position for position in needed.tolist() if position in self._inputs and position not in tried]
-            if self._problem is None and wanted:
-                self._on_event(StatusMessage(f"encoding rows of shard {shard} again from their sources"))
-                self._encode_batches(wanted)
+            if self._problem is not None or not wanted:
+                return self._blocks
+            self._on_event(StatusMessage(f"encoding rows of shard {shard} again from their sources"))
+            plan = Plan(manifest.spec, manifest.model, settings_of(self._index.root, manifest), "", 0, {}, {})
+            task = encoding_task(self._index.root, plan, shard)
+            size = task.inputs_per_batch
+            for start in sorted({position // size * size for position in wanted}):
+                if self._should_stop():
+                    raise JobStopped("stopped")
+                batch = [position for position in range(start, start + size) if position in self._inputs]
+                refs = [self._inputs[position] for position in batch]
+                blocks, reasons = encode_inputs(refs, self._encoder, task.decoding)
+                self._blocks |= {batch[number]: block for number, block in blocks.items()}
+                refused = {batch[number]: _WORDING.get(reason, reason) for number, reason in reasons.items()}
+                self._refused |= {first_row + at: refused[at] for at in wanted if at in refused}
         except JobStopped:
             raise
+        except TransientInputError as error:
+            self._problem = f"{error}. Then run the repair again"
         except EdjeError as error:
-            self._problem = f"{error}. Then run the repair again" if _is_temporary(error) else str(error)
+            self._problem = str(error)
         return self._blocks
 
     def problems(self, shard: int, paths: Iterable[str]) -> Iterator[Problem]:
         """Say why the token files `paths` of `shard` could not be rebuilt from the sources."""
         from storage_formats.shard_check import Problem
 
+        first_row = self._index.manifest.spec.shard_rows(shard).start
         for path in sorted(paths) if shard == self._shard else ():
             if self._problem is not None:
                 yield Problem(path, "not-encoded-again", f"its rows cannot be encoded again: {self._problem}")
             for row, reason in sorted(self._refused.items()):
-                uri = self._inputs[row - self._first_row].uri
+                uri = self._inputs[row - first_row].uri
                 yield Problem(path, "source-refused", f"row {row} cannot be encoded again from {uri}: {reason}")
             if self._problem is None and not self._refused:
                 yield Problem(
@@ -100,10 +119,6 @@ class SourceEncoder:
                     "the version of edje-index, the packages and the processor that built it, or delete and append "
                     "these rows",
                 )
-
-    @property
-    def _first_row(self) -> int:
-        return self._index.manifest.spec.shard_rows(self._shard).start
 
     def _inputs_of(self, shard: int) -> dict[int, InputRef]:
         """Return the inputs of the rows of `shard` that have a block, by position."""
@@ -115,30 +130,11 @@ class SourceEncoder:
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
         clips = settings_of(self._index.root, self._index.manifest).frames is not None
         located = {(ref.uri, ref.uri_raw): ref for ref in refs_of_rows(rows, [], clips=clips)}
-        inputs = {}
+        inputs, first_row = {}, self._index.manifest.spec.shard_rows(shard).start
         for row in rows:
             ref = located.get((row["uri"], row["uri_raw"])) or InputRef(row["uri"], b"", problem="missing")
-            inputs[row["row_id"] - self._first_row] = replace(ref, content_hash=row["content_hash"])
+            inputs[row["row_id"] - first_row] = replace(ref, content_hash=row["content_hash"])
         return inputs
-
-    def _encode_batches(self, wanted: list[int]) -> None:
-        from edje_index.indexing.shard_encoding import encode_inputs
-
-        manifest = self._index.manifest
-        settings = settings_of(self._index.root, manifest)
-        plan = Plan(manifest.spec, manifest.model, settings, "", 0, {}, {})
-        task = encoding_task(self._index.root, plan, self._shard)
-        size = task.inputs_per_batch
-        for start in sorted({position // size * size for position in wanted}):
-            if self._should_stop():
-                raise JobStopped("stopped")
-            batch = [position for position in range(start, start + size) if position in self._inputs]
-            blocks, reasons = encode_inputs(
-                [self._inputs[position] for position in batch], self._encoder, task.decoding
-            )
-            self._blocks |= {batch[number]: block for number, block in blocks.items()}
-            refused = {batch[number]: _WORDING.get(reason, reason) for number, reason in reasons.items()}
-            self._refused |= {self._first_row + at: refused[at] for at in wanted if at in refused}
 
     @functools.cached_property
     def _encoder(self) -> ImageEncoder:
@@ -149,9 +145,3 @@ class SourceEncoder:
             settings = settings_of(self._index.root, self._index.manifest)
             path = matching_bundle(self._index, self._model).path
             return ImageEncoder.open(path, device=settings.device, threads=settings.threads, dtype=settings.dtype)
-
-
-def _is_temporary(error: Exception) -> bool:
-    from edje_index.images.transient import TransientInputError
-
-    return isinstance(error, TransientInputError)

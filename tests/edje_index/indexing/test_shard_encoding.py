@@ -18,6 +18,7 @@ from PIL import Image, ImageFile
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.decode import content_hash, decode_rgb
+from edje_index.images.decoded_input import DecodeSettings
 from edje_index.images.input_lists import write_input_lists
 from edje_index.images.inputs import InputRef
 from edje_index.images.transient import TransientInputError
@@ -64,7 +65,7 @@ def case(tmp_path):
     begin_index(root, spec)
     Layout(root).input_lists.mkdir()
     write_input_lists(Layout(root), refs, spec.shard_size)
-    task = ShardTask(str(root), 0, spec, "plan", batch_size=3, max_pixels=10**7, decode_threads=2)
+    task = ShardTask(str(root), 0, spec, "plan", batch_size=3, decoding=DecodeSettings(), decode_threads=2)
     return task, refs
 
 
@@ -238,7 +239,7 @@ def test_a_name_that_is_not_utf8_is_kept_in_bytes(tmp_path, encoder):
     begin_index(root, spec)
     Layout(root).input_lists.mkdir()
     write_input_lists(Layout(root), [InputRef("/%FF%FE.jpg", name)], spec.shard_size)
-    encode_shard(ShardTask(str(root), 0, spec, "plan", 3, 10**7, 1), encoder)
+    encode_shard(ShardTask(str(root), 0, spec, "plan", 3, DecodeSettings(), 1), encoder)
     row = read_shard_rows(Layout(root), 0).to_pylist()[0]
     assert (row["status"], row["uri_raw"]) == ("indexed", name)
 
