@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from edje_index.search.late_interaction_search import LateInteractionSearch
+from pipelines.jobs import import_arrays as importing
+from pipelines.progress.events import JobStopped
 from storage_formats import TokenStore, read_rows, verify_index
 from storage_formats.format.layout import Layout
-from tests.command_line import command, environment
+from tests.command_line import environment
 from tests.conftest import same_bits
 
 ROWS = 2500
@@ -141,22 +143,33 @@ def test_rows_that_are_refused(run, files, tmp_path):
     assert "as a Parquet file" in refused(run, tmp_path, *files[:2], bad)
 
 
-def test_a_killed_import_leaves_nothing_that_opens_and_is_begun_again(run, tmp_path):
-    np.save(tmp_path / "tokens.npy", np.ones((8_000, 4, 16), dtype=np.float16))
-    np.save(tmp_path / "embeddings.npy", np.ones((8_000, 8), dtype=np.float16))
-    out = tmp_path / "out"
-    arguments = ["import-arrays", tmp_path / "tokens.npy", tmp_path / "embeddings.npy", "--out", out]
-    arguments += ["--shard-size", "32", "--no-ann", "--quiet"]
-    process = subprocess.Popen(command(*arguments), env=environment())
-    try:
-        limit = time.monotonic() + 60
-        while not Layout(out).receipt(3).exists():
-            assert time.monotonic() < limit
-            assert process.poll() is None
-            time.sleep(0.001)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+KILLED_AT_ITS_THIRD_SHARD = """
+import os, signal, sys
+from pipelines.cli import main
+from storage_formats.writing.staging import StagedFiles
+commit = StagedFiles.commit_receipt
+def commit_or_die(staged, receipt):
+    commit(staged, receipt)
+    if receipt.shard == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+StagedFiles.commit_receipt = commit_or_die
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Arguments of an import of five shards."""
+    np.save(tmp_path / "tokens.npy", np.ones((160, 4, 16), dtype=np.float16))
+    np.save(tmp_path / "embeddings.npy", np.ones((160, 8), dtype=np.float16))
+    return tmp_path / "tokens.npy", tmp_path / "embeddings.npy", tmp_path / "out"
+
+
+def test_a_killed_import_leaves_nothing_that_opens_and_is_begun_again(run, small):
+    *files, out = small
+    arguments = ["import-arrays", *files, "--out", out, "--shard-size", "32", "--no-ann", "--quiet"]
+    process = [sys.executable, "-c", KILLED_AT_ITS_THIRD_SHARD, *map(str, arguments)]
+    assert subprocess.run(process, env=environment(), check=False).returncode == -signal.SIGKILL
     code, shown, _ = run("info", out)
     assert code == 0
     assert "run 'import-arrays' again to finish it, or delete the directory to discard it" in shown
@@ -168,17 +181,9 @@ def test_a_killed_import_leaves_nothing_that_opens_and_is_begun_again(run, tmp_p
     assert not (out / "build").exists()
 
 
-def test_a_stopped_import_leaves_nothing(tmp_path):
-    np.save(tmp_path / "tokens.npy", np.ones((60_000, 4, 16), dtype=np.float16))
-    np.save(tmp_path / "embeddings.npy", np.ones((60_000, 8), dtype=np.float16))
-    out = tmp_path / "out"
-    arguments = [tmp_path / "tokens.npy", tmp_path / "embeddings.npy", "--out", out, "--shard-size", "32", "--no-ann"]
-    process = subprocess.Popen(command("import-arrays", *arguments), env=environment(), stderr=subprocess.PIPE)
-    while not Layout(out).receipt(3).exists():
-        assert process.poll() is None
-        time.sleep(0.001)
-    process.send_signal(signal.SIGTERM)
-    message = process.communicate(timeout=60)[1].decode()
-    assert process.returncode == 1
-    assert "the import stopped before" in message
+def test_a_stopped_import_leaves_nothing(small, monkeypatch):
+    *files, out = small
+    monkeypatch.setattr(importing, "_CHUNK_ROWS", 32)
+    with pytest.raises(JobStopped, match="the import stopped before"):
+        importing.import_arrays(*files, out, shard_size=32, should_stop=lambda: Layout(out).receipt(2).exists())
     assert not out.exists()
