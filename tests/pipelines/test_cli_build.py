@@ -13,7 +13,6 @@ import time
 import psutil
 import pytest
 
-from edje_index.bundles import random_bundle as untrained
 from pipelines import quantize_index
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
@@ -117,25 +116,20 @@ def test_the_same_command_again_does_nothing_and_says_so(run, build, index):
     assert {path: path.stat().st_mtime_ns for path in index.rglob("*")} == before
 
 
-@pytest.mark.parametrize(
-    "name", ["tokens/bf16/c.1.0.0", "checksums/bf16/00000000.crc32c", "ann/index.faiss", "tokens/bf16/zarr.json"]
-)
-def test_a_missing_file_of_a_finished_index_is_reported(run, build, index, name):
-    run(*build)
-    (index / name).unlink()
-    code, out, err = run(*build)
-    assert (code, out) == (1, "")
-    assert f"of {index} is finished but damaged: {name} " in err
-    assert f"Run 'edje-index verify {index}' to list all damage" in err
-
-
-def test_a_shortened_file_of_a_finished_index_is_reported(run, build, index):
+def test_a_missing_or_shortened_file_of_a_finished_index_is_reported(run, build, index):
     run(*build)
     with open(index / "rows/00000001.parquet", "ab") as file:
         file.truncate(100)
     code, _, err = run(*build)
-    assert code == 1
-    assert "rows/00000001.parquet has 100 bytes instead of the " in err
+    assert (code, "rows/00000001.parquet has 100 bytes instead of the " in err) == (1, True), err
+    for name in ("checksums/bf16/00000000.crc32c", "ann/index.faiss", "tokens/bf16/zarr.json"):
+        (index / name).rename(index / "kept")
+        code, out, err = run(*build)
+        (index / "kept").rename(index / name)
+        assert (code, out) == (1, "")
+        assert f"of {index} is finished but damaged: " in err
+        assert f"{name} " in err
+        assert f"Run 'edje-index verify {index}' to list all damage" in err
 
 
 def test_a_finished_index_is_not_rebuilt_for_other_inputs_or_settings(run, build, photos):
@@ -248,17 +242,6 @@ def test_search_shows_both_scores_and_says_that_random_weights_mean_nothing(run,
     assert len(run("search", index, "a photo", "-k", 3)[1].splitlines()) == 4
 
 
-def test_init_model_says_that_its_weights_are_untrained(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(untrained, "UntrainedSizes", lambda: untrained.TINY)  # the real size takes half a minute
-    code, out, err = run("model", "init", tmp_path / "model", "--json")
-    assert code == 0
-    assert json.loads(out)["trained"] is False
-    assert "untrained" in err
-    code, _, err = run("model", "init", tmp_path / "model")
-    assert code == 1
-    assert "exists" in err
-
-
 def start_build(arguments, folder, log):
     """Start a build in a new process group, outside the directory of the sources; standard error goes to `log`."""
     return subprocess.Popen(
@@ -275,14 +258,14 @@ def start_build(arguments, folder, log):
     ("engine", "number", "to_group"),
     [
         ("inline", signal.SIGTERM, False),
-        ("ray", signal.SIGINT, True),
+        pytest.param("ray", signal.SIGINT, True, marks=pytest.mark.slow),
         pytest.param("ray", signal.SIGHUP, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_stops_a_build_cleanly_and_the_same_command_resumes(
     run, build, photos, index, tmp_path, engine, number, to_group
 ):
-    for name in range(100, 160):
+    for name in range(100, 130):
         write_photo(photos / f"{name}.jpg", name % 3)
     build[build.index("--engine") + 1] = engine
     with open(tmp_path / "log", "w") as log:
@@ -299,16 +282,16 @@ def test_a_signal_stops_a_build_cleanly_and_the_same_command_resumes(
     assert f"{number.name}: stopping" in said
     last = said.splitlines()[-1]
     assert last.startswith("error: stopped; ")
-    assert f"of 18 shards are finished. To resume: edje-index build {photos}" in last
+    assert f"of 10 shards are finished. To resume: edje-index build {photos}" in last
     assert "Traceback" not in said
     assert psutil.wait_procs(family, timeout=10)[1] == []
     build[build.index("--engine") + 1] = "inline"
     result = json.loads(run(*build, "--json")[1])
-    assert (result["inputs"], result["indexed"], result["failed"]) == (70, 69, 1)
+    assert (result["inputs"], result["indexed"], result["failed"]) == (40, 39, 1)
     assert run("verify", index)[0] == 0
 
 
-@pytest.mark.parametrize("name", ["index/index.json", "index/tokens/zarr.json", "model/bundle.json"])
+@pytest.mark.parametrize("name", ["index/index.json", "model/bundle.json"])
 def test_deeply_nested_json_is_one_clear_error(run, build, index, tiny_bundle, tmp_path, name):
     run(*build)
     shutil.copytree(index, tmp_path / "index", dirs_exist_ok=True)
