@@ -1,4 +1,4 @@
-"""Loads models in every way, within limited memory: `python -m tests.hostile.load_model bundle|checkpoint PATH...`.
+"""Loads models in every way, within limited memory: `python -m tests.hostile.load_model bundle|checkpoint PATH ...`.
 
 Importing torch and its companions takes more than 1 GB of address space by itself. Each path is therefore loaded in a
 child of a process that has imported them, and the child may take 1 GB more. Prints a line of JSON for each path: the
@@ -56,6 +56,6 @@ def limited(load: Callable[[Path], dict[str, str]], path: Path) -> dict[str, str
 
 
 if __name__ == "__main__":
-    loader = {"bundle": load_bundle, "checkpoint": load_checkpoint}[sys.argv[1]]
-    for argument in sys.argv[2:]:
+    for kind, argument in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        loader = {"bundle": load_bundle, "checkpoint": load_checkpoint}[kind]
         print(json.dumps(in_child(partial(limited, loader), Path(argument))), flush=True)

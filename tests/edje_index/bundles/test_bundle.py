@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +14,12 @@ import torch
 from transformers import BertConfig, BertTokenizerFast
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import INFO_FILE, JOINT_WEIGHTS, VISION_WEIGHTS, read_bundle_info
+from edje_index.bundles.info import INFO_FILE, VISION_WEIGHTS, read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from edje_index.models import weights
-from edje_index.models.adapter import COMPRESSED, LOCAL, PATCHES, REDUCTIONS, build_adapter
+from edje_index.models.adapter import LOCAL, PATCHES, PRUNED, build_adapter
 from edje_index.models.text_tower import text_tokenizer
-from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from tests.edje_index.published_cases import WORDS
 from tests.edje_index.towers import random_clip, random_pixels, timm_config
 
@@ -53,39 +51,6 @@ def test_use_does_not_change_what_is_saved(tiny_model: ModelBundle, tmp_path: Pa
     assert tiny_model.save(tmp_path / "copy").fingerprint == tiny_model.info.fingerprint
 
 
-def test_info_needs_no_weights(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
-    info = read_bundle_info(tiny_bundle)
-    assert info.block_shape == tiny_model.block_shape == (4, 16)
-    assert info.embed_dim == tiny_model.embed_dim == 24
-    assert info.trained is False
-    assert "untrained" in info.notes
-    sizes = [p.stat().st_size for p in tiny_bundle.rglob("*.safetensors")]
-    assert 0 < info.encoder_weights_bytes < sum(sizes)
-    assert all(stat.S_IMODE(p.stat().st_mode) & 0o044 for p in tiny_bundle.rglob("*")), "readable by others"
-
-
-def test_encoder_fingerprint_is_only_about_what_is_stored(tiny_model: ModelBundle, tmp_path: Path) -> None:
-    before = tiny_model.info
-    assert before is not None
-    with torch.no_grad():
-        tiny_model.joint.text_projection.bias += 1
-    joint_changed = tiny_model.save(tmp_path / "joint")
-    assert joint_changed.fingerprint != before.fingerprint
-    assert joint_changed.encoder_fingerprint == before.encoder_fingerprint
-    with torch.no_grad():
-        tiny_model.adapter.projection.bias += 1
-    assert tiny_model.save(tmp_path / "adapter").encoder_fingerprint != before.encoder_fingerprint
-
-
-def test_the_score_is_kept_and_part_of_the_fingerprint(tiny_model: ModelBundle, tmp_path: Path) -> None:
-    assert tiny_model.score == DirectionWeights()
-    score = DirectionWeights(t2i=ScoreWeights(embedding=2.5, late=1.0))
-    info = replace(tiny_model, score=score, info=None).save(tmp_path / "weighted")
-    assert info.score == ModelBundle.load(tmp_path / "weighted").score == score
-    assert info.fingerprint != tiny_model.info.fingerprint
-    assert info.encoder_fingerprint == tiny_model.info.encoder_fingerprint
-
-
 @pytest.fixture
 def copied(tiny_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_bundle, tmp_path / "copied"))
@@ -103,15 +68,6 @@ def test_a_changed_or_missing_file_is_noticed(copied: Path) -> None:
     for open_bundle in (ModelBundle.load, ImageEncoder.open):
         with pytest.raises(ModelError, match=r"lacks vision/open_clip_model\.safetensors"):
             open_bundle(copied)
-
-
-def test_an_encoder_does_not_need_the_joint_encoder(copied: Path) -> None:
-    (copied / JOINT_WEIGHTS).unlink()
-    assert ImageEncoder.open(copied).block_shape == (4, 16)
-    with pytest.raises(ModelError, match=r"lacks joint/model\.safetensors"):
-        ModelBundle.load(copied)
-    with pytest.raises(ModelError, match="cannot read the weights"):
-        ModelBundle.load(copied, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +124,7 @@ def test_parts_that_do_not_fit_are_refused(tiny_model: ModelBundle, tmp_path: Pa
             tiny_model.save(tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", [COMPRESSED, LOCAL, PATCHES, *REDUCTIONS])
+@pytest.mark.parametrize("kind", [LOCAL, PATCHES, PRUNED])
 def test_every_kind_of_adapter(tiny_model: ModelBundle, tmp_path: Path, kind: str) -> None:
     count = tiny_model.vision.num_patches if kind in (LOCAL, PATCHES) else 4
     config = replace(tiny_model.adapter.config, kind=kind, num_tokens=count)

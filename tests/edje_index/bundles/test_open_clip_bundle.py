@@ -10,7 +10,7 @@ import open_clip
 import pytest
 import torch
 
-from edje_index import TokenIndex, evaluate
+from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.import_models import bundle_of_open_clip
 from edje_index.errors import ModelError
@@ -66,23 +66,6 @@ def test_search_follows_the_embeddings_without_tokens(index: Path, tower: Path) 
         assert [hit.score for hit in hits] == pytest.approx(np.sort(row)[::-1][:3], abs=1e-5)
     with pytest.raises(ModelError, match="stores features for training"):
         opened.search("a dog", score="logit")
-
-
-def test_an_evaluation_measures_the_embeddings(index: Path, tower: Path) -> None:
-    expected = similarities(index, tower)
-    evaluation = evaluate(index, index.parent / "captions.jsonl", images=index.parent / "photos", resamples=0)
-    for result in evaluation.results:
-        ranks = (expected if result.direction == "t2i" else expected.T).argmax(axis=1)
-        assert result.recall[1].value == pytest.approx(100 * float((ranks == np.arange(6)).mean()))
-
-
-def test_texts_are_ranked_for_an_image(index: Path, tower: Path) -> None:
-    expected = similarities(index, tower)
-    opened = TokenIndex.open(index)
-    for row in range(6):
-        hits = opened.search_texts(row, TEXTS, k=6)
-        assert [hit.position for hit in hits] == np.argsort(-expected[:, row]).tolist()
-        assert [hit.text for hit in hits] == [TEXTS[hit.position] for hit in hits]
 
 
 def test_texts_are_re_ranked_by_the_joint_encoder(tmp_path: Path, tiny_bundle: Path) -> None:

@@ -18,7 +18,6 @@ from tests.edje_index.published_cases import (
     expected_scores,
     expected_tokens,
     write_case,
-    write_tokenizer,
 )
 
 TOLERANCE = 1e-5
@@ -84,19 +83,6 @@ def _stock_rows(folder: Path, captions: list[str], m: int) -> dict[str, torch.Te
     pairs = (captions, ["<image>" * m] * len(captions))
     encoded = tokenizer(*pairs, padding=True, truncation="only_first", max_length=64 + m, return_tensors="pt")
     return dict(encoded)
-
-
-def test_tokenizer_without_image_word_gets_it(tmp_path: Path) -> None:
-    """The language model's own tokenizer does as well: training added the word at the end."""
-    case = Case()
-    write_case(tmp_path, case)
-    write_tokenizer(tmp_path / "bare", case, image_token=False)
-    blocks = torch.randn(2, 6, case.width)
-    scores = [
-        load_published_checkpoint(tmp_path / "checkpoint.pth", tmp_path / name, vision_heads=3).score("a dog", blocks)
-        for name in ("tokenizer", "bare")
-    ]
-    assert torch.equal(*scores)
 
 
 def test_says_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_what_the_trainer_saves_is_read(tmp_path: Path, tower: str, siglip: Sigl
     ["vision_model.encoder.layers.1.self_attn.k_proj.weight", "vision_model.head.probe",
      "vision_model.embeddings.position_embedding.weight", "text_model.encoder.layers.1.mlp.fc2.bias"],
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bfloat16"])
 def test_a_tuned_tower_is_refused(
     tmp_path: Path, tower: str, siglip: SiglipModel, tuned: str, dtype: torch.dtype
 ) -> None:
@@ -156,17 +156,6 @@ def test_a_tuned_tower_is_refused(
     with pytest.raises(ModelError, match="differs from local-dir"):
         import_checkpoint(path, tower, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
-
-
-def test_a_tuned_feature_tower_alone_is_refused(tmp_path: Path, tower: str, siglip: SiglipModel) -> None:
-    path = checkpoint(tmp_path / "run", siglip)
-    saved = torch.load(path)
-    names = [name for name in saved["model"] if name.startswith("vision_encoder.") and "layers.2.mlp.fc1.w" in name]
-    assert len(names) == 1
-    saved["model"][names[0]][0, 0] += 0.5
-    torch.save(saved, path)
-    with pytest.raises(ModelError, match="the tower vision_encoder"):
-        import_checkpoint(path, tower, tmp_path / "bundle")
 
 
 def test_a_tower_of_another_depth_is_refused(tmp_path: Path, tower: str, siglip: SiglipModel) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,11 +46,6 @@ def test_default_is_a_small_vit_with_64_by_384_blocks(tmp_path: Path) -> None:
     assert (info.embed_dim, info.vision["num_patches"], info.vision["num_heads"]) == (384, 196, 6)
     assert info.vision["image_size"] == [224, 224]
     assert info.trained is False
-
-
-def test_local_adapter_keeps_every_patch(tmp_path: Path) -> None:
-    info = create_untrained_bundle(tmp_path / "out", sizes=replace(TINY, adapter_kind="local"))
-    assert info.block_shape == (16, 16)
 
 
 @given(st.text(alphabet="abcxyz0189 ,.!'-", max_size=40))

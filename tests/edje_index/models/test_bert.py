@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edje_index.bundles.bundle import ModelBundle
@@ -35,8 +35,7 @@ def stock_bert(**settings: object) -> BertModel:
     return BertModel(BertConfig(**SIZES, vocab_size=50, max_position_embeddings=20, **settings)).eval()
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_new", "silu"])
-@pytest.mark.parametrize("eps", [1e-12, 1e-2])
+@pytest.mark.parametrize(("activation", "eps"), [("gelu", 1e-12), ("silu", 1e-2)])
 def test_hidden_states_equal_those_of_transformers(activation: str, eps: float) -> None:
     stock = stock_bert(hidden_act=activation, layer_norm_eps=eps)
     rng = torch.Generator().manual_seed(2)
@@ -91,14 +90,6 @@ def test_what_is_no_bert_encoder_is_refused(change: dict[str, object], message: 
     weights = BertWeights(stock.state_dict(), "", source="the test", device=torch.device("cpu"))
     with pytest.raises(ModelError, match=message):
         Bert(BertShape.parse({**stock.config.to_dict(), **change}, "the test"), weights)
-
-
-def test_weights_of_another_shape_are_refused() -> None:
-    stock = stock_bert()
-    state = {**stock.state_dict(), "encoder.layer.1.output.dense.weight": torch.zeros(24, 41)}
-    weights = BertWeights(state, "", source="the test", device=torch.device("cpu"))
-    with pytest.raises(ModelError, match=r"layer.1.output.dense.weight has the shape \[24, 41\] instead of \[24, 40\]"):
-        Bert(BertShape.parse(stock.config.to_dict(), "the test"), weights)
 
 
 def test_a_scorer_equals_the_joint_encoder(tiny_model: ModelBundle) -> None:
@@ -173,6 +164,7 @@ def test_other_text_towers_are_left_to_open_clip(
     assert load_bert_text_tower(folder, other, torch.device("cpu")) is None
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=60) | st.text("aB_.&; #x39<>’Ã©\t\n", max_size=60))
 @pytest.mark.parametrize("name", CLEANERS)
 def test_texts_are_cleaned_as_open_clip_does(name: str, text: str) -> None:

@@ -10,7 +10,6 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.devices import to_bf16_array
-from edje_index.models.joint_encoder import bert_config
 
 
 def blocks(count: int, seed: int = 0) -> torch.Tensor:
@@ -26,12 +25,6 @@ def test_one_caption_for_a_whole_pool(tiny_model: ModelBundle) -> None:
     alone = torch.cat([tiny_model.joint.score("a red dog", pool[i : i + 1]) for i in range(len(pool))])
     torch.testing.assert_close(scores, alone, atol=1e-6, rtol=0)
     assert scores.std() > 0
-
-
-def test_padding_beside_a_long_caption_does_not_matter(tiny_model: ModelBundle) -> None:
-    pool = blocks(2)
-    together = tiny_model.joint.score(["a dog", "word " * 50], pool)
-    torch.testing.assert_close(together[0], tiny_model.joint.score("a dog", pool[:1])[0], atol=1e-6, rtol=0)
 
 
 def test_words_beyond_the_limit_do_not_matter(tiny_model: ModelBundle) -> None:
@@ -67,17 +60,8 @@ def test_bfloat16_rounds_the_language_model_and_not_the_head(
     torch.testing.assert_close(rounded, exact, atol=1e-3, rtol=0)
 
 
-def test_empty_pool(tiny_model: ModelBundle) -> None:
-    assert tiny_model.joint.score("a dog", blocks(0)).shape == (0,)
-
-
 def test_refuses_what_does_not_fit(tiny_model: ModelBundle) -> None:
     with pytest.raises(ModelError, match="2 captions for 3 blocks"):
         tiny_model.joint.score(["a", "b"], blocks(3))
     with pytest.raises(ModelError, match=r"\[b, m, 16\], got \[3, 4, 8\]"):
         tiny_model.joint.score("a", blocks(3)[:, :, :8])
-
-
-def test_configuration_must_be_of_a_bert() -> None:
-    with pytest.raises(ModelError, match="must be a BERT model, got a model of type 'gpt2'"):
-        bert_config({"model_type": "gpt2"})

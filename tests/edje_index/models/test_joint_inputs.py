@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,13 +53,13 @@ def stock_ids(folder: Path, texts: list[str]) -> list[list[int]]:
 
 
 def test_token_ids_equal_the_published_preprocessing(folder: Path) -> None:
-    texts = captions(2000)
+    texts = captions(400)
     published = [canonicalize_text(basic_clean(text)) for text in texts]
     expected = stock_ids(folder, published)
     assert load_joint_tokenizer(folder, canonical=True).caption_ids(texts) == expected
     raw = load_joint_tokenizer(folder).caption_ids(texts)
     assert raw == stock_ids(folder, texts)
-    assert sum(ids != other for ids, other in zip(raw, expected, strict=True)) > 1500, "the captions are easy"
+    assert sum(ids != other for ids, other in zip(raw, expected, strict=True)) > 300, "the captions are easy"
 
 
 def test_a_bundle_records_it(tiny_model: ModelBundle, tmp_path: Path) -> None:
@@ -77,9 +75,3 @@ def test_a_bundle_records_it(tiny_model: ModelBundle, tmp_path: Path) -> None:
     scores = [ModelBundle.load(tmp_path / name).joint.score(caption, blocks) for name in ("plain", "canonical")]
     assert not torch.equal(*scores)
     assert torch.equal(scores[1], ModelBundle.load(tmp_path / "plain").joint.score("a dog on the sand", blocks))
-
-
-def test_loading_a_tokenizer_does_not_load_the_cleaning() -> None:
-    script = "import sys, edje_index.models.joint_inputs; print('open_clip' in sys.modules, 'ftfy' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["False", "False"]

@@ -11,7 +11,7 @@ from edje_index.models.vision_tower import vision_tower
 from tests.edje_index.towers import clip_config, random_clip, random_pixels, timm_config
 
 # The tower of EVA uses the weights of its layers for products of its own.
-TOWERS = [clip_config(), timm_config("vit_tiny_patch16_224", 64), timm_config("eva02_tiny_patch14_224", 28)]
+TOWERS = [clip_config(), timm_config("eva02_tiny_patch14_224", 28)]
 
 
 @pytest.mark.parametrize("has_operators", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +11,6 @@ from edje_index.models.adapter import cluster_tokens, prune_tokens, stride_token
 
 def random_tokens(b: int, n: int, d: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(b, n, d, generator=torch.Generator().manual_seed(seed))
-
-
-def test_stride_keeps_every_ninth_of_576() -> None:
-    tokens = random_tokens(2, 576, 3)
-    assert torch.equal(stride_tokens(tokens, 64), tokens[:, ::9])
 
 
 @given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
@@ -34,16 +28,6 @@ def test_prune_keeps_the_most_attended_in_image_order() -> None:
     received = torch.tensor([[0.1, 0.5, 0.2, 0.9, 0.3], [0.2, 0.2, 0.2, 0.2, 0.2]])
     kept = prune_tokens(tokens, received, 3)[:, :, 0]
     assert kept.tolist() == [[1, 3, 4], [0, 1, 2]]
-
-
-def test_clusters_are_found_where_they_are_plain() -> None:
-    centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
-    noise = random_tokens(1, 40, 2) * 0.01
-    tokens = centres.repeat(10, 1)[None] + noise
-    found = cluster_tokens(tokens, 4)[0]
-    distances = torch.cdist(found, centres)
-    assert distances.min(dim=0).values.max() < 0.05
-    assert sorted(distances.argmin(dim=1).tolist()) == [0, 1, 2, 3]
 
 
 def test_centroids_are_the_means_of_their_tokens() -> None:
@@ -69,17 +53,3 @@ def test_clusters_of_equal_tokens_have_no_holes() -> None:
     """All clusters but one lose their tokens; none may turn into NaN."""
     tokens = torch.ones(2, 9, 3)
     assert torch.equal(cluster_tokens(tokens, 4), torch.ones(2, 4, 3))
-
-
-def test_as_many_clusters_as_tokens_gives_the_tokens_back() -> None:
-    tokens = random_tokens(1, 7, 3)
-    found = cluster_tokens(tokens, 7)[0]
-    assert torch.equal(found[found[:, 0].argsort()], tokens[0][tokens[0, :, 0].argsort()])
-
-
-@pytest.mark.parametrize("count", [0, 6])
-def test_cannot_keep_more_than_there_are(count: int) -> None:
-    tokens = random_tokens(1, 5, 2)
-    for reduce in (stride_tokens, cluster_tokens, lambda t, c: prune_tokens(t, t[:, :, 0], c)):
-        with pytest.raises(ValueError, match="cannot keep"):
-            reduce(tokens, count)

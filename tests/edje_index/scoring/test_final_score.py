@@ -12,15 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edje_index.errors import ModelError
 from edje_index.scoring.final_score import FinalScore
-from edje_index.scoring.parts import reads_tokens
 from edje_index.scoring.weights import (
     PART_NAMES,
     DirectionWeights,
     HubnessSimilarity,
     ScoreWeights,
-    check_parts,
     parse_score,
 )
 from storage_formats import UsageError
@@ -47,21 +44,6 @@ def test_arrays_and_tensors_are_summed_alike():
     assert FinalScore.of(ScoreWeights(logit=0, embedding=1)).only(["logit", "late"]).parts == ()
     with pytest.raises(ValueError, match="other than 0"):
         FinalScore.of(ScoreWeights(logit=0.0)).sum(parts)
-
-
-def test_the_gradient_of_a_weight_is_its_part():
-    parts = {part: torch.from_numpy(values).double() for part, values in random_parts().items()}
-    weights = {part: torch.tensor(0.0, dtype=torch.float64, requires_grad=True) for part in parts}
-    FinalScore(weights).sum(parts).sum().backward()
-    for part, weight in weights.items():
-        torch.testing.assert_close(weight.grad, parts[part].sum())
-
-
-def test_which_scores_read_tokens():
-    assert not reads_tokens(["embedding"], "t2i")
-    assert not reads_tokens(["embedding", "hubness"], "i2t")
-    assert reads_tokens(["embedding", "hubness"], "t2i")
-    assert reads_tokens(["logit"], "i2t")
 
 
 @given(arrays(np.float32, (3, 6), elements=NUMBERS), st.integers(1, 7), st.sampled_from([-0.5, 0.25, 2.0]))
@@ -158,11 +140,3 @@ def test_parts_that_are_not_named_have_no_weight(score, expected):
 def test_other_spellings_are_refused(score, words):
     with pytest.raises(UsageError, match=words):
         parse_score(score, WEIGHTS.t2i)
-
-
-def test_missing_parts_are_named():
-    check_parts(ScoreWeights(), ["logit"], "the bundle")
-    with pytest.raises(
-        ModelError, match="the bundle has no pooled similarity and no hubness correction: use only the parts"
-    ):
-        check_parts(ScoreWeights(pooled=1, hubness=1), ["logit", "late"], "the bundle")

@@ -19,7 +19,6 @@ from edje_index.scoring.parts import (
     content_token_mask,
     hubness,
     late_interaction,
-    token_statistics,
     word_bags,
 )
 from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights, check_parts, parse_score
@@ -102,12 +101,6 @@ def test_pooled_similarity_is_the_cosine_of_two_linear_maps(bundle, models, pair
     np.testing.assert_allclose(part(models, "pooled", pairs), expected, atol=2e-5)
 
 
-def test_one_token_has_no_deviation():
-    tokens = torch.randn(2, 1, 3)
-    expected = torch.cat([tokens[:, 0], torch.zeros(2, 3), tokens[:, 0]], dim=1)
-    torch.testing.assert_close(token_statistics(tokens), expected)
-
-
 @given(
     captions=st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5),
     numbers=st.sets(st.integers(0, 30), max_size=10).map(sorted),
@@ -144,13 +137,6 @@ def test_scores_do_not_depend_on_the_batch(bundle, models):
         for row in (0, 150, 299):
             alone = pairs.at(np.arange(300) == row)
             np.testing.assert_allclose(part(models, name, alone)[0], whole[row], atol=1e-4)
-
-
-def test_bfloat16_rounds_the_logits_alone(bundle, models, pairs, monkeypatch):
-    exact = {name: part(models, name, pairs) for name in PART_NAMES}
-    monkeypatch.setattr(bundle.joint, "compute_dtype", torch.bfloat16)
-    rounded = {name: part(bundle.score_models, name, pairs) for name in PART_NAMES}
-    assert {name for name in PART_NAMES if not np.array_equal(exact[name], rounded[name])} == {"logit"}
 
 
 def test_a_bundle_without_parts_scores_by_the_logit(tiny_model):

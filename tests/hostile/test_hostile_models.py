@@ -1,4 +1,4 @@
-"""Bundles from strangers: whatever their files say, loading them is one clear error in bounded memory and time.
+"""Bundles and checkpoints from strangers: loading one is one clear error in bounded memory and time.
 
 It runs no code of theirs and asks no hub.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from edje_index.bundles import info
 from edje_index.errors import ModelError
 from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.safety import check_bundle_folder
 from tests.command_line import environment
+from tests.edje_index.published_cases import Case, write_case
 
 EVIL = """
 from pathlib import Path
@@ -73,10 +76,6 @@ def text_tower_that_wraps_a_hub_model(bundle: Path) -> None:
 CODE: dict[str, tuple[Edit, str]] = {
     "remote tokenizer": (remote_tokenizer, "names code ('auto_map'"),
     "trusting options": (sized(VISION, "model_cfg", "text_cfg", **TRUSTING), "names code ('trust_remote_code'"),
-    "other options": (
-        sized(VISION, "model_cfg", "text_cfg", tokenizer_kwargs={"bpe_path": "/etc/passwd"}),
-        "'bpe_path', which is not accepted",
-    ),
     "no options": (
         sized(VISION, "model_cfg", "text_cfg", tokenizer_kwargs=["clean"]),
         "not an open_clip configuration",
@@ -87,15 +86,10 @@ CODE: dict[str, tuple[Edit, str]] = {
     ),
     "Python file": (lambda bundle: add_code(bundle / "joint"), "evil.py is code"),
     "kernel from the hub": (sized(JOINT, attn_implementation="evil/kernel"), "names code ('attn_implementation'"),
-    "other tokenizer class": (
-        sized("joint/tokenizer_config.json", tokenizer_class="RagTokenizer"),
-        "'RagTokenizer', which is not accepted",
-    ),
     "tower from the hub": (
         sized(VISION, "model_cfg", "vision_cfg", timm_model_name="hf-hub:evil/tower"),
         "names the timm model 'hf-hub:evil/tower'",
     ),
-    "text tower from the hub": (sized(VISION, "model_cfg", "text_cfg", **TEXT_TOWER), "hf_text"),
     "text tower that wraps a hub model": (text_tower_that_wraps_a_hub_model, "of type 'timm_wrapper'"),
 }
 """An edit of a bundle, and a part of the message that refuses it."""
@@ -106,15 +100,10 @@ INFO, VISION_CFG = info.INFO_FILE, ("model_cfg", "vision_cfg")
 SIZES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "wide adapter": (sized(INFO, "adapter", hidden_dim=10**9), ENCODER, TOO_LARGE),
     "adapter of many tokens": (sized(INFO, "adapter", num_tokens=10**12), ENCODER, TOO_LARGE),
-    "negative adapter": (sized(INFO, "adapter", hidden_dim=-4), ENCODER, "hidden_dim"),
     "text as a size": (sized(INFO, "adapter", hidden_dim="wide"), ENCODER, "cannot build the model for the weights"),
     "wide vision tower": (sized(VISION, *VISION_CFG, width=10**8, head_width=10**8), ENCODER, TOO_LARGE),
-    "deep vision tower": (sized(VISION, *VISION_CFG, layers=10**9), ENCODER, TOO_LARGE),
     "enormous images": (sized(VISION, *VISION_CFG, image_size=10**7), ENCODER, TOO_LARGE),
-    "long texts": (sized(VISION, "model_cfg", "text_cfg", context_length=10**7), BUNDLE, TOO_LARGE),
-    "wide joint encoder": (sized(JOINT, hidden_size=10**8, num_attention_heads=1), BUNDLE, TOO_LARGE),
     "deep joint encoder": (sized(JOINT, num_hidden_layers=10**9), BUNDLE, TOO_LARGE),
-    "many words": (sized(JOINT, vocab_size=10**12), BUNDLE, TOO_LARGE),
     "wide head": (sized(INFO, "joint", text_embed_dim=10**12), BUNDLE, TOO_LARGE),
     "wide pooled similarity": (
         sized(INFO, "joint", pooled_similarity={"words": 10**9, "dim": 10**9}),
@@ -138,12 +127,10 @@ def weights(header: bytes, length: int | None = None) -> Edit:
 
 LARGE_TENSOR = {"query": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
 FILES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
-    "FIFO for the description": (replaced(INFO, os.mkfifo), ALL, "not a regular file"),
     "FIFO for weights": (replaced("adapter.safetensors", os.mkfifo), ALL, "not a regular file"),
     "device for a tokenizer": (
         replaced("joint/tokenizer.json", lambda path: path.symlink_to("/dev/zero")), ALL, "not a regular file",
     ),
-    "enormous description": (lambda bundle: os.truncate(bundle / INFO, 64 << 30), ALL, "is too large to describe"),
     "enormous tokenizer": (
         lambda bundle: os.truncate(bundle / "joint/tokenizer.json", 64 << 30), ALL, "too many for a file without",
     ),
@@ -171,13 +158,93 @@ def sign(bundle: Path) -> None:
     file.write_text(json.dumps(content))
 
 
-def loaded(bundles: list[Path]) -> list[dict[str, str]]:
-    """What each way to load each bundle gives."""
-    folder = bundles[0].parents[1]
+WORDS = "language_model.bert.embeddings.word_embeddings.weight"
+
+
+class Code:
+    """Unpickling this makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return os.mkdir, (str(self._path),)
+
+
+def with_tensor(name: str, *shape: int) -> Edit:
+    """Replace a tensor by one of `shape`. The file stores a single element of the new tensor."""
+
+    def edit(path: Path) -> None:
+        content = torch.load(path, weights_only=True)
+        content["model"][name] = torch.zeros(()).expand(shape)
+        torch.save(content, path)
+
+    return edit
+
+
+def with_settings(name: str, **settings: object) -> Edit:
+    """Set entries of a JSON file in the directory of the tokenizer."""
+
+    def edit(path: Path) -> None:
+        file = path.parent / "tokenizer" / name
+        content = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**content, **settings}))
+
+    return edit
+
+
+def with_code(path: Path) -> dict[str, object]:
+    return {"model": {}, "config": Code(path.parent / "marker")}
+
+
+def not_finite(path: Path) -> None:
+    content = torch.load(path, weights_only=True)
+    content["model"]["text_projection.bias"][0] = float("nan")
+    torch.save(content, path)
+
+
+REFUSED = "refused to read"
+DEEP_LISTS = b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."
+CHECKPOINTS: dict[str, tuple[Edit, str]] = {
+    "code": (lambda path: torch.save(with_code(path), path), REFUSED),
+    "code in a plain pickle": (lambda path: path.write_bytes(pickle.dumps(with_code(path))), REFUSED),
+    "code of the tokenizer": (
+        with_settings("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}),
+        "names code ('auto_map'",
+    ),
+    "many words": (with_tensor(WORDS, 10**12, 16), TOO_LARGE),
+    "wide adapter of a checkpoint": (with_tensor("vision_projection.mlp.fc1.weight", 10**12, 24), TOO_LARGE),
+    "deep language model": (with_settings("config.json", num_hidden_layers=10**9), TOO_LARGE),
+    "not finite": (not_finite, "the tensor text_projection.bias of the joint encoder of"),
+    "enormous": (lambda path: os.truncate(path, 64 << 30), ""),
+    "FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "no checkpoint file"),
+    "deep lists": (lambda path: path.write_bytes(DEEP_LISTS), ""),
+}
+"""An edit of a checkpoint, and a part of the message that refuses it."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny_bundle, tmp_path_factory):
+    """The outcomes of loading each hostile bundle and checkpoint, by case; and that none of their code ran."""
+    folder = tmp_path_factory.mktemp("hostile")
+    bundles = {name: edit for name, (edit, *_) in {**CODE, **SIZES, **FILES}.items()}
+    arguments = []
+    for number, (name, edit) in enumerate({**bundles, "sound": lambda bundle: None}.items()):
+        bundle = Path(shutil.copytree(tiny_bundle, folder / f"bundle-{number}" / "bundle"))
+        edit(bundle)
+        if name not in FILES:
+            sign(bundle)
+        arguments += ["bundle", str(bundle)]
+    checkpoints = {name: edit for name, (edit, _) in CHECKPOINTS.items()}
+    for number, edit in enumerate([*checkpoints.values(), lambda path: None]):
+        path = folder / f"checkpoint-{number}" / "checkpoint.pth"
+        write_case(path.parent, Case())
+        edit(path)
+        arguments += ["checkpoint", str(path)]
     # Nothing listens on the discard port: a request to the hub would be named in the message.
     hub = {"HF_ENDPOINT": "https://localhost:9", "HF_HOME": str(folder / "hub")}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.load_model", "bundle", *map(str, bundles)],
+        [sys.executable, "-m", "tests.hostile.load_model", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -187,23 +254,11 @@ def loaded(bundles: list[Path]) -> list[dict[str, str]]:
     )
     assert done.stderr == ""
     assert done.returncode == 0
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def outcomes(tiny_bundle, tmp_path_factory):
-    """The outcomes of loading each hostile bundle, by case; and that none of their code ran."""
-    folder = tmp_path_factory.mktemp("hostile")
-    edits = {name: edit for name, (edit, *_) in {**CODE, **SIZES, **FILES}.items()}
-    bundles = [Path(shutil.copytree(tiny_bundle, folder / str(number) / "bundle")) for number in range(len(edits) + 1)]
-    for (name, edit), bundle in zip(edits.items(), bundles, strict=False):
-        edit(bundle)
-        if name not in FILES:
-            sign(bundle)
-    outcomes = loaded(bundles)
-    assert not list(folder.rglob("marker")), "code of a bundle ran"
-    assert outcomes.pop() == {"bundle": "loaded", "encoder": "loaded", "search": "loaded"}, "the last is unchanged"
-    return dict(zip(edits, outcomes, strict=True))
+    assert not list(folder.rglob("marker")), "code of a stranger ran"
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert outcomes.pop() == {"checkpoint": "loaded"}, "the last is unchanged"
+    assert outcomes[len(bundles)] == {"bundle": "loaded", "encoder": "loaded", "search": "loaded"}
+    return dict(zip([*bundles, "sound", *checkpoints], outcomes, strict=True))
 
 
 @pytest.mark.parametrize("case", CODE)
@@ -222,6 +277,14 @@ def test_other_hostile_bundles_are_refused_in_one_line(outcomes, case):
         assert "\n" not in message
         if way in ways:
             assert expected in message
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_hostile_checkpoint_is_refused_in_one_line(outcomes, case):
+    message = outcomes[case]["checkpoint"]
+    assert message.startswith("ModelError: ")
+    assert CHECKPOINTS[case][1] in message
+    assert "\n" not in message
 
 
 def test_a_bundle_lists_files_of_its_own_folder(tmp_path):
