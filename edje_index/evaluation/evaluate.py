@@ -13,7 +13,7 @@ import numpy as np
 from edje_index.bundles.info import matching_bundle
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
-from edje_index.evaluation.pool_scores import score_pools
+from edje_index.evaluation.pool_scores import score_pools, token_sources
 from edje_index.evaluation.protocol import full_set, split_set
 from edje_index.evaluation.recall import (
     ClusterBootstrap,
@@ -24,7 +24,6 @@ from edje_index.evaluation.recall import (
     hits,
     ranks_after_reranking,
 )
-from edje_index.evaluation.token_sources import token_sources
 from edje_index.models.text_tower import embed_texts
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore

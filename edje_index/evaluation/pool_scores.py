@@ -14,24 +14,85 @@ import time
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edje_index.evaluation.protocol import EvaluationSet
 from edje_index.evaluation.recall import Floats, Ints, Pools
-from edje_index.evaluation.token_sources import TokenSource
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs, ScoreModels
 from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
+from storage_formats.codecs import Blocks, Codec, codec
 from storage_formats.errors import UsageError
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.token_store import TokenStore
 
 CHUNK_PAIRS = 512  # 25 MB of 64 x 384 bfloat16 blocks
 SAVE_SECONDS = 60.0
 _KEY_SHIFT = 40  # a pair is one integer: caption position in the high bits, row id (below 2^40) in the low bits
 _HUBNESS_BATCH = 256  # candidates: 13 MB of 64 x 384 bfloat16 blocks
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Reads or converts the tokens of one precision.
+
+    Attributes:
+        store: store to read from.
+        codec: codec of the precision.
+    """
+
+    store: TokenStore
+    codec: Codec
+
+    @property
+    def simulated_from(self) -> str | None:
+        """Stored precision that is converted in memory; None if no conversion is necessary."""
+        return None if self.store.precision == self.codec.name else self.store.precision
+
+    def fetch(self, rows: NDArray[np.int64], reference: Blocks | None = None) -> Blocks:
+        """Return the blocks of `rows` [k], of shape [k, m, d].
+
+        If the precision is not stored, the blocks are converted from `reference`, the blocks of these rows in the
+        precision of the store; None reads them.
+        """
+        if self.simulated_from is not None and reference is not None:
+            return self.codec.decode(self.codec.encode(reference))
+        distinct, which = np.unique(rows, return_inverse=True)
+        blocks = self.store.fetch(distinct)
+        return (blocks if self.simulated_from is None else self.codec.decode(self.codec.encode(blocks)))[which]
+
+
+def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSource]:
+    """Return the token sources of the precisions `names`, highest-fidelity first.
+
+    A precision that is not stored is converted in memory from the highest-fidelity precision stored.
+
+    Args:
+        index: an open index.
+        names: precisions; empty for all precisions of the index.
+
+    Raises:
+        UsageError: a precision is unknown, or has a higher fidelity than all stored precisions.
+    """
+    spec = index.manifest.spec
+    finest = max((codec(name, spec.block_shape) for name in spec.precisions), key=lambda entry: entry.record_bytes)
+    sources = []
+    for name in dict.fromkeys(names or spec.precisions):
+        requested = codec(name, spec.block_shape)
+        if name not in spec.precisions and requested.record_bytes > finest.record_bytes:
+            raise UsageError(
+                f"the precision '{name}' cannot be simulated from {index.root}, because the most accurate stored "
+                f"precision is {finest.name}; choose a less accurate precision"
+            )
+        stored = name if name in spec.precisions else finest.name
+        sources.append(TokenSource(TokenStore(index, stored), requested))
+    return sorted(sources, key=lambda source: -source.codec.record_bytes)
 
 
 def score_pools(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.errors import BundleNotFoundError
-from edje_index.evaluation.token_sources import TokenSource
+from edje_index.evaluation.pool_scores import TokenSource
 from edje_index.progress import OnProgress
 from edje_index.search.query import read_queries
 from storage_formats.codecs import Blocks, codec, precisions
@@ -88,24 +88,6 @@ class Distribution:
 
 
 @dataclass(frozen=True)
-class TokenErrors:
-    """Errors of quantized tokens, compared with reference tokens.
-
-    Attributes:
-        tokens: number of tokens.
-        zero_tokens: number of reference tokens that are zero vectors. They are left out of both distributions.
-        relative_error: distribution of |token - reference| / |reference|. Its maximum is the worst value.
-        cosine: distribution of the cosine similarity between token and reference. Its minimum is the worst value. The
-            similarity to a zero vector is 0.
-    """
-
-    tokens: int
-    zero_tokens: int
-    relative_error: Distribution
-    cosine: Distribution
-
-
-@dataclass(frozen=True)
 class RankingChange:
     """Changes of rankings when other scores replace reference scores.
 
@@ -135,14 +117,18 @@ class PrecisionCost:
         name: name of the precision.
         stored: True if the index stores the precision, False if the tokens were converted in memory for this report.
         bytes_per_image: length of a record in bytes.
-        tokens: errors of the tokens; None if there were no tokens to compare.
+        relative_error: distribution of |token - reference| / |reference| over the tokens whose reference is not a zero
+            vector. Its maximum is the worst value. None if there are no such tokens.
+        cosine: distribution of the cosine similarity between these tokens and their references. Its minimum is the
+            worst value. The similarity to a zero vector is 0.
         ranking: changes of the ranking; None if re-ranking was not measured.
     """
 
     name: str
     stored: bool
     bytes_per_image: int
-    tokens: TokenErrors | None
+    relative_error: Distribution | None
+    cosine: Distribution | None
     ranking: RankingChange | None
 
 
@@ -236,8 +222,8 @@ def measure_precisions(
 
     live = live_rows(index)
     sampled = np.sort(np.random.default_rng(seed).choice(live, min(rows, len(live)), replace=False))
-    errors: dict[str, list[tuple[Scores, Scores]]] = {name: [] for name in sources}
-    tokens = holes = 0
+    errors: dict[str, tuple[list[Scores], list[Scores]]] = {name: ([], []) for name in sources}
+    holes = 0
     step = max(1, _BATCH_TOKENS // spec.block_shape[0])
     for start in range(0, len(sampled), step):
         on_progress("comparing tokens, rows", start, len(sampled))
@@ -246,9 +232,10 @@ def measure_precisions(
         is_block = ~np.isnan(blocks[:, 0, 0].astype(np.float32))
         batch, blocks = batch[is_block], blocks[is_block]
         holes += int((~is_block).sum())
-        tokens += len(batch) * spec.block_shape[0]
         for name, source in sources.items():
-            errors[name].append(compare_tokens(blocks, _changed(source, batch, blocks)))
+            relative_errors, cosines = compare_tokens(blocks, source.fetch(batch, blocks))
+            errors[name][0].append(relative_errors)
+            errors[name][1].append(cosines)
 
     opened, left_out = _ranking_index(index, model)
     scores: dict[str, list[Scores]] = {name: [] for name in (reference, *sources)}
@@ -261,15 +248,17 @@ def measure_precisions(
                 continue
             blocks = store.fetch(candidates[0])
             for name in scores:
-                changed = blocks if name == reference else _changed(sources[name], candidates[0], blocks)
+                changed = blocks if name == reference else sources[name].fetch(candidates[0], blocks)
                 (scored,) = opened.score_candidates([text], [candidates], changed, weights)
                 scores[name].append(scored.final)
         left_out = None if scores[reference] else "no query has two candidates"
     costs = []
     for name, source in sorted(sources.items(), key=lambda item: -item[1].codec.record_bytes):
         ranking = compare_rankings(scores[reference], scores[name]) if scores[reference] else None
-        token_errors = summarise_errors(errors[name], tokens)
-        costs.append(PrecisionCost(name, name in spec.precisions, source.codec.record_bytes, token_errors, ranking))
+        numbers = [np.concatenate([np.empty(0, np.float32), *parts]) for parts in errors[name]]
+        relative_error, cosine = (Distribution.of(values) if len(values) else None for values in numbers)
+        stored, size = name in spec.precisions, source.codec.record_bytes
+        costs.append(PrecisionCost(name, stored, size, relative_error, cosine, ranking))
     return QuantizationReport(
         index=str(root),
         rows=spec.rows,
@@ -287,11 +276,6 @@ def measure_precisions(
         impossible=impossible,
         precisions=tuple(costs),
     )
-
-
-def _changed(source: TokenSource, rows: NDArray[np.int64], reference: Blocks) -> Blocks:
-    """Return the blocks of `rows` in the precision of `source`: stored blocks, or `reference` converted in memory."""
-    return source.fetch(rows) if source.simulated_from is None else source.convert(reference)
 
 
 def _ranking_index(index: CommittedIndex, model: Path | None) -> tuple[TokenIndex | None, str | None]:
@@ -328,14 +312,6 @@ def compare_tokens(reference: Blocks, other: Blocks) -> tuple[Scores, Scores]:
     right -= left
     errors = np.sqrt(np.einsum("td,td->t", right, right)) / lengths
     return errors.astype(np.float32), np.clip(cosines, -1, 1).astype(np.float32)
-
-
-def summarise_errors(batches: Sequence[tuple[Scores, Scores]], tokens: int) -> TokenErrors | None:
-    """Summarise results of `compare_tokens` for `tokens` tokens. Return None if all reference tokens are zero."""
-    errors, cosines = (np.concatenate([np.empty(0, np.float32), *parts]) for parts in zip(*batches, strict=True))
-    if not len(errors):
-        return None
-    return TokenErrors(tokens, tokens - len(errors), Distribution.of(errors), Distribution.of(cosines))
 
 
 def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> RankingChange:

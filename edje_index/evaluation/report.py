@@ -144,8 +144,7 @@ def quantization_report(report: QuantizationReport) -> str:
         share = cost.bytes_per_image / report.reference_bytes_per_image
         stored = "yes" if cost.stored else "no: encoded in memory"
         sizes.append([cost.name, f"{cost.bytes_per_image:,}", f"{share:.2f}", stored])
-        if cost.tokens is not None:
-            error, cosine = cost.tokens.relative_error, cost.tokens.cosine
+        if (error := cost.relative_error) is not None and (cosine := cost.cosine) is not None:
             errors.append([cost.name, *_spread(error, ".4g", error.highest)])
             cosines.append([cost.name, *_spread(cosine, ".6f", cosine.lowest)])
         if (ranking := cost.ranking) is not None:

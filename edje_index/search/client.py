@@ -81,8 +81,7 @@ class Client:
 
     def info(self) -> dict[str, Any]:
         """Return a description of the service: its index, precisions, scores and request limits."""
-        value: dict[str, Any] = self._json("GET", "/info")
-        return value
+        return dict(self._json("GET", "/info"))
 
     def search(
         self,
@@ -154,11 +153,15 @@ class Client:
             UsageError: an argument has a wrong type or value.
             ServiceError: the service refused the request or cannot be reached.
         """
-        sent = [
-            {"image": _base64(document)} if isinstance(document, bytes) else _row(document)
-            for document in as_list(documents, "documents", "row ids, uris and images")
-        ]
-        body = {"query": query_text(query, "query"), "documents": sent, "top_n": top_n, "model": None}
+        sent: list[dict[str, int | str]] = []
+        for document in as_list(documents, "documents", "row ids, uris and images"):
+            if isinstance(document, bytes):
+                sent.append({"image": _base64(document)})
+            elif isinstance(document, str):
+                sent.append({"uri": as_text(document, "documents")})
+            else:
+                sent.append({"row_id": as_count(document, "documents", least=0)})
+        body = {"query": query_text(query, "query"), "documents": sent, "top_n": top_n}
         results = self._json("POST", "/v2/rerank", body)["results"]
         return [(result["index"], result["relevance_score"]) for result in results]
 
@@ -207,30 +210,17 @@ class Client:
         if answer.is_success:
             return answer.content
         wait = answer.headers.get("Retry-After", "")
-        raise ServiceError(
-            _message(answer.content, answer.status_code),
-            status=answer.status_code,
-            retry_after=float(wait) if wait.isdecimal() else None,
-        )
+        try:
+            message = str(answer.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):  # the answer of another server, such as a proxy
+            message = f"HTTP status {answer.status_code}: {answer.text[:200]}"
+        raise ServiceError(message, status=answer.status_code, retry_after=float(wait) if wait.isdecimal() else None)
 
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _row(document: int | str) -> dict[str, int | str]:
-    if isinstance(document, str):
-        return {"uri": as_text(document, "documents")}
-    return {"row_id": as_count(document, "documents", least=0)}
-
-
 def _counts(k: int, pool: int) -> dict[str, int]:
     hits = as_count(k, "k")
     return {"k": hits, "pool": max(as_count(pool, "pool"), hits)}
-
-
-def _message(content: bytes, status: int) -> str:
-    try:
-        return str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP status {status}: {content[:200].decode(errors='replace')}"

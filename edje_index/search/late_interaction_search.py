@@ -8,7 +8,7 @@ Vectors are not normalised. For cosine similarities, normalise the query vectors
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -127,7 +127,9 @@ class LateInteractionSearch:
         width = self.store.block_shape[1]
         if vectors.ndim != 2 or not len(vectors) or vectors.shape[1] != width:
             raise UsageError(f"a query must have the shape [q, {width}] with q >= 1, got {list(vectors.shape)}")
-        parts = [max_sim(vectors, blocks) for blocks in self.store.iter_fetch(_batches(np.asarray(row_ids)))]
+        rows = np.asarray(row_ids)
+        batches = (rows[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS))
+        parts = [max_sim(vectors, blocks) for blocks in self.store.iter_fetch(batches)]
         return np.concatenate([np.empty(0, np.float32), *parts])
 
     @name_missing_extra("search")
@@ -164,8 +166,3 @@ def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:
     best = products.reshape(count, m, len(query)).max(axis=1)
     scores: NDArray[np.float32] = best.sum(axis=1)
     return scores
-
-
-def _batches(row_ids: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
-    for start in range(0, len(row_ids), _BATCH_ROWS):
-        yield row_ids[start : start + _BATCH_ROWS]

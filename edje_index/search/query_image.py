@@ -38,29 +38,25 @@ def encode_images(encoder: ImageEncoder, images: Sequence[QueryImage]) -> tuple[
 
 
 def _pixels(encoder: ImageEncoder, image: QueryImage) -> torch.Tensor:
+    """Return the pixels that the vision tower reads."""
+    name = f" {image}" if isinstance(image, (str, Path)) else ""
     try:
-        return encoder.preprocess(_rgb(image))
+        if isinstance(image, (str, Path)):
+            path = os.fsencode(as_path(image, "image"))
+            image = read_bytes(InputRef(display_path(path), path))
+        if isinstance(image, bytes):
+            return encoder.preprocess(decode_rgb(image))
+        if not isinstance(image, Image.Image) or not all(image.size):
+            raise UsageError(
+                "image must be a path, the bytes of an image file, or a PIL image with pixels, got "
+                f"{shown(image)}; convert an array of pixels with PIL.Image.fromarray",
+                parameter="image",
+            )
+        try:
+            rgb = to_rgb(ImageOps.exif_transpose(image))
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow reads the pixels of an opened file only now
+            raise ImageError(reason="corrupt", detail=str(error)) from error
+        return encoder.preprocess(rgb)
     except ImageError as error:
-        name = "" if not isinstance(image, (str, Path)) else f" {image}"
-        raise UsageError(
-            f"cannot read the query image{name}: {error}; give another image", parameter="image"
-        ) from error
-
-
-def _rgb(image: QueryImage) -> Image.Image:
-    if isinstance(image, (str, Path)):
-        image = as_path(image, "image")
-        path = os.fsencode(image)
-        image = read_bytes(InputRef(display_path(path), path))
-    if isinstance(image, bytes):
-        return decode_rgb(image)
-    if not isinstance(image, Image.Image) or not all(image.size):
-        raise UsageError(
-            f"image must be a path, the bytes of an image file, or a PIL image with pixels, got {shown(image)}; "
-            "convert an array of pixels with PIL.Image.fromarray",
-            parameter="image",
-        )
-    try:
-        return to_rgb(ImageOps.exif_transpose(image))
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow reads the pixels of an opened file only now
-        raise ImageError(reason="corrupt", detail=str(error)) from error
+        message = f"cannot read the query image{name}: {error}; give another image"
+        raise UsageError(message, parameter="image") from error

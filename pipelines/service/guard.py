@@ -176,6 +176,9 @@ class Guard:
         limits, headers, started = self._limits, Headers(scope=scope), time.perf_counter()
         body_bytes, status, is_abandoned, is_answered = 0, 0, False, False
         is_received = not {"content-length", "transfer-encoding"} & set(headers.keys())
+        too_large = HTTPException(
+            413, f"the body is over the limit of {limits.body_bytes:,} bytes; send a smaller request"
+        )
         request, watch = asyncio.current_task(), None
         assert request is not None
 
@@ -193,7 +196,7 @@ class Guard:
             body_bytes += size
             self._body_bytes += size
             if body_bytes > limits.body_bytes:
-                raise _too_large(limits)
+                raise too_large
             if self._body_bytes > limits.bodies_bytes:
                 raise overloaded("too many large requests are being received; try again later", 1)
             if not message.get("more_body"):
@@ -215,7 +218,15 @@ class Guard:
 
         error: Exception | None = None
         try:
-            self._check(scope, headers)
+            if self._api_keys and scope["path"] not in OPEN_PATHS:
+                scheme, _, sent = headers.get("authorization", "").partition(" ")
+                # Every key is compared, in constant time.
+                matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._api_keys]
+                if scheme.lower() != "bearer" or not any(matches):
+                    authenticate = {"WWW-Authenticate": "Bearer"}
+                    raise HTTPException(401, "send a valid API key as 'Authorization: Bearer KEY'", authenticate)
+            if int(headers.get("content-length", "0")) > limits.body_bytes:
+                raise too_large
             async with asyncio.timeout(limits.deadline_seconds):
                 await self._app(scope, receive_body, send_with_headers)
         except TimeoutError:
@@ -238,19 +249,3 @@ class Guard:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(status or "none")).inc()
             self._metrics.seconds.labels(route).observe(time.perf_counter() - started)
-
-    def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raise HTTPException if the request has no valid API key, or announces a body that is too large."""
-        scheme, _, sent = headers.get("authorization", "").partition(" ")
-        if self._api_keys and scope["path"] not in OPEN_PATHS:
-            # Every key is compared, in constant time.
-            matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._api_keys]
-            if scheme.lower() != "bearer" or not any(matches):
-                authenticate = {"WWW-Authenticate": "Bearer"}
-                raise HTTPException(401, "send a valid API key as 'Authorization: Bearer KEY'", authenticate)
-        if int(headers.get("content-length", "0")) > self._limits.body_bytes:
-            raise _too_large(self._limits)
-
-
-def _too_large(limits: Limits) -> HTTPException:
-    return HTTPException(413, f"the body is over the limit of {limits.body_bytes:,} bytes; send a smaller request")

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edje_index.evaluation.quantization import (
+    Distribution,
     compare_rankings,
     compare_tokens,
     kendall_tau,
-    summarise_errors,
 )
 
 BF16 = ml_dtypes.bfloat16
@@ -65,16 +65,14 @@ def test_errors_of_tokens_do_not_depend_on_their_magnitude(seed, scale):
     np.testing.assert_allclose(cosines, expected, atol=1e-6)
 
 
-def test_tokens_without_length_are_left_out_and_counted():
+def test_tokens_without_length_are_left_out():
     blocks = np.ones((2, 2, 8), dtype=BF16)
     blocks[0, 0] = 0
     other = blocks.copy()
     other[1, 1] = 0
     other[1, 0] *= BF16(-1)
-    found = summarise_errors([compare_tokens(blocks[:1], other[:1]), compare_tokens(blocks[1:], other[1:])], 4)
-    assert (found.tokens, found.zero_tokens, found.cosine.count) == (4, 1, 3)
-    error, cosine = found.relative_error, found.cosine
-    assert (error.lowest, error.p50, error.highest, error.mean) == (0, 1, 2, 1)
-    assert (cosine.lowest, cosine.p50, cosine.highest) == (-1, 0, 1)
-    assert (cosine.p5, cosine.p95) == pytest.approx((-0.9, 0.9))
-    assert summarise_errors([compare_tokens(np.zeros((1, 2, 8), BF16), np.ones((1, 2, 8), BF16))], 2) is None
+    errors, cosines = compare_tokens(blocks, other)
+    assert (errors.tolist(), cosines.tolist()) == ([0, 2, 1], [1, -1, 0])
+    found = Distribution.of(cosines)
+    assert (found.count, found.lowest, found.p50, found.highest) == (3, -1, 0, 1)
+    assert (found.p5, found.p95) == pytest.approx((-0.9, 0.9))

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from edje_index.indexing.faiss_index import add_ann
-from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
+from edje_index.search.late_interaction_search import LateInteractionSearch
 from storage_formats import IndexWriter, TokenStore, verify_index
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
-ROWS = 700  # more than two batches of scoring
+ROWS = 300  # more than one batch of scoring
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def written(tmp_path_factory):
     blocks = rng.standard_normal((ROWS, 4, 16), dtype=np.float32)
     embeddings = rng.standard_normal((ROWS, 8), dtype=np.float32)
     with IndexWriter.create(
-        root, block_shape=(4, 16), embed_dim=8, precisions=["fp8", "bf16"], shard_size=300
+        root, block_shape=(4, 16), embed_dim=8, precisions=["fp8", "bf16"], shard_size=128
     ) as writer:
         writer.append(blocks, embeddings, [f"page {row}" for row in range(ROWS)])
     add_ann(root)
@@ -36,17 +36,15 @@ def plain_scores(query, blocks):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("length", [1, 5])
-def test_scores_and_order_match_plain_numpy(written, precision, length):
+def test_scores_and_order_match_plain_numpy(written, precision):
     root, _ = written
-    query = np.random.default_rng(length).standard_normal((length, 16), dtype=np.float32)
+    query = np.random.default_rng(3).standard_normal((3, 16), dtype=np.float32)
     expected = plain_scores(query, TokenStore.open(root, precision).fetch(range(ROWS)).astype(np.float32))
     index = LateInteractionSearch.open(root, precision)
     np.testing.assert_allclose(index.scores(query, range(ROWS)), expected, rtol=1e-5, atol=1e-5)
     hits = index.search(query, k=20, row_ids=range(ROWS))
     best = np.argsort(-expected)[:20]
-    assert [hit.row_id for hit in hits] == best.tolist()
-    assert [hit.uri for hit in hits] == [f"page {row}" for row in best]
+    assert [(hit.row_id, hit.uri) for hit in hits] == [(row, f"page {row}") for row in best]
     assert [hit.score for hit in hits] == pytest.approx(expected[best], rel=1e-5)
 
 
@@ -63,12 +61,6 @@ def test_candidates_come_from_the_embeddings(written):
     assert hits[:5] == index.search(query, k=5, embedding=embedding, pool=30)
 
 
-def test_max_sim_takes_signs_into_account():
-    query = np.array([[-1.0, 0.0]], dtype=np.float32)
-    blocks = np.array([[[2.0, 0.0], [1.0, 0.0]]], dtype=np.float32)
-    assert max_sim(query, blocks).tolist() == [-1.0]
-
-
 def test_holes_are_left_out(tmp_path):
     spec = IndexSpec(10, 4, (4, 16), 8)
     write_random_index(tmp_path, spec, failed=frozenset({0, 5}))
@@ -79,24 +71,18 @@ def test_holes_are_left_out(tmp_path):
     assert index.search(query, row_ids=[]) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_arguments_that_are_refused(written):
+    index = LateInteractionSearch.open(written[0])
+    for arguments, message in (
         ({"query": np.ones(16), "row_ids": [0]}, r"must have the shape \[q, 16\]"),
-        ({"query": np.ones((2, 15)), "row_ids": [0]}, r"got \[2, 15\]"),
         ({"query": np.ones((0, 16)), "row_ids": [0]}, "q >= 1"),
         ({"query": np.ones((1, 16))}, "give either embedding or row_ids"),
-        (
-            {"query": np.ones((1, 16)), "row_ids": [0], "embedding": np.ones(8)},
-            "give either embedding or row_ids",
-        ),
+        ({"query": np.ones((1, 16)), "row_ids": [0], "embedding": np.ones(8)}, "give either embedding or row_ids"),
         ({"query": np.ones((1, 16)), "row_ids": [0], "k": 0}, "k must be an integer of at least 1, got 0"),
         ({"query": np.ones((1, 16)), "embedding": np.ones((1, 8))}, "embedding must be a vector"),
-    ],
-)
-def test_arguments_that_are_refused(written, arguments, message):
-    with pytest.raises(UsageError, match=message):
-        LateInteractionSearch.open(written[0]).search(**arguments)
+    ):
+        with pytest.raises(UsageError, match=message):
+            index.search(**arguments)
 
 
 def test_an_index_without_nearest_neighbours_says_what_to_do(tmp_path):
