@@ -23,6 +23,7 @@ from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from edje_index.indexing.shard_task import Encoder, ShardTask
+from edje_index.progress import ShardProgress
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.receipts import ShardReceipt
@@ -39,20 +40,6 @@ _BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being dec
 _IMAGES_AHEAD = 32  # at least as many may wait, so that the requests for remote inputs overlap
 
 
-@dataclass(frozen=True)
-class StageProgress:
-    """Progress of a shard: number of finished rows, number of failed rows, and seconds per stage."""
-
-    shard: int
-    done: int
-    failed: int
-    read: float = 0.0
-    decode: float = 0.0
-    wait: float = 0.0
-    encode: float = 0.0
-    write: float = 0.0
-
-
 class EncodingInterrupted(EdjeError):
     """Encoding was stopped by `should_stop`. A later call encodes the shard anew."""
 
@@ -60,7 +47,7 @@ class EncodingInterrupted(EdjeError):
 def encode_shard(
     task: ShardTask,
     encoder: Encoder,
-    on_progress: Callable[[StageProgress], None] = lambda _: None,
+    on_progress: Callable[[ShardProgress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     *,
     machine: str = "",
@@ -106,7 +93,8 @@ def encode_shard(
                 positions = np.array([image.entry.row_id - first_row for image in ready], dtype=np.int64)
                 writer.put(positions, tokens, embeddings)
             done += len(batch)
-            on_progress(_progress(task.shard, entries, done, stages))
+            failed = sum(entry.status == FAILED for entry in entries[:done])
+            on_progress(ShardProgress(task.shard, done, failed, dict(stages)))
         with _timed(stages, "write"):
             table = with_source_values(rows_table(entries), task.columns, [ref.metadata for ref in refs])
             read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
@@ -259,15 +247,3 @@ def _timed(stages: dict[str, float], stage: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     stages[stage] += time.perf_counter() - started
-
-
-def _progress(shard: int, entries: list[RowEntry], done: int, stages: dict[str, float]) -> StageProgress:
-    finished = entries[:done]
-    return StageProgress(
-        shard=shard,
-        done=done,
-        failed=sum(entry.status == FAILED for entry in finished),
-        read=sum(entry.read_seconds for entry in finished),
-        decode=sum(entry.decode_seconds for entry in finished),
-        **stages,
-    )

@@ -5,18 +5,19 @@ Tasks must be safe to repeat: if a worker process dies, its task runs again on a
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import traceback
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipelines.collector import paused_collector
+from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import EdjeError
 
 Task = Any
 OnProgress = Callable[[Any], None]
-ShouldStop = Callable[[], bool]
 Worker = Callable[[Task, OnProgress, ShouldStop], Any]
 """`worker(task, on_progress, should_stop) -> result`. Raises `TaskInterrupted` if `should_stop()` returned True."""
 WorkerFactory = Callable[[], Worker]
@@ -31,60 +32,45 @@ class EngineUnavailableError(EdjeError):
     """The engine cannot start on this machine, or cannot reach its Ray cluster."""
 
 
-@dataclass(frozen=True)
-class TaskDone:
-    """The task finished and returned `result`."""
-
-    task: Task
-    result: Any
-
-
-@dataclass(frozen=True)
-class TaskFailure:
-    """The task raised an exception, or too many workers died or stalled while running the task.
+class TaskFailedError(EdjeError):
+    """A task raised an exception, or too many workers died or stalled while running the task.
 
     Attributes:
-        message: description of the failure for the user, in one line.
-        trace: traceback of the worker, for debugging; empty if there is none.
+        task: the task.
     """
 
-    task: Task
-    message: str
-    trace: str = ""
+    def __init__(self, message: str, task: Task) -> None:
+        super().__init__(message, task)  # all arguments, so that the error can be pickled
+        self.task = task
 
-
-Outcome = TaskDone | TaskFailure
-
-
-@dataclass(frozen=True)
-class Notice:
-    """News about the machines that run the tasks. `is_warning` is True if something was lost."""
-
-    message: str
-    is_warning: bool = False
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Engine(Protocol):
-    """Runs tasks on workers and yields their outcomes."""
+    """Function that runs every task on workers, and yields the results in order of completion."""
 
-    name: str
-
-    def run(
-        self, make_worker: WorkerFactory, tasks: Iterable[Task], *, on_progress: OnProgress, should_stop: ShouldStop
-    ) -> Generator[Outcome | Notice, None, None]:
-        """Run every task and yield the outcomes in order of completion, and notices between them.
-
-        Once `should_stop()` returns True, no further task starts. The running tasks are told to stop, and the generator
-        ends.
+    def __call__(
+        self,
+        make_worker: WorkerFactory,
+        tasks: Iterable[Task],
+        *,
+        on_progress: OnProgress,
+        on_event: OnEvent,
+        should_stop: ShouldStop,
+    ) -> Generator[Any, None, None]:
+        """Run every task. Once `should_stop()` returns True, running tasks are told to stop, and the generator ends.
 
         Args:
             make_worker: called once in each worker process; returns the worker.
-            tasks: tasks to run; the engine takes the next task when a worker is free.
-            on_progress: called with the latest progress of each worker, in the process that called `run`.
+            tasks: tasks to run.
+            on_progress: called with the latest progress of each worker, in the calling process.
+            on_event: called with messages about the machines that run the tasks.
             should_stop: returns True to stop. The engine calls this function often, so the function must be fast.
 
         Raises:
             EngineUnavailableError: the engine cannot start.
+            TaskFailedError: a task failed. No further task runs.
             EdjeError: a worker cannot be built, or the engine failed during the run.
         """
         ...
@@ -93,32 +79,30 @@ class Engine(Protocol):
 def open_engine(name: str, workers: int | None, *, cpus: int = 1, gpus: int = 0, address: str | None = None) -> Engine:
     """Return the execution engine `name`: "inline" or "ray".
 
-    The other arguments configure `RayEngine`. The inline engine ignores these arguments.
-
-    Raises:
-        UsageError: `address` does not have the form host:port.
+    The other arguments configure `ray_engine.run_on_ray`. The inline engine ignores these arguments.
     """
     if name == "inline":
-        return InlineEngine()
-    from pipelines.engines.ray_engine import RayEngine
+        return run_inline
+    from pipelines.engines.ray_engine import run_on_ray
 
-    return RayEngine(workers, cpus=cpus, gpus=gpus, address=address)
+    return functools.partial(run_on_ray, workers=workers, cpus=cpus, gpus=gpus, address=address)
 
 
-class InlineEngine:
-    """Engine that runs tasks in the calling thread."""
-
-    name = "inline"
-
-    def run(
-        self, make_worker: WorkerFactory, tasks: Iterable[Task], *, on_progress: OnProgress, should_stop: ShouldStop
-    ) -> Generator[Outcome | Notice, None, None]:
-        worker = build_worker(make_worker)
+def run_inline(
+    make_worker: WorkerFactory,
+    tasks: Iterable[Task],
+    *,
+    on_progress: OnProgress,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> Generator[Any, None, None]:
+    """Run tasks in the calling thread. See `Engine`."""
+    worker = build_worker(make_worker)
+    with contextlib.suppress(TaskInterrupted):
         for task in tasks:
-            outcome = None if should_stop() else run_task(worker, task, on_progress, should_stop)
-            if outcome is None:
+            if should_stop():
                 return
-            yield outcome
+            yield run_task(worker, task, on_progress, should_stop)
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
@@ -130,14 +114,16 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
         raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
 
 
-def run_task(worker: Worker, task: Task, on_progress: OnProgress, should_stop: ShouldStop) -> Outcome | None:
-    """Run `task` in this process and return the outcome. Return None if the task was stopped early."""
+def run_task(worker: Worker, task: Task, on_progress: OnProgress, should_stop: ShouldStop) -> Any:
+    """Run `task` in this process. Raises TaskFailedError, which can be sent to another process, if the task fails."""
     try:
-        return TaskDone(task, worker(task, on_progress, should_stop))
+        return worker(task, on_progress, should_stop)
     except TaskInterrupted:
-        return None
+        raise
     except Exception as error:
-        return TaskFailure(task, describe_error(error), "".join(traceback.format_exception(error)))
+        failure = TaskFailedError(describe_error(error), task)
+        failure.add_note("".join(traceback.format_exception(error)))
+        raise failure from None
 
 
 def describe_error(error: BaseException) -> str:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
-from pipelines.engines.ray_engine import NODE_WAIT_SECONDS, NodeWatch, RayDied, connected_ray
-from pipelines.progress.events import JobStopped
-from storage_formats.errors import EdjeError, UsageError
+from pipelines.engines.ray_engine import NODE_WAIT_SECONDS, connected_ray
+from pipelines.progress.events import JobStopped, OnEvent
+from storage_formats.errors import EdjeError
 
 if TYPE_CHECKING:
     from edje_index.training.loop import TrainTask
@@ -33,7 +33,7 @@ def train_on_ray(
     should_stop: Callable[[], bool],
     on_record: Callable[[dict[str, Any]], None],
     *,
-    on_notice: Callable[[str], None] = lambda message: None,
+    on_event: OnEvent,
     node_wait_seconds: float = NODE_WAIT_SECONDS,
 ) -> None:
     """Train `task` on several worker processes, which communicate by NCCL or Gloo.
@@ -44,7 +44,7 @@ def train_on_ray(
         task: what to train.
         should_stop: returns True to stop.
         on_record: called with new records of the log.
-        on_notice: called with news about the nodes of the cluster.
+        on_event: called with messages about the nodes of the cluster.
         node_wait_seconds: seconds to wait for a new node if the cluster no longer has room for all workers.
 
     Raises:
@@ -62,40 +62,30 @@ def train_on_ray(
     stop_file = run_dir / _STOP_FILE
     stop_file.unlink(missing_ok=True)
     errors: list[BaseException] = []
-    fit: threading.Thread | None = None
+    fit = threading.Thread(target=_fit, args=(task, cpus, gpus, errors), daemon=True)
     try:
-        with connected_ray(run.address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
-            nodes = NodeWatch(cluster, cpus=cpus, gpus=gpus, min_workers=workers, wait_seconds=node_wait_seconds)
-            if nodes.room < workers:
-                raise UsageError(
-                    f"the Ray cluster has room for only {nodes.room} of {workers} workers; use fewer workers"
-                )
-            fit = threading.Thread(target=_fit, args=(task, cpus, gpus, errors), daemon=True)
+        with connected_ray(
+            run.address, workers=workers, cpus=cpus, gpus=gpus, min_workers=workers, wait_seconds=node_wait_seconds
+        ) as cluster:
             fit.start()
             shown = 0
             while fit.is_alive():
                 fit.join(_POLL_SECONDS)
-                cluster.check_alive()
                 try:
-                    for notice in nodes.refresh():
-                        on_notice(notice.message)
+                    cluster.refresh(on_event)
                 except EdjeError as error:
-                    raise JobStopped(f"{error}, or use fewer workers; the last checkpoint is kept") from error
+                    raise JobStopped(f"{error}; the last checkpoint is kept, so training can be resumed") from error
                 if should_stop():
                     stop_file.touch()
                 records = read_log(run_dir)
                 if len(records) > shown:
                     on_record(records[-1])
                 shown = len(records)
-    except RayDied as died:
-        raise JobStopped(f"{died}; the last checkpoint is kept, so the training run can be resumed") from died
     except EngineUnavailableError as unavailable:  # no other engine can train on several workers
         raise EdjeError(str(unavailable)) from unavailable.__cause__
     finally:
-        if fit is not None:
-            fit.join(
-                _END_SECONDS
-            )  # Ray is shut down; a thread that is still in Ray can crash the exit of the interpreter
+        if fit.ident is not None:
+            fit.join(_END_SECONDS)  # a thread that is still in Ray can crash the exit of the interpreter
         shutil.rmtree(run_dir / _RAY_FOLDER, ignore_errors=True)
     if errors:
         # The original error of the worker, without the Ray errors that wrap it.

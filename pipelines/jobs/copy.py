@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edje_index.progress import ShardProgress
 from pipelines.engines.base import TaskInterrupted, open_engine
 from pipelines.environment import free_disk
 from pipelines.jobs.build import ignore, never
@@ -26,7 +27,7 @@ from pipelines.jobs.plan import (
 )
 from pipelines.jobs.resources import disk_need
 from pipelines.jobs.shard_run import run_shards
-from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShardState, ShouldStop, StatusMessage
+from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -462,7 +463,7 @@ def copy_shards(
 
     def run(shard: _Shard, on_progress: Callable[[Any], None], should_stop: ShouldStop) -> ShardReceipt:
         try:
-            return copy_shard(shard.shard, lambda done: on_progress((shard.shard, ShardState(done))), should_stop)
+            return copy_shard(shard.shard, lambda done: on_progress(ShardProgress(shard.shard, done)), should_stop)
         except CopyInterrupted as error:
             raise TaskInterrupted from error
 

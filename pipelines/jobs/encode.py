@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from pipelines.engines.base import TaskInterrupted, Worker, WorkerFactory, open_engine
 from pipelines.jobs.plan import Plan
 from pipelines.jobs.shard_run import run_shards
-from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop
+from pipelines.progress.events import OnEvent, PlanReady, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
-    from edje_index.indexing.shard_encoding import StageProgress
     from edje_index.indexing.shard_task import ShardTask
+    from edje_index.progress import ShardProgress
     from storage_formats.change import Change
     from storage_formats.format.receipts import ShardReceipt
 
@@ -183,18 +183,14 @@ class EncodeWorker:
     encoder: Any
 
     def __call__(
-        self, task: ShardTask, on_report: Callable[[tuple[int, ShardState]], None], should_stop: ShouldStop
+        self, task: ShardTask, on_progress: Callable[[ShardProgress], None], should_stop: ShouldStop
     ) -> ShardReceipt:
         from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
         from pipelines.engines.ray_engine import worker_machine
 
-        def report(progress: StageProgress) -> None:
-            seconds = {"wait": progress.wait, "encode": progress.encode, "write": progress.write}
-            on_report((progress.shard, ShardState(progress.done, progress.failed, seconds)))
-
         machine, alive = worker_machine()
         try:
-            return encode_shard(task, self.encoder, report, should_stop, machine=machine, alive=alive)
+            return encode_shard(task, self.encoder, on_progress, should_stop, machine=machine, alive=alive)
         except EncodingInterrupted as error:
             raise TaskInterrupted from error
 

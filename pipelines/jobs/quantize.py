@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edje_index.progress import ShardProgress
 from pipelines.engines.base import TaskInterrupted, Worker, open_engine
 from pipelines.environment import free_disk
 from pipelines.jobs.build import ignore, never
 from pipelines.jobs.encode import on_shared_directory
 from pipelines.jobs.plan import stopping_on_full_disk
 from pipelines.jobs.shard_run import run_shards
-from pipelines.progress.events import OnEvent, PlanReady, ShardState, ShouldStop
+from pipelines.progress.events import OnEvent, PlanReady, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.change import write_array_shapes
 from storage_formats.errors import UsageError
@@ -257,6 +258,6 @@ def _convert_shard(
     from storage_formats.writing.conversion import ConversionInterrupted, convert_shard
 
     try:
-        return convert_shard(task, lambda done: on_progress((task.shard, ShardState(done))), should_stop)
+        return convert_shard(task, lambda done: on_progress(ShardProgress(task.shard, done)), should_stop)
     except ConversionInterrupted as error:
         raise TaskInterrupted from error

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from edje_index.progress import ShardProgress
 from pipelines.engines.base import (
     Engine,
     EngineUnavailableError,
-    Notice,
     Task,
-    TaskFailure,
+    TaskFailedError,
     WorkerFactory,
     describe_error,
 )
-from pipelines.progress.events import JobStopped, OnEvent, ShardMeter, ShardState, ShouldStop, StatusMessage
+from pipelines.progress.events import JobStopped, OnEvent, Progress, ShardMeter, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError, UsageError
 
@@ -50,7 +49,7 @@ def run_shards(
         earlier: receipts of earlier runs, by shard. They are yielded first.
         engine: runs the tasks.
         make_worker: function that returns the worker of a process; see `pipelines.engines.base`. The worker reports
-            pairs (shard number, `ShardState`).
+            `ShardProgress`.
         make_task: function that takes a shard number and returns the task.
         on_event: receives the events of the job.
         should_stop: called often; the job stops once it returns True.
@@ -64,41 +63,35 @@ def run_shards(
     meter = ShardMeter(activity, rows, len(shards))
     finished = finished_rows = 0
 
-    def state(receipt: ShardReceipt) -> ShardState:
-        return ShardState(receipt.rows, sum(receipt.failed.values()) if shows_failed else 0, receipt.seconds)
+    def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
+        nonlocal finished, finished_rows
+        finished, finished_rows = finished + 1, finished_rows + receipt.rows
+        failed = sum(receipt.failed.values()) if shows_failed else 0
+        return meter.update(ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True)
 
     try:
         for receipt in earlier.values():
-            meter.finish(receipt.shard, replace(state(receipt), stage_seconds={}))  # times of earlier runs do not count
-            finished, finished_rows = finished + 1, finished_rows + receipt.rows
+            finish(receipt, {})  # times of earlier runs do not count
             yield receipt
         missing = [shard for shard in shards if shard not in earlier]
-        outcomes = engine.run(
+        receipts = engine(
             make_worker,
             map(make_task, missing),
-            on_progress=lambda report: on_event(meter.update(*report)),
+            on_progress=lambda report: on_event(meter.update(report)),
+            on_event=on_event,
             should_stop=should_stop,
         )
-        with contextlib.closing(outcomes):
-            for outcome in outcomes if missing else ():
-                if isinstance(outcome, Notice):
-                    on_event(StatusMessage(outcome.message, outcome.is_warning))
-                    continue
-                if isinstance(outcome, TaskFailure):
-                    error = EdjeError(f"shard {outcome.task.shard}: {outcome.message}")
-                    if outcome.trace:
-                        error.add_note(outcome.trace)
-                    raise error
-                receipt = outcome.result
-                finished, finished_rows = finished + 1, finished_rows + receipt.rows
-                on_event(meter.finish(receipt.shard, state(receipt)))
+        with contextlib.closing(receipts):
+            for receipt in receipts if missing else ():
+                on_event(finish(receipt, receipt.seconds))
                 yield receipt
         if finished < len(shards):
             raise JobStopped("stopped")
     except (UsageError, EngineUnavailableError):
         raise
     except (EdjeError, OSError) as error:  # a second run may succeed
+        of_shard = f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
         raise JobStopped(
-            f"{describe_error(error)}; {finished_rows:,} of {counted(rows, unit)} are kept, {finished:,} of "
+            f"{of_shard}{describe_error(error)}; {finished_rows:,} of {counted(rows, unit)} are kept, {finished:,} of "
             f"{counted(len(shards), 'shard')} are finished"
         ) from error

@@ -71,10 +71,9 @@ class Display:
                 self._show_progress(event)
 
     def _show_progress(self, event: Progress) -> None:
-        if event.finished_shard is not None:
-            shard, state = event.finished_shard
-            seconds = {stage: round(value, 3) for stage, value in state.stage_seconds.items()}
-            counts = {"shard": shard, "rows": state.done, "failed": state.failed}
+        if (shard := event.finished_shard) is not None:
+            seconds = {stage: round(value, 3) for stage, value in shard.stage_seconds.items()}
+            counts = {"shard": shard.shard, "rows": shard.done, "failed": shard.failed}
             _log("shard", activity=event.activity, **counts, stage_seconds=seconds)
         line = ""
         if self.bar is not None:

@@ -7,11 +7,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Literal
 
-from edje_index.progress import OnProgress
+from edje_index.progress import OnProgress, ShardProgress
 from storage_formats.errors import EdjeError
 
 Bottleneck = Literal["decode", "model", "write"]
@@ -54,21 +54,6 @@ class PlanReady:
 
 
 @dataclass(frozen=True)
-class ShardState:
-    """Progress of one shard.
-
-    Attributes:
-        done: number of finished rows, including failed rows.
-        failed: number of failed rows.
-        stage_seconds: seconds spent in each stage.
-    """
-
-    done: int
-    failed: int = 0
-    stage_seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Progress:
     """The progress of one activity.
 
@@ -80,7 +65,7 @@ class Progress:
         finished_shards: number of finished shards, including those that earlier runs finished.
         failed: number of rows that could not be encoded.
         bottleneck: stage in which the workers of this run spent the most time; None if no times are known yet.
-        finished_shard: number and state of the shard that was just finished; None if the event reports something else.
+        finished_shard: the shard that was just finished; None if the event reports something else.
     """
 
     activity: str
@@ -90,7 +75,7 @@ class Progress:
     finished_shards: int = 0
     failed: int = 0
     bottleneck: Bottleneck | None = None
-    finished_shard: tuple[int, ShardState] | None = None
+    finished_shard: ShardProgress | None = None
 
 
 Event = StatusMessage | PlanReady | Progress
@@ -112,7 +97,7 @@ def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
 
 
 class ShardMeter:
-    """Computes the `Progress` of a job from the latest state of each shard.
+    """Computes the `Progress` of a job from the latest progress of each shard.
 
     Args:
         activity: name of the activity.
@@ -122,33 +107,39 @@ class ShardMeter:
 
     def __init__(self, activity: str, rows: int, shards: int) -> None:
         self._activity, self._rows, self._shards = activity, rows, shards
-        self._finished_shards = 0
-        self._finished = ShardState(0)
-        self._running: dict[int, ShardState] = {}
+        self._running: dict[int, ShardProgress] = {}
+        self._finished: set[int] = set()
+        self._done = self._failed = 0
+        self._seconds = dict.fromkeys(_STAGES, 0.0)
 
-    def update(self, shard: int, state: ShardState) -> Progress:
-        """Record the state of a running shard and return the progress of the job."""
-        self._running[shard] = state
-        total = _sum([self._finished, *self._running.values()])
-        slowest = bottleneck(total.stage_seconds)
-        return Progress(
-            self._activity, total.done, self._rows, self._shards, self._finished_shards, total.failed, slowest
-        )
+    def update(self, shard: ShardProgress, *, is_final: bool = False) -> Progress:
+        """Record the progress of a shard, and return the progress of the job.
 
-    def finish(self, shard: int, state: ShardState) -> Progress:
-        """Record the final state of a shard and return the progress of the job.
-
-        For a shard that an earlier run finished, leave `state.stage_seconds` empty.
+        Args:
+            shard: replaces what was recorded for the shard, except after its final progress: reports of a worker may
+                arrive late.
+            is_final: True if the shard is finished.
         """
-        progress = self.update(shard, state)
-        self._finished = _sum([self._finished, self._running.pop(shard)])
-        self._finished_shards += 1
-        return replace(progress, finished_shards=self._finished_shards, finished_shard=(shard, state))
-
-
-def _sum(states: list[ShardState]) -> ShardState:
-    seconds = {stage: sum(state.stage_seconds.get(stage, 0.0) for state in states) for stage in _STAGES}
-    return ShardState(sum(state.done for state in states), sum(state.failed for state in states), seconds)
+        if shard.shard not in self._finished:
+            before = self._running.pop(shard.shard, ShardProgress(shard.shard, 0))
+            self._done += shard.done - before.done
+            self._failed += shard.failed - before.failed
+            for stage in _STAGES:
+                self._seconds[stage] += shard.stage_seconds.get(stage, 0.0) - before.stage_seconds.get(stage, 0.0)
+            if is_final:
+                self._finished.add(shard.shard)
+            else:
+                self._running[shard.shard] = shard
+        return Progress(
+            self._activity,
+            self._done,
+            self._rows,
+            self._shards,
+            len(self._finished),
+            self._failed,
+            bottleneck(self._seconds),
+            shard if is_final else None,
+        )
 
 
 class JobStopped(EdjeError):

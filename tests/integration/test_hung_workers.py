@@ -14,7 +14,7 @@ from PIL import Image
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines import build_index
-from pipelines.engines.ray_engine import RayEngine
+from pipelines.engines.ray_engine import run_on_ray
 from pipelines.jobs import encode
 from storage_formats import verify_index
 from storage_formats.format.rows import read_rows
@@ -57,7 +57,8 @@ def test_only_the_image_at_which_workers_hang_or_die_is_missing(tmp_path, monkey
     os.mkfifo(tmp_path / "fifo")
     monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
     monkeypatch.setattr(encode, "open_worker", functools.partial(open_worker, how))
-    monkeypatch.setattr(encode, "open_engine", lambda *_, **__: RayEngine(1, stall_seconds=STALL_SECONDS))
+    run = functools.partial(run_on_ray, workers=1, stall_seconds=STALL_SECONDS)
+    monkeypatch.setattr(encode, "open_engine", lambda *_, **__: run)
     result = build_index(tmp_path / "photos", tmp_path / "index", tmp_path / "model", batch_size=2, threads=1)
     assert (result.indexed, result.failed_by_reason) == (5, {"worker-died": 1})
     assert verify_index(tmp_path / "index") == []

@@ -56,13 +56,10 @@ class FileWorker:
         return job.name * 10
 
     def report_slowly(self, job, on_progress, should_stop):
-        for step in range(15):
+        for step in range(12):
             on_progress(Report(job.name, step, os.getpid()))
             time.sleep(0.1)
         return job.name * 10
-
-    def raise_value_error(self, job, on_progress, should_stop):
-        raise ValueError("two\nlines")
 
     def raise_unpicklable(self, job, on_progress, should_stop):
         raise UnpicklableError("cannot travel")
@@ -121,7 +118,7 @@ def broken_worker():
     raise RuntimeError("no such weights")
 
 
-def run_jobs(engine, folder, jobs, *, on_progress=lambda _: None, should_stop=lambda: False):
-    """Outcomes of `jobs` on workers that leave their traces in `folder`."""
+def run_jobs(engine, folder, jobs, *, on_progress=lambda _: None, on_event=lambda _: None, should_stop=lambda: False):
+    """Results of `jobs` on workers that leave their traces in `folder`."""
     make_worker = functools.partial(FileWorker, str(folder))
-    return engine.run(make_worker, jobs, on_progress=on_progress, should_stop=should_stop)
+    return engine(make_worker, jobs, on_progress=on_progress, on_event=on_event, should_stop=should_stop)

@@ -6,11 +6,13 @@ import io
 import json
 import logging
 import re
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from edje_index.progress import ShardProgress
 from pipelines.cli.output import running_job
 from pipelines.progress.display import Display, describe_plan, describe_progress, log_file, progress_display
 from pipelines.progress.events import (
@@ -18,7 +20,6 @@ from pipelines.progress.events import (
     PlanReady,
     Progress,
     ShardMeter,
-    ShardState,
     StatusMessage,
     bottleneck,
     progress_callback,
@@ -218,11 +219,12 @@ def test_the_bottleneck_is_the_stage_that_takes_longest(seconds, expected):
 
 def test_progress_adds_up_running_finished_and_earlier_shards():
     meter = ShardMeter("indexing", rows=40, shards=4)
-    meter.finish(0, ShardState(10, failed=1))
-    meter.update(1, ShardState(9, 2, {"encode": 1.0}))
-    meter.update(1, ShardState(6, 2, {"encode": 1.0}))  # it began again on another worker
-    assert meter.update(2, ShardState(4, 0, {"encode": 0.5, "wait": 1.2})) == Progress(
-        "indexing", 20, 40, 4, 1, 3, "model"
-    )
-    finished = ShardState(10, 2, {"wait": 2.0})
-    assert meter.finish(1, finished) == Progress("indexing", 24, 40, 4, 2, 3, "decode", (1, finished))
+    meter.update(ShardProgress(0, 10, failed=1), is_final=True)
+    meter.update(ShardProgress(1, 9, 2, {"encode": 1.0}))
+    meter.update(ShardProgress(1, 6, 2, {"encode": 1.0}))  # it began again on another worker
+    running = meter.update(ShardProgress(2, 4, 0, {"encode": 0.5, "wait": 1.2}))
+    assert running == Progress("indexing", 20, 40, 4, 1, 3, "model")
+    finished = ShardProgress(1, 10, 2, {"wait": 2.0})
+    progress = Progress("indexing", 24, 40, 4, 2, 3, "decode")
+    assert meter.update(finished, is_final=True) == replace(progress, finished_shard=finished)
+    assert meter.update(ShardProgress(1, 10, 2, {"wait": 1.0})) == progress  # a late report

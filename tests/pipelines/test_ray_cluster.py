@@ -20,14 +20,11 @@ pytestmark = pytest.mark.slow
 
 RUN = """
 import functools, sys
-from pipelines.engines.ray_engine import RayEngine
-from tests.pipelines.engine_tasks import FileWorker, Job
+from pipelines.engines.ray_engine import run_on_ray
+from tests.pipelines.engine_tasks import Job, run_jobs
 
-engine = RayEngine(int(sys.argv[1]), cpus=int(sys.argv[2]), address=sys.argv[3])
-make_worker = functools.partial(FileWorker, sys.argv[4])
-jobs = [Job(name) for name in range(6)]
-outcomes = engine.run(make_worker, jobs, on_progress=lambda _: None, should_stop=lambda: False)
-print(sorted(outcome.result for outcome in outcomes))
+run = functools.partial(run_on_ray, workers=int(sys.argv[1]), cpus=int(sys.argv[2]), address=sys.argv[3])
+print(sorted(run_jobs(run, sys.argv[4], [Job(name) for name in range(6)])))
 """
 OCCUPY = """
 import sys, time, ray
@@ -110,7 +107,10 @@ def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
 
 def test_a_worker_that_no_node_has_room_for_is_refused(cluster, tmp_path):
     done = run_engine(cluster, tmp_path, workers=1, cpus=4)
-    assert "a worker needs 4 CPUs and 0 GPUs on one node" in done.stderr
+    assert (
+        "a worker needs 4 CPUs and 0 GPUs on one node, but the nodes of the Ray cluster have room for only 0"
+        in done.stderr
+    )
 
 
 def test_a_busy_cluster_delays_some_workers_only(cluster, tmp_path):

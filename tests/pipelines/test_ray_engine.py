@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import functools
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.engines.base import EngineUnavailableError, Notice, TaskDone, TaskFailure
-from pipelines.engines.ray_engine import ATTEMPTS, RayEngine
+from pipelines.engines import ray_engine
+from pipelines.engines.base import EngineUnavailableError, TaskFailedError
+from pipelines.engines.ray_engine import ATTEMPTS, run_on_ray
+from pipelines.progress.events import StatusMessage
 from storage_formats.errors import EdjeError, UsageError
 from tests.conftest import REPO
 from tests.pipelines.engine_tasks import Job, run_jobs
@@ -32,49 +34,53 @@ def nothing_left_behind():
     assert {name: os.environ.get(name) for name in SET_FOR_RAY} == variables
 
 
-def by_name(items):
-    """The outcomes among `items`, by the name of the task."""
-    return {item.task.name: item for item in items if not isinstance(item, Notice)}
-
-
-def test_ray_runs_the_task_of_a_killed_worker_again_and_gives_up_on_one_that_always_kills(tmp_path, capfd):
-    jobs = [Job(1, "die_once"), Job(2, "die"), Job(3), Job(4), Job(5, "return_unpicklable")]
-    run = run_jobs(RayEngine(2), tmp_path, [*jobs, Job(6, "wait_for_go")])
-    outcomes = {outcome.task.name: outcome for outcome in itertools.islice(run, len(jobs))}
-    run.close()  # ends the worker that waits
-    assert [outcomes[name] for name in (1, 3, 4)] == [TaskDone(jobs[0], 10), TaskDone(Job(3), 30), TaskDone(Job(4), 40)]
-    assert isinstance(outcomes[2], TaskFailure)
-    assert f"at least {ATTEMPTS + 1} worker processes died" in outcomes[2].message
-    assert ATTEMPTS < (tmp_path / "2").read_text().count("attempt") <= 2 * ATTEMPTS
-    assert isinstance(outcomes[5], TaskFailure)
+def test_the_task_of_a_killed_worker_runs_again_and_one_that_always_kills_fails(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(ray_engine, "ATTEMPTS", 2)
+    jobs = [Job(1, "die_once"), Job(2), Job(3, "die")]
+    results = run_jobs(functools.partial(run_on_ray, workers=1), tmp_path, jobs)
+    assert [next(results), next(results)] == [10, 20]
+    with pytest.raises(TaskFailedError, match=r"^2 worker processes died") as caught:
+        next(results)
+    assert caught.value.task == jobs[2]
+    assert [(tmp_path / name).read_text().count("attempt") for name in "123"] == [2, 1, 2]
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["stop_once", "read_fifo_once"])
-def test_ray_replaces_a_worker_that_hangs(tmp_path, action):
-    jobs = [Job(1, action), Job(2), Job(3)]
-    outcomes = by_name(run_jobs(RayEngine(2, stall_seconds=8), tmp_path, jobs))
-    assert outcomes == {job.name: TaskDone(job, job.name * 10) for job in jobs}
+def test_a_worker_that_hangs_is_replaced(tmp_path, action):
+    events = []
+    run = functools.partial(run_on_ray, workers=2, stall_seconds=8)
+    results = run_jobs(run, tmp_path, [Job(1, action), Job(2), Job(3)], on_event=events.append)
+    assert sorted(results) == [10, 20, 30]
     assert (tmp_path / "1").read_text().count("attempt") == 2
+    assert events == [StatusMessage("a worker made no progress for 8s", is_warning=True)]
 
 
 @pytest.mark.slow
-def test_ray_gives_up_on_a_task_that_always_hangs_and_waits_for_a_slow_one(tmp_path):
-    jobs = [Job(1, "stop"), Job(2, "report_for_long")]
-    outcomes = by_name(run_jobs(RayEngine(2, stall_seconds=4), tmp_path, jobs))
-    assert "made no progress for 4s" in outcomes[1].message
-    assert ATTEMPTS < (tmp_path / "1").read_text().count("attempt") <= 2 * ATTEMPTS
-    assert outcomes[2] == TaskDone(jobs[1], 20)
-    assert (tmp_path / "2").read_text().count("attempt") == 1
+def test_a_task_that_always_hangs_fails_and_a_slow_one_does_not(tmp_path):
+    run = run_jobs(
+        functools.partial(run_on_ray, workers=2, stall_seconds=4), tmp_path, [Job(1, "stop"), Job(2, "report_for_long")]
+    )
+    assert next(run) == 20
+    with pytest.raises(TaskFailedError, match="made no progress for 4s"):
+        next(run)
+    assert [(tmp_path / name).read_text().count("attempt") for name in "12"] == [ATTEMPTS, 1]
 
 
 @pytest.mark.slow
 def test_workers_have_not_stalled_if_the_driver_pauses(tmp_path):
-    for outcome in run_jobs(RayEngine(2, stall_seconds=4), tmp_path, [Job(1, "report_for_long"), Job(2), Job(3)]):
-        if outcome.task.name != 1:
+    run = functools.partial(run_on_ray, workers=2, stall_seconds=4)
+    for result in run_jobs(run, tmp_path, [Job(1, "report_for_long"), Job(2), Job(3)]):
+        if result != 10:
             time.sleep(5)
     assert (tmp_path / "1").read_text().count("attempt") == 1
+
+
+@pytest.mark.slow
+def test_a_result_that_cannot_be_pickled_is_one_clear_error(tmp_path):
+    with pytest.raises(TaskFailedError, match="cannot pickle"):
+        list(run_jobs(run_on_ray, tmp_path, [Job(1, "return_unpicklable")]))
 
 
 @pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
@@ -87,20 +93,23 @@ def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, vi
             killed_at = time.monotonic()
             next(child for child in psutil.Process().children(recursive=True) if child.name() == victim).kill()
 
-    outcomes = run_jobs(RayEngine(1), tmp_path, [Job(1, "until_stopped")], on_progress=kill)
+    results = run_jobs(run_on_ray, tmp_path, [Job(1, "until_stopped")], on_progress=kill)
     with pytest.raises(EdjeError, match=f"^Ray ended during the run: its {victim} process is gone"):
-        list(outcomes)
+        list(results)
     assert time.monotonic() - killed_at < 20
     assert capfd.readouterr() == ("", "")
 
 
-def test_ray_addresses_that_cannot_be_joined_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="host:port"):
-        RayEngine(1, address="ray://head:10001")
-    with pytest.raises(
-        EngineUnavailableError, match=r"cannot join the Ray cluster at 127\.0\.0\.1:1: Connection refused"
-    ):
-        list(run_jobs(RayEngine(1, address="127.0.0.1:1"), tmp_path, [Job(1)]))
+@pytest.mark.parametrize(
+    ("address", "error", "words"),
+    [
+        ("ray://head:10001", UsageError, "host:port"),
+        ("127.0.0.1:1", EngineUnavailableError, r"cannot join the Ray cluster at 127\.0\.0\.1:1: Connection refused"),
+    ],
+)
+def test_ray_addresses_that_cannot_be_joined_are_refused(tmp_path, address, error, words):
+    with pytest.raises(error, match=words):
+        list(run_jobs(functools.partial(run_on_ray, address=address), tmp_path, [Job(1)]))
 
 
 def with_repo_on_path():
@@ -108,12 +117,11 @@ def with_repo_on_path():
 
 
 ENDLESS = """
-import functools, sys
-from pipelines.engines.ray_engine import RayEngine
-from tests.pipelines.engine_tasks import FileWorker, Job
+import sys
+from pipelines.engines.ray_engine import run_on_ray
+from tests.pipelines.engine_tasks import Job, run_jobs
 
-make_worker = functools.partial(FileWorker, sys.argv[1])
-list(RayEngine(1).run(make_worker, [Job(1, "until_stopped")], on_progress=print, should_stop=bool))
+list(run_jobs(run_on_ray, sys.argv[1], [Job(1, "until_stopped")], on_progress=print))
 """
 
 
@@ -132,8 +140,15 @@ def test_a_local_ray_is_private_and_ends_with_its_killed_driver(tmp_path):
     while time.monotonic() < deadline and alive(processes):
         time.sleep(0.1)
     assert alive(processes) == []
-    for folder in leftover_folders(driver.pid):  # nobody is left to remove it
-        shutil.rmtree(folder)
+    (folder,) = leftover_folders(driver.pid)
+    with contextlib.ExitStack() as stack:
+        ray_engine._local_folder(stack)  # it may be new, and not locked yet
+        assert folder.exists()
+        os.utime(folder, (0, 0))
+        own = ray_engine._local_folder(stack)
+        os.utime(own, (0, 0))
+        ray_engine._local_folder(stack)
+        assert (folder.exists(), Path(own).exists()) == (False, True)
 
 
 def check_private(processes):
@@ -156,9 +171,9 @@ def leftover_folders(driver_pid):
 
 IMPORTED_EARLY = """
 import ray
-from pipelines.engines.ray_engine import RayEngine
+from pipelines.engines.ray_engine import run_on_ray
 
-list(RayEngine(1).run(list, [], on_progress=print, should_stop=bool))
+list(run_on_ray(list, [], on_progress=print, on_event=print, should_stop=bool))
 """
 
 

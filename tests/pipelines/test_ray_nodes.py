@@ -16,13 +16,13 @@ pytestmark = pytest.mark.slow
 
 RUN = """
 import dataclasses, functools, json, sys
-from pipelines.engines.ray_engine import RayEngine
-from tests.pipelines.engine_tasks import FileWorker, Job
+from pipelines.engines.ray_engine import run_on_ray
+from tests.pipelines.engine_tasks import Job, run_jobs
 
-engine = RayEngine(None, address=sys.argv[1], node_wait_seconds=float(sys.argv[4]))
-make_worker = functools.partial(FileWorker, sys.argv[2])
-for item in engine.run(make_worker, [Job(7, sys.argv[3])], on_progress=lambda _: None, should_stop=lambda: False):
-    print(json.dumps([type(item).__name__, dataclasses.asdict(item)]), flush=True)
+run = functools.partial(run_on_ray, address=sys.argv[1], wait_seconds=float(sys.argv[4]))
+show = lambda event: print(json.dumps(dataclasses.asdict(event)), flush=True)
+for result in run_jobs(run, sys.argv[2], [Job(7, sys.argv[3])], on_event=show):
+    print(result)
 """
 RUN_SECONDS = 300
 
@@ -58,7 +58,8 @@ def wait_for_attempts(run: subprocess.Popen, folder: Path, attempts: int) -> Non
         time.sleep(0.1)
 
 
-def end(run: subprocess.Popen) -> tuple[list[list], str]:
+def end(run: subprocess.Popen) -> tuple[list, str]:
+    """The messages and the result of a run, and its standard error."""
     out, err = run.communicate(timeout=RUN_SECONDS)
     return [json.loads(line) for line in out.splitlines()], err
 
@@ -73,9 +74,8 @@ def test_the_task_of_a_lost_node_runs_again_on_a_node_that_joins(nodes, tmp_path
         wait_for_attempts(run, tmp_path, 3)
         (tmp_path / "go").touch()
         items, err = end(run)
-    assert items[-1][0] == "TaskDone", err
-    assert items[-1][1]["result"] == 70
-    notices = [(item["message"].partition(",")[0], item["is_warning"]) for kind, item in items if kind == "Notice"]
+    assert items[-1] == 70, err
+    notices = [(item["text"].partition(",")[0], item["is_warning"]) for item in items[:-1]]
     for number in (2, 3):
         assert (f"node 127.0.0.{number} left the cluster", True) in notices
         assert (f"node 127.0.0.{number + 1} joined the cluster", False) in notices
@@ -89,6 +89,4 @@ def test_a_run_waits_for_a_node_only_so_long(nodes, tmp_path):
         items, err = end(run)
     assert run.returncode == 1
     assert "EdjeError: for 3s, the Ray cluster has had room for only 0 of 1 worker; add nodes" in err
-    warnings = [item["message"] for _, item in items if item.get("is_warning")]
-    assert "waiting at most 3s for nodes with room for 1 worker" in warnings
-    assert "node 127.0.0.2 left the cluster, which now has room for 0 workers" in warnings
+    assert [item["text"] for item in items] == ["node 127.0.0.2 left the cluster, which now has room for 0 workers"]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from pipelines.engines.base import EngineUnavailableError, Notice, TaskDone, TaskFailure
+from pipelines.engines.base import EngineUnavailableError, TaskFailedError
 from pipelines.jobs.shard_run import run_shards
-from pipelines.progress.events import JobStopped, StatusMessage
+from pipelines.progress.events import JobStopped
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.receipts import ShardReceipt
@@ -26,22 +26,19 @@ def receipt(shard, stage="encode"):
 
 
 class Engine:
-    """Finishes tasks, but at one shard raises `action`, or yields it as the outcome or as a notice before it."""
+    """Finishes tasks, but at one shard raises `error`."""
 
-    def __init__(self, at=None, action=None):
-        self.at, self.action, self.shards = at, action, []
+    def __init__(self, at=None, error=None):
+        self.at, self.error, self.shards = at, error, []
 
-    def run(self, make_worker, tasks, *, on_progress, should_stop):
+    def __call__(self, make_worker, tasks, *, on_progress, on_event, should_stop):
         for task in tasks:
             if should_stop():
                 return
-            if task.shard == self.at and isinstance(self.action, Exception):
-                raise self.action
-            if task.shard == self.at and isinstance(self.action, Notice):
-                yield self.action
+            if task.shard == self.at:
+                raise self.error
             self.shards.append(task.shard)
-            failed = task.shard == self.at and isinstance(self.action, TaskFailure)
-            yield self.action if failed else TaskDone(task, receipt(task.shard))
+            yield receipt(task.shard)
 
 
 def run(engine, earlier=(), should_stop=lambda: False):
@@ -81,28 +78,17 @@ def test_times_of_earlier_runs_do_not_make_the_bottleneck():
     assert {event.bottleneck for event in events} == {"model"}
 
 
-def test_notices_are_passed_on():
-    _, events = run(Engine(1, Notice("node 10.0.0.3 left", is_warning=True)))
-    assert StatusMessage("node 10.0.0.3 left", is_warning=True) in events
-
-
 @pytest.mark.parametrize(
-    ("action", "words"),
+    ("error", "words"),
     [
-        (TaskFailure(Task(1), "no space left"), "shard 1: no space left"),
+        (TaskFailedError("no space left", Task(1)), "shard 1: no space left"),
         (EdjeError("the engine broke down"), "the engine broke down"),
         (OSError(28, "No space left on device"), "No space left on device"),
     ],
 )
-def test_a_failure_stops_the_job_and_says_how_much_is_kept(action, words):
+def test_a_failure_stops_the_job_and_says_how_much_is_kept(error, words):
     with pytest.raises(JobStopped, match=f"^{words}; 4 of 10 rows are kept, 1 of 3 shards are finished$"):
-        run(Engine(1, action))
-
-
-def test_the_trace_of_a_worker_is_a_note_of_the_error():
-    with pytest.raises(JobStopped) as caught:
-        run(Engine(1, TaskFailure(Task(1), "broken", "the trace")))
-    assert caught.value.__cause__.__notes__ == ["the trace"]
+        run(Engine(1, error))
 
 
 def test_a_stop_keeps_finished_shards():

@@ -466,7 +466,7 @@ def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> No
         if task.config.run.distributed:
             from pipelines.engines.ray_train import train_on_ray
 
-            train_on_ray(task, should_stop, report, on_notice=lambda text: on_event(StatusMessage(text)))
+            train_on_ray(task, should_stop, report, on_event=on_event)
         else:
             run_worker(task, WorkerGroup(), should_stop, report)
     except TrainingStopped as error:
