@@ -5,12 +5,27 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.codecs import codec as codec_of
 from storage_formats.codecs.base import BF16, Blocks, Codec, Records
 from storage_formats.codecs.fp16 import FP16Codec
 from storage_formats.codecs.group_scaled import LARGEST_INPUT, GroupScaledCodec
 from storage_formats.codecs.int8 import NAN_SCALE, Int8Codec
 from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1, NAN_CODE
 from storage_formats.codecs.sign1 import Sign1Codec
+
+
+def every_code(name: str) -> tuple[Records, tuple[int, int]]:
+    """Return (records, block shape) that hold every code under every scale, or every word of 16 bits."""
+    words, codes = np.arange(1 << 16, dtype=np.uint16).view(np.uint8), np.arange(256, dtype=np.uint8)
+    if name in ("fp16", "bf16"):
+        return words.reshape(64, -1), (4, 256)
+    if name in ("int8", "sign1"):
+        records = np.tile(codes, (1 << 16, 1)) if name == "int8" else np.tile(codes, (1 << 12, 1))
+        scales = words.reshape(-1, 2)[:: len(words) // 2 // len(records)]
+        return np.concatenate([records, scales], axis=1), (1, 256 if name == "int8" else 2048)
+    shape = (1, 512 if "fp4" in name else 256)
+    scales = np.repeat(codes[:, None], codec_of(name, shape).record_bytes - 256, axis=1)
+    return np.concatenate([np.tile(codes, (256, 1)), scales], axis=1), shape
 
 
 def encode(codec: Codec, blocks: Blocks) -> Records:

@@ -15,7 +15,7 @@ from storage_formats.format.checksum import crc32c_rows
 from storage_formats.format.layout import Layout
 from storage_formats.reading import checksums, destination, loops, memory
 from tests.conftest import same_bits
-from tests.storage_formats.reading_cases import ALL, HOLES, SPEC
+from tests.storage_formats.reading_cases import ALL, SPEC
 
 FLIPS = 300
 
@@ -81,20 +81,6 @@ def test_every_engine_checks_blocks_and_records(index, whole, precision, engine)
                     read(ids)
         sound = [row for row in range(SPEC.rows) if row != 70]
         assert same_bits(store.fetch(sound), whole[precision][sound])
-
-
-def test_a_damaged_hole_is_reported(index):
-    damage_row(index, "fp8", min(HOLES))
-    with pytest.raises(CorruptIndexError, match=f"row {min(HOLES)} is damaged"):
-        TokenStore.open(index, "fp8").fetch([min(HOLES)])
-
-
-def test_the_error_names_a_few_of_many_rows(index):
-    for row_id in range(10):
-        damage_row(index, "bf16", row_id)
-    with pytest.raises(CorruptIndexError, match="the blocks of rows 0, 1, 2, 3, 4 and 5 more are damaged") as caught:
-        TokenStore.open(index).fetch(range(20))
-    assert caught.value.row_ids == tuple(range(10))
 
 
 @pytest.mark.parametrize("harm", ["missing", "short"])

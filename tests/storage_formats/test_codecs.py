@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numba
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from storage_formats import UsageError, codec, precisions
 from storage_formats.codecs import fill_record, kernel_compiler
-from storage_formats.threads import default_threads, run_chunks
+from storage_formats.threads import run_chunks
 from tests.conftest import REPO, same_bits
 
 BF16 = ml_dtypes.bfloat16
@@ -95,15 +91,6 @@ def test_values_that_are_not_finite_turn_their_group_into_nan(name, value):
     assert same_bits(decoded, expected.view(BF16))
 
 
-@given(hnp.arrays(np.uint16, st.tuples(st.integers(0, 5), st.just(3), st.just(8))))
-def test_bf16_keeps_every_bit(bits):
-    entry = codec("bf16", (3, 8))
-    blocks = bits.view(ml_dtypes.bfloat16)
-    records = entry.encode(blocks)
-    assert (records.dtype, records.shape) == (np.uint8, (len(bits), 48))
-    assert (entry.decode(records).view(np.uint16) == bits).all()
-
-
 @EVERY
 def test_scatter_decodes_records_at_any_offset_to_any_block(name):
     entry = codec(name, SHAPE)
@@ -150,11 +137,6 @@ def test_width_that_cannot_be_grouped_is_refused(name, multiple):
         codec(name, (3, multiple + 4))
 
 
-def test_unknown_precision_is_refused():
-    with pytest.raises(UsageError, match="unknown precision 'fp3'; choose one of: bf16, fp16, int8, fp8"):
-        codec("fp3")
-
-
 @EVERY
 def test_results_do_not_depend_on_threads(name):
     entry = codec(name, (64, 384))
@@ -164,24 +146,6 @@ def test_results_do_not_depend_on_threads(name):
     for count in (2, 5):
         assert (entry.encode(blocks, threads=count) == records).all()
         assert same_bits(entry.decode(records, threads=count), decoded)
-
-
-def test_many_threads_may_convert_at_once():
-    entry = codec("nvfp4", (64, 384))
-    blocks = gaussian(120, (64, 384))
-    expected = entry.encode(blocks, threads=1)
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: entry.encode(blocks, threads=4), range(16)))
-    assert all((records == expected).all() for records in found)
-
-
-def test_threads_are_limited_by_omp_num_threads(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    everything = default_threads()
-    assert everything >= 1
-    for setting, expected in [("1", 1), ("1,4", 1), ("0", 1), ("4096", everything), ("", everything)]:
-        monkeypatch.setenv("OMP_NUM_THREADS", setting)
-        assert default_threads() == expected
 
 
 def test_an_error_in_a_thread_reaches_the_caller():
@@ -198,6 +162,7 @@ def run_python(script: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow  # starts a process
 def test_a_forked_process_converts():
     script = """
 import os, numpy as np, ml_dtypes
@@ -212,19 +177,6 @@ if child == 0:
 print(os.waitpid(child, 0)[1])
 """
     assert run_python(script).endswith("0")
-
-
-def test_numba_is_loaded_by_the_first_compiled_conversion_only():
-    script = """
-import sys, numpy as np, ml_dtypes
-from storage_formats.codecs import codec, fill_record, precisions
-entries = [codec(name) for name in precisions()]
-records = codec("bf16").encode(np.ones((2, 64, 384), ml_dtypes.bfloat16))
-codec("bf16").decode(records)
-[fill_record(entry) for entry in entries]
-print("numba" in sys.modules)
-"""
-    assert run_python(script) == "False"
 
 
 def test_a_kernel_that_cannot_be_cached_is_compiled():

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 from storage_formats import codec
-from storage_formats.codecs.group_scaled import SECOND_LEVEL_SCALE
 from storage_formats.codecs.minifloat import E2M1, E4M3, MiniFloat, e8m0_values
 
 BF16 = ml_dtypes.bfloat16
-
-
-@pytest.fixture(scope="module")
-def torchao():
-    """torchao's emulation of MX and NVFP4. Its native parts, which some versions of torch cannot load, are not used."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("torchao.prototype.mx_formats", exc_type=ImportError)
 
 
 def tokens() -> np.ndarray:
@@ -72,43 +61,6 @@ def test_fp8_equals_the_casts_of_ml_dtypes_and_torch_under_its_scale():
     assert (codes.reshape(blocks.shape) == cast).all()
     product = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(blocks.shape) * factors
     assert (entry.decode(entry.encode(blocks)).astype(np.float32) == product).all()  # exact
-
-
-@pytest.mark.parametrize(("name", "element"), [("mxfp8", "float8_e4m3fn"), ("mxfp4", "float4_e2m1fn_x2")])
-def test_mx_equals_torchao(torchao, name, element):
-    import torch
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-    blocks = tokens()
-    flat = torch.from_numpy(blocks.view(np.int16)).view(torch.bfloat16)
-    scales, codes = to_mx(flat, getattr(torch, element), 32)
-    theirs = [part.contiguous().view(torch.uint8).numpy().reshape(len(blocks), -1) for part in (codes, scales)]
-    ours = codec(name, (8, 384)).encode(blocks)
-    assert (ours == np.concatenate(theirs, axis=1)).all()
-
-
-def test_nvfp4_equals_torchao(torchao):
-    import torch
-    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
-
-    blocks = tokens()
-    flat = torch.from_numpy(blocks.view(np.int16)).view(torch.bfloat16).reshape(-1, 384)
-    scales, codes = nvfp4_quantize(flat, per_tensor_scale=torch.tensor(SECOND_LEVEL_SCALE))
-    our_codes, our_scales = np.split(codec("nvfp4", (8, 384)).encode(blocks), [8 * 192], axis=1)
-    our_scales = our_scales.reshape(-1)
-    normal = our_scales >= 8  # torchao has no subnormal scales
-    assert normal.sum() > 10_000
-    assert (our_scales == scales.reshape(-1).view(torch.uint8).numpy())[normal].all()
-    differing = halves(our_codes.reshape(-1, 8)) != halves(codes.numpy().reshape(-1, 8))
-    # The codec divides by the scale. torchao multiplies by the rounded reciprocal, which misses some ties.
-    exact = blocks.reshape(-1, 16).astype(np.float64) / (E4M3.values[our_scales] * SECOND_LEVEL_SCALE)[:, None]
-    assert np.isin(np.abs(exact)[normal][differing[normal]], [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]).all()
-    assert differing[normal].mean() < 0.001
-
-
-def halves(data: np.ndarray) -> np.ndarray:
-    """The 4-bit codes of bytes, low half first."""
-    return np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1)
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4", "nvfp4"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from storage_formats.format.layout import IndexSpec
 from storage_formats.reading import engines
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.queues import Queue, QueuePool
-from storage_formats.threads import Crew, run_chunks, settle
+from storage_formats.threads import run_chunks, settle
 from tests.conftest import REPO, same_bits, write_random_index
 from tests.storage_formats.reading_cases import ALL, SPEC, linux, needs_queues
 
@@ -59,15 +58,6 @@ def test_no_helper_works_after_an_exception():
     with raised_after(0.1), pytest.raises(Interruption):
         run_chunks(work, 2, 1 << 30, threads=2)
     assert written == ["begins", "ends"]
-
-
-def test_a_helper_that_starts_after_the_end_does_nothing():
-    worked: list[int] = []
-    crew = Crew(worked.append, range(3))
-    crew.abandon()
-    crew._help()
-    assert not worked
-    crew.abandon()
 
 
 def test_settling_goes_on_after_an_exception_and_raises_it_at_the_end():
@@ -127,16 +117,6 @@ def test_an_error_returns_no_queue_with_reads_in_flight(built, whole, monkeypatc
     assert returned == [0]
 
 
-@needs_queues
-def test_a_closed_queue_may_be_closed_again():
-    before = len(os.listdir("/proc/self/fd"))
-    opened = Queue(8)
-    opened.close()
-    opened.close()
-    del opened
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     root = tmp_path_factory.mktemp("large")
@@ -156,7 +136,9 @@ def interrupt(root, precision, engine, count, shots, seconds):
 
 
 @linux
-@pytest.mark.parametrize("engine", ["direct", "mapped", "portable"])
+@pytest.mark.parametrize(
+    "engine", ["direct", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mapped", "portable"))]
+)
 def test_interrupted_fetches(large, engine):
     if engine not in engines():
         pytest.skip(f"no {engine} here")

@@ -73,6 +73,7 @@ for call in (lambda: store.fetch(range(300)), lambda: verify_index(sys.argv[1]))
 
 
 @linux
+@pytest.mark.slow  # starts a process
 def test_too_few_descriptors_are_named(built):
     done = subprocess.run(
         [sys.executable, "-c", _FEW_DESCRIPTORS, str(built[0])], capture_output=True, text=True, cwd=REPO, timeout=60

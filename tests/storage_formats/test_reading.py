@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import shutil
 import signal
@@ -24,18 +23,13 @@ from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
 from storage_formats.format.layout import Layout
 from storage_formats.reading import direct, queues
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
-from storage_formats.reading.direct import _Reader
 from storage_formats.reading.files import ShardFiles, sector_bytes
 from storage_formats.reading.queues import Queue, QueuePool
 from tests.conftest import REPO, same_bits
 from tests.storage_formats import reading_cases
-from tests.storage_formats.reading_cases import ALL, HOLES, ODD, SPEC, evict, linux, needs_queues, without_queues
+from tests.storage_formats.reading_cases import ALL, ODD, SPEC, evict, linux, needs_queues, without_queues
 
 PRECISIONS = SPEC.precisions
-
-
-def test_plain_slicing_is_the_reference(built, whole):
-    assert same_bits(whole["bf16"], built[1])
 
 
 @linux
@@ -132,19 +126,6 @@ def test_records_have_an_output_array_too(built):
         store.fetch_records([0], out=out)
 
 
-def test_memory_for_out_is_aligned(built):
-    store = TokenStore.open(built[0])
-    out = store.empty(20_000)  # 10 MB, in huge pages if the system has them
-    assert out.shape == (20_000, 8, 32)
-    assert out.ctypes.data % mmap.PAGESIZE == 0
-
-
-@pytest.mark.parametrize("engine", ALL)
-def test_every_engine_returns_holes_as_nan(built, engine):
-    store = TokenStore.open(built[0], "fp8", engine)
-    assert set(np.flatnonzero(store.holes(store.fetch(range(SPEC.rows))))) == HOLES
-
-
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("harm", ["missing", "short", "folder"])
 def test_lost_bytes_are_an_error_with_every_engine(odd, tmp_path, engine, harm):
@@ -181,7 +162,9 @@ with TokenStore.open(root, engine=engine) as store:
 
 
 @linux
-@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize(
+    "engine", ["mapped", *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name != "mapped")]
+)
 def test_a_file_that_shrank_while_it_was_open_is_an_error(built, tmp_path, engine):
     """In a process of its own, which a read past the end of a map would kill. The sampled record is still there."""
     shutil.copytree(built[0], tmp_path, dirs_exist_ok=True)
@@ -319,41 +302,6 @@ def test_requests_that_the_kernel_fails_are_read_again(built, whole, monkeypatch
         for step in (1, 2):  # without and with gaps between the rows
             ids = range(0, SPEC.rows, step)
             assert same_bits(TokenStore.open(built[0], precision, "direct").fetch(ids), whole[precision][ids])
-
-
-@needs_queues
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("newest_first", [False, True])
-def test_records_are_processed_while_others_are_in_flight(built, whole, monkeypatch, precision, newest_first):
-    """The device is slow: a wait returns no more results than it must. They may all be those of another piece."""
-    wait, process = Queue.wait, _Reader._process
-    late, processed, pieces = {}, [], []
-
-    def few(self, minimum):
-        results = late.setdefault(self, {})
-        if len(results) < minimum:
-            results.update(zip(*(values.tolist() for values in wait(self, self.in_flight)), strict=True))
-        tags = sorted(results, reverse=newest_first)[:minimum]
-        self.in_flight = len(results) - minimum
-        pieces.append(min(tags) // PIECE_RECORDS)
-        return np.array(tags), np.array([results.pop(tag) for tag in tags])
-
-    def noting(self, flight):
-        before = flight.processed.sum()
-        process(self, flight)
-        processed.append(flight.processed.sum() - before)
-
-    monkeypatch.setattr(Queue, "wait", few)
-    monkeypatch.setattr(_Reader, "_process", noting)
-    monkeypatch.setattr(direct, "_PART_REQUESTS", 1)
-    monkeypatch.setattr(direct, "_PART_SHARE", 4 * PIECE_RECORDS)
-    monkeypatch.setattr(direct, "_FEWER_REQUESTS", 1 << 30)  # bf16 is read into the destination
-    ids = np.arange(2 * PIECE_RECORDS if newest_first else PIECE_RECORDS)[::-1] % SPEC.rows
-    assert same_bits(TokenStore.open(built[0], precision, "direct").fetch(ids), whole[precision][ids])
-    if newest_first:
-        assert pieces[0] == 1
-    else:  # one request for each record that is read into its destination, and for each shard that is read to a buffer
-        assert processed == [1] * (PIECE_RECORDS if precision == "bf16" else 2)
 
 
 @linux

@@ -11,65 +11,55 @@ import pytest
 from storage_formats import TokenStore, UsageError
 from tests.conftest import same_bits
 
+BATCHES = ([0, 5, 5], [], np.arange(299, 0, -7), [1])
 
-class TestAhead:
-    BATCHES = ([0, 5, 5], [], np.arange(299, 0, -7), [1])
 
-    def test_iter_fetch_returns_each_batch_in_order(self, built):
-        store = TokenStore.open(built[0])
-        for ahead in (1, 2, 10):
-            found = list(store.iter_fetch(iter(self.BATCHES), ahead=ahead))
-            assert len(found) == 4
-            for ids, blocks in zip(self.BATCHES, found, strict=True):
-                assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
+async def collect(store, ahead, stop_after):
+    generator, found = store.aiter_fetch(BATCHES, ahead=ahead), []
+    async for blocks in generator:
+        found.append(blocks)
+        if len(found) == stop_after:
+            break
+    await generator.aclose()
+    return found
 
-    def test_it_reads_at_most_ahead_batches_in_advance(self, built):
-        taken = []
-        batches = (taken.append(number) or [number] for number in range(100))
-        results = TokenStore.open(built[0]).iter_fetch(batches, ahead=2)
-        next(results)
-        assert len(taken) == 3
-        results.close()
-        assert len(taken) == 3
 
-    @pytest.mark.parametrize("fault", ["break", "bad ids", "bad iterator"])
-    def test_it_ends_its_thread_whatever_happens(self, built, fault):
-        def batches():
-            yield [1]
-            if fault == "bad iterator":
-                raise ZeroDivisionError
-            yield [10**9] if fault == "bad ids" else [2]
-            yield from ([number] for number in range(50))
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("edje-fetch")]
 
-        results = TokenStore.open(built[0]).iter_fetch(batches())
-        expected = {"bad ids": UsageError, "bad iterator": ZeroDivisionError}
-        if fault == "break":
-            for _ in results:
-                break
-            results.close()
-        else:
-            with pytest.raises(expected[fault]):
-                list(results)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-fetch")]
 
-    def test_ahead_below_one_is_refused(self, built):
-        with pytest.raises(UsageError, match="ahead must be at least 1"):
-            next(TokenStore.open(built[0]).iter_fetch([[1]], ahead=0))
-
-    def test_async_iteration(self, built):
-        async def collect(stop_after=None):
-            ticks = 0
-            found = []
-            generator = TokenStore.open(built[0]).aiter_fetch(self.BATCHES, ahead=2)
-            async for blocks in generator:
-                found.append(blocks)
-                ticks += 1
-                if ticks == stop_after:
-                    break
-            await generator.aclose()
-            return found
-
-        for ids, blocks in zip(self.BATCHES, asyncio.run(collect()), strict=True):
+@pytest.mark.parametrize("ahead", [1, 10])
+def test_batches_come_in_order(built, ahead):
+    store = TokenStore.open(built[0])
+    for found in (list(store.iter_fetch(iter(BATCHES), ahead=ahead)), asyncio.run(collect(store, ahead, 4))):
+        for ids, blocks in zip(BATCHES, found, strict=True):
             assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
-        assert len(asyncio.run(collect(stop_after=1))) == 1
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-fetch")]
+    assert len(asyncio.run(collect(store, ahead, 1))) == 1
+    assert not threads()
+
+
+def test_it_reads_at_most_ahead_batches_in_advance(built):
+    taken = []
+    batches = (taken.append(number) or [number] for number in range(100))
+    results = TokenStore.open(built[0]).iter_fetch(batches, ahead=2)
+    next(results)
+    assert len(taken) == 3
+    results.close()
+    assert len(taken) == 3
+    assert not threads()
+    with pytest.raises(UsageError, match="ahead must be at least 1"):
+        next(TokenStore.open(built[0]).iter_fetch([[1]], ahead=0))
+
+
+@pytest.mark.parametrize("error", [UsageError, ZeroDivisionError])
+def test_it_ends_its_thread_after_an_error(built, error):
+    def batches():
+        yield [1]
+        if error is ZeroDivisionError:
+            raise ZeroDivisionError
+        yield [10**9]
+        yield from ([number] for number in range(50))
+
+    with pytest.raises(error):
+        list(TokenStore.open(built[0]).iter_fetch(batches()))
+    assert not threads()

@@ -5,17 +5,13 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from storage_formats import (
-    CorruptIndexError,
     IncompleteIndexError,
     MissingExtraError,
     RowIdError,
@@ -28,7 +24,7 @@ from storage_formats.codecs import codec
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.reading.embeddings import read_embeddings
-from tests.conftest import REPO, same_bits, write_random_index
+from tests.conftest import REPO, write_random_index
 
 SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(4, 16), embed_dim=6)
 
@@ -37,38 +33,6 @@ SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(4, 16), embed_dim=6)
 def built(tmp_path_factory):
     root = tmp_path_factory.mktemp("index")
     return root, write_random_index(root, SPEC, failed=frozenset({3, 36}), duplicates=frozenset({8}))
-
-
-@given(st.lists(st.integers(0, 36), max_size=80))
-def test_fetch_returns_the_requested_rows_in_order(built, ids):
-    root, expected = built
-    with TokenStore.open(root) as store:
-        assert same_bits(store.fetch(ids), expected[ids].reshape(len(ids), 4, 16))
-
-
-def test_fetch_into_a_buffer_returns_that_buffer(built):
-    root, expected = built
-    out = np.empty((3, 4, 16), dtype=ml_dtypes.bfloat16)
-    store = TokenStore.open(root)
-    assert store.fetch(np.array([5, 5, 1], dtype=np.uint8), out=out) is out
-    assert same_bits(out, expected[[5, 5, 1]])
-    assert (len(store), store.block_shape) == (37, (4, 16))
-
-
-def test_holes_are_recognised(built):
-    root, _ = built
-    store = TokenStore.open(root)
-    assert np.flatnonzero(store.holes(store.fetch(range(37)))).tolist() == [3, 8, 36]
-
-
-def test_threads_share_a_store(built):
-    root, expected = built
-    store = TokenStore.open(root)
-    rng = np.random.default_rng(0)
-    requests = [rng.integers(0, 37, 20) for _ in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        for ids, blocks in zip(requests, pool.map(store.fetch, requests), strict=True):
-            assert same_bits(blocks, expected[ids])
 
 
 @pytest.mark.parametrize(
@@ -83,13 +47,6 @@ def test_row_ids_out_of_range_are_an_index_error_that_names_the_first(built, row
         read_rows(built[0], row_ids)
     with pytest.raises(RowIdError):
         read_embeddings(CommittedIndex.open(built[0]), row_ids)
-
-
-def test_a_row_id_error_is_a_usage_error_of_one_line(built):
-    with pytest.raises(UsageError) as caught:
-        TokenStore.open(built[0]).fetch([99])
-    assert len(str(caught.value).splitlines()) == 1
-    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -167,17 +124,6 @@ def test_an_unfinished_index_has_an_error_of_its_own(tmp_path):
     Layout(tmp_path).journal.write_text("{}")
     with pytest.raises(IncompleteIndexError, match="run the same command again"):
         TokenStore.open(tmp_path)
-
-
-@pytest.mark.parametrize("harm", ["missing", "short"])
-def test_lost_bytes_are_an_error_and_not_data(tmp_path, harm):
-    write_random_index(tmp_path, SPEC)
-    path = Layout(tmp_path).token_shard("bf16", 1)
-    path.unlink() if harm == "missing" else os.truncate(path, 200)
-    store = TokenStore.open(tmp_path)
-    store.fetch([0, 20])
-    with pytest.raises(CorruptIndexError, match="edje-index verify"):
-        store.fetch([0, 15])
 
 
 def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
