@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -191,30 +191,25 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     for system in report["systems"]:
         if "problem" in system:
             rows.append((system["name"], system["problem"], *[""] * len(_COLUMNS)))
-        else:
-            rows += [
-                (system["name"], f"{system['effort']} {run['effort']}", *_cells(system, run)) for run in system["runs"]
-            ]
+        for run in system["runs"]:
+            rows.append(
+                (
+                    system["name"],
+                    f"{system['effort']} {run['effort']}",
+                    *(f"{value:.1f}" for value in run["recall"].values()),
+                    *(f"{run[key]:.1f}" for key in ("of_exact", "p50_ms", "p95_ms")),
+                    f"{run['memory_bytes'] / 2**20:.0f} ({run['libraries_bytes'] / 2**20:.0f})",
+                    f"{system.get('bytes_per_image', 0):,.0f}",
+                    f"{system.get('build_seconds', 0):.1f}",
+                )
+            )
     yield from table(("system", "setting", *_COLUMNS), rows)
     yield "\n## Settings\n"
     yield from (f"- {system['name']}: {system['settings']}." for system in report["systems"])
     yield f"\n## Method\n\n{_METHOD}"
 
 
-def _cells(system: dict[str, Any], run: dict[str, Any]) -> list[str]:
-    return [
-        *(f"{value:.1f}" for value in run["recall"].values()),
-        f"{run['of_exact']:.1f}",
-        f"{run['p50_ms']:.1f}",
-        f"{run['p95_ms']:.1f}",
-        f"{run['memory_bytes'] / 2**20:.0f} ({run['libraries_bytes'] / 2**20:.0f})",
-        f"{system['bytes_per_image']:,.0f}",
-        f"{system['build_seconds']:.1f}",
-    ]
-
-
-@dataclass(frozen=True)
-class VectorQuery:
+class VectorQuery(NamedTuple):
     """A query as every system gets it.
 
     Attributes:
@@ -249,15 +244,12 @@ class Collection:
     @classmethod
     def open(cls, folder: Path) -> Collection:
         """Open a collection that `write_collection` wrote."""
-        bits = np.load(folder / "tokens.npy", mmap_mode="r")
-        words = np.load(folder / "words.npy")
-        embeddings = np.load(folder / "query_embeddings.npy")
-        queries = [
-            VectorQuery(query["text"], embedding, words[query["start"] : query["end"]], query["relevant"])
-            for query, embedding in zip(json.loads((folder / "queries.json").read_text()), embeddings, strict=True)
-        ]
-        tokens = bits.view(ml_dtypes.bfloat16)
-        return cls(tokens, np.load(folder / "embeddings.npy"), np.load(folder / "row_ids.npy"), queries)
+        arrays = np.load(folder / "vectors.npz")
+        words = np.split(arrays["words"], arrays["word_ends"][:-1])
+        columns = (arrays["texts"].tolist(), arrays["query_embeddings"], words, arrays["relevant"].tolist())
+        queries = [VectorQuery(*query) for query in zip(*columns, strict=True)]
+        tokens = np.load(folder / "tokens.npy", mmap_mode="r").view(ml_dtypes.bfloat16)
+        return cls(tokens, arrays["embeddings"], arrays["row_ids"], queries)
 
     def chunks(self) -> Iterator[tuple[slice, Floats]]:
         """Yield (positions, float32 tokens) of a few images at a time."""
@@ -293,24 +285,27 @@ def write_collection(folder: Path, index: TokenIndex, queries: Sequence[tuple[st
         blocks = torch.from_numpy(index.fetch_blocks(row_ids[start : start + _CHUNK].tolist()).astype(np.float32))
         bits[start : start + _CHUNK] = _unit(blocks, joint).astype(ml_dtypes.bfloat16).view(np.uint16)
     bits.flush()
-    np.save(folder / "embeddings.npy", embeddings)
-    np.save(folder / "row_ids.npy", row_ids)
     positions = {int(row): position for position, row in enumerate(row_ids)}
     content = content_token_mask(joint.tokenizer)
-    words: list[Floats] = []
-    described: list[dict[str, Any]] = []
+    kept: list[tuple[str, Floats, int]] = []
     all_ids = joint.tokenizer.caption_ids([text for text, _ in queries])
     for (text, row_id), ids in zip(queries, all_ids, strict=True):
-        kept = [token_id for token_id in ids if content[token_id]]
-        if kept and row_id in positions:
-            start = described[-1]["end"] if described else 0
-            words.append(_unit(joint.word_vectors[kept], joint))
-            described.append({"text": text, "start": start, "end": start + len(kept), "relevant": positions[row_id]})
-    if not described:
+        content_ids = [token_id for token_id in ids if content[token_id]]
+        if content_ids and row_id in positions:
+            kept.append((text, _unit(joint.word_vectors[content_ids], joint), positions[row_id]))
+    if not kept:
         raise UsageError("no query has a content word; give other captions")
-    np.save(folder / "words.npy", np.concatenate(words))
-    np.save(folder / "query_embeddings.npy", index.model.text.encode([query["text"] for query in described]))
-    (folder / "queries.json").write_text(json.dumps(described))
+    texts, words, relevant = zip(*kept, strict=True)
+    np.savez(
+        folder / "vectors.npz",
+        embeddings=embeddings,
+        row_ids=row_ids,
+        texts=np.array(texts),
+        query_embeddings=index.model.text.encode(list(texts)),
+        words=np.concatenate(words),
+        word_ends=np.cumsum([len(each) for each in words]),
+        relevant=np.array(relevant),
+    )
 
 
 def _unit(vectors: torch.Tensor, joint: JointScorer) -> Floats:

@@ -70,12 +70,22 @@ def bench_rerank(
     torch_dtype = resolve_dtype(dtype, torch_device)
     encoders: dict[str, tuple[JointEncoder, tuple[int, int]]] = {}
     if model is None:
+        tokenizer, width = untrained_tokenizer(_VOCABULARY), _BLOCK_SHAPE[1]
         for name, layers in MINILM_LAYERS.items():
-            encoders[name] = random_joint_encoder(layers, _BLOCK_SHAPE[1]).to(torch_device), _BLOCK_SHAPE
+            config = {
+                "hidden_size": width,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 12,
+                "intermediate_size": 4 * width,
+                "max_position_embeddings": 512,
+                "vocab_size": len(tokenizer),
+                "pad_token_id": 0,
+            }
+            encoders[name] = JointEncoder(bert_config(config), tokenizer, width).to(torch_device), _BLOCK_SHAPE
     else:
         bundle = ModelBundle.load(model, device=str(torch_device), verify=False)
-        config = bundle.joint.config
-        name = f"{model.name}: {config.num_hidden_layers} layers, width {config.hidden_size}"
+        sizes = bundle.joint.config
+        name = f"{model.name}: {sizes.num_hidden_layers} layers, width {sizes.hidden_size}"
         encoders[name] = bundle.joint, bundle.block_shape
     models: dict[str, Any] = {}
     rng, before = np.random.default_rng(0), torch.get_num_threads()
@@ -141,24 +151,3 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         query = report["query"]
         stages = ", ".join(f"{name} {value:.2f}" for name, value in query["ms"].items())
         yield f"query of {query['pool']} candidates: {query['total_ms']:.1f} ms ({stages})"
-
-
-def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> JointEncoder:
-    """Return a joint encoder with random weights.
-
-    Args:
-        layers: number of layers.
-        width: width of the layers and of the image tokens.
-        words: size of the vocabulary.
-    """
-    tokenizer = untrained_tokenizer(words)
-    config = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 12,
-        "intermediate_size": 4 * width,
-        "max_position_embeddings": 512,
-        "vocab_size": len(tokenizer),
-        "pad_token_id": 0,
-    }
-    return JointEncoder(bert_config(config), tokenizer, width)

@@ -19,7 +19,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -207,10 +207,16 @@ class CacheFiles:
         Return False, and pause, if there is no room even without the files that can be removed.
         """
         self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        files = sorted(_used_files(self._root))
+        files = []  # (time of the last use, allocated bytes, path) of each regular file
+        for folder in [entry.path for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]:
+            for entry in os.scandir(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        files.append((status.st_mtime, status.st_blocks * 512, entry.path))
         size = sum(allocated for _, allocated, _ in files)
         room = min(self._limit, size + shutil.disk_usage(self._root).free - _FREE_BYTES) - self._step
-        for _, allocated, path in files:
+        for _, allocated, path in sorted(files):
             if size <= room:
                 break
             try:
@@ -229,14 +235,3 @@ class CacheFiles:
 def cache_files(root: Path, limit: int) -> CacheFiles:
     """Return the files of the block cache in `root`. All stores of a process share them."""
     return CacheFiles(root, limit)
-
-
-def _used_files(root: Path) -> Iterator[tuple[float, int, str]]:
-    """Yield (time of the last use, allocated bytes, path) of each regular file in the directories of `root`."""
-    folders = [entry.path for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
-    for folder in folders:
-        for entry in os.scandir(folder):
-            with contextlib.suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    yield status.st_mtime, status.st_blocks * 512, entry.path

@@ -19,6 +19,7 @@ from storage_formats.reading.checksums import BlockCheck
 from storage_formats.reading.memory import Bytes, memory_at
 from storage_formats.threads import run_chunks
 
+NO_COPY, COPY, COPY_NONTEMPORAL = range(3)  # as in `reading.loops`, which imports Numba
 _COMPILED_FROM = 32 << 20
 _COMPILED_AFTER = 4 << 30  # without Numba, checks of this many bytes lose about as much time as its import takes
 _LINE_BYTES = 64
@@ -71,12 +72,13 @@ class Destination:
         total = len(sources) * size
         is_aligned = size % _LINE_BYTES == 0 and not (targets % _LINE_BYTES).any()
         is_nontemporal = total >= _NONTEMPORAL_FROM and is_aligned
-        copy = _loops(total)[1]
+        copies = COPY_NONTEMPORAL if is_nontemporal else COPY
+        check_records = _loop(total)
 
         def work(start: int, stop: int, _held: object = (memory, self)) -> None:
             # A thread that works on after an interruption keeps the memory alive.
             actual = np.empty(stop, dtype=np.uint32)
-            copy(sources, targets, size, actual, is_nontemporal, start, stop)
+            check_records(sources, targets, size, actual, copies, start, stop)
             check.compare(actual, start, stop)
 
         run_chunks(work, len(sources), size, threads)
@@ -95,11 +97,10 @@ class Destination:
 def _memory_check(sources: Ints, size: int, check: BlockCheck) -> Callable[[int, int], None]:
     """Return a function `(start, stop)` that checks the records at `sources[start:stop]` on the calling thread."""
     sources = np.ascontiguousarray(sources)
-    compute = _loops(len(sources) * size)[0]
-    actual = np.empty(len(sources), dtype=np.uint32)
+    check_records, actual = _loop(len(sources) * size), np.empty(len(sources), dtype=np.uint32)
 
     def check_part(start: int, stop: int) -> None:
-        compute(sources, size, actual, start, stop)
+        check_records(sources, sources, size, actual, NO_COPY, start, stop)
         check.compare(actual, start, stop)
 
     return check_part
@@ -108,46 +109,38 @@ def _memory_check(sources: Ints, size: int, check: BlockCheck) -> Callable[[int,
 def checksums_at(sources: Ints, size: int) -> NDArray[np.uint32]:
     """Return the CRC-32C of the `size` bytes at each address in `sources` [k], uint32 [k]."""
     sources = np.ascontiguousarray(sources)
-    compute, actual = _loops(len(sources) * size)[0], np.empty(len(sources), dtype=np.uint32)
-    run_chunks(functools.partial(compute, sources, size, actual), len(sources), size, None)
+    check_records, actual = _loop(len(sources) * size), np.empty(len(sources), dtype=np.uint32)
+    run_chunks(functools.partial(check_records, sources, sources, size, actual, NO_COPY), len(sources), size, None)
     return actual
 
 
-def _plain_checksums(sources: Ints, size: int, checksums: NDArray[np.uint32], start: int, stop: int) -> None:
-    global _plainly_checked_bytes
-    for index in range(start, stop):
-        checksums[index] = crc32c(memory_at(int(sources[index]), size))
-    _plainly_checked_bytes += (stop - start) * size
-
-
-def _plain_copy(
-    sources: Ints, targets: Ints, size: int, checksums: NDArray[np.uint32], _: bool, start: int, stop: int
-) -> None:
-    for source, target in zip(sources[start:stop].tolist(), targets[start:stop].tolist(), strict=True):
-        ctypes.memmove(target, source, size)
-    _plain_checksums(targets, size, checksums, start, stop)
-
-
-_PLAIN = (_plain_checksums, _plain_copy)
 _plainly_checked_bytes = 0
 
 
+def _plain_loop(
+    sources: Ints, targets: Ints, size: int, checksums: NDArray[np.uint32], copies: int, start: int, stop: int
+) -> None:
+    """Do the work of `reading.loops.check_records` without Numba."""
+    global _plainly_checked_bytes
+    for index in range(start, stop):
+        source = int(sources[index])
+        if copies != NO_COPY:
+            ctypes.memmove(int(targets[index]), source, size)
+        checksums[index] = crc32c(memory_at(source, size))
+    _plainly_checked_bytes += (stop - start) * size
+
+
 @functools.cache
-def _compiled_loops() -> tuple[Callable[..., None], Callable[..., None]]:
+def _compiled_loop() -> Callable[..., None]:
     try:
         from storage_formats.reading import loops
     except ImportError:
-        return _PLAIN
-    if not loops.has_crc_instruction():
-        return _PLAIN
-    return loops.compute_checksums, loops.copy_checked
+        return _plain_loop
+    return loops.check_records if loops.has_crc_instruction() else _plain_loop
 
 
-def _loops(total: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return loops that check records, and that copy and check them; see `reading.loops`. They release the GIL.
-
-    The loops are compiled if Numba is imported, or if enough bytes are checked to make its import worthwhile.
-    """
+def _loop(total: int) -> Callable[..., None]:
+    """Return `reading.loops.check_records` if Numba is imported, or if `total` bytes make its import worthwhile."""
     # Importing Numba takes half a second.
     compiled = "numba" in sys.modules or total >= _COMPILED_FROM or _plainly_checked_bytes > _COMPILED_AFTER
-    return _compiled_loops() if compiled else _PLAIN
+    return _compiled_loop() if compiled else _plain_loop

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,57 +32,57 @@ _compared: set[tuple[object, ...]] = set()
 
 
 def read_shard_embeddings(
-    layout: Layout, spec: IndexSpec, shard: int, committed: FileEntry | None = None
+    layout: Layout,
+    spec: IndexSpec,
+    shard: int,
+    committed: FileEntry | None = None,
+    positions: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float32]:
-    """Read the embeddings of a shard, float32 [rows of the shard, embed_dim]. The embedding of a hole is NaN.
+    """Read the embeddings of a shard, float32 [k, embed_dim]. The embedding of a hole is NaN.
 
     Args:
         layout: paths of the index.
         spec: shape of the index.
         shard: shard number.
         committed: file entry in the shard table, which the file must match. None skips this check.
+        positions: [k], positions of the rows to read one by one. None reads all rows of the shard at once.
 
     Raises:
         CorruptIndexError: the embedding file is missing, has the wrong length, or differs from `committed`.
     """
-    with _open_shard(layout, spec, shard) as file:
-        if committed is not None:
-            _compare(file, layout, spec, shard, committed)
-        values = np.fromfile(file, dtype="<f4", count=len(spec.shard_rows(shard)) * spec.embed_dim)
-    return values.reshape(-1, spec.embed_dim)
-
-
-def _compare(file: BinaryIO, layout: Layout, spec: IndexSpec, shard: int, committed: FileEntry) -> None:
-    """Compare a file with its entry in the shard table. Skip files that have not changed since the last comparison."""
-    status = os.fstat(file.fileno())
-    comparison = (committed, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    if comparison in _compared:
-        return
-    if (status.st_size, crc32c_stream(file)) != (committed.bytes, committed.crc32c):
-        path = layout.embedding_shard(shard)
-        raise CorruptIndexError(
-            f"{path} is not the file that was committed: {EXCHANGED}", row_ids=tuple(spec.shard_rows(shard))
-        )
-    file.seek(0)
-    if len(_compared) >= _KEPT_COMPARISONS:
-        _compared.clear()
-    _compared.add(comparison)
-
-
-@contextmanager
-def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryIO]:
-    """Open the embedding file of a shard. An OSError inside the `with` block becomes a CorruptIndexError."""
-    path, length = layout.embedding_shard(shard), 4 * spec.shard_size * spec.embed_dim
+    path, size = layout.embedding_shard(shard), 4 * spec.embed_dim
     try:
         with open_index_file(layout.root, path) as file:
-            actual = os.fstat(file.fileno()).st_size
-            if actual != length:
+            status = os.fstat(file.fileno())
+            if status.st_size != spec.shard_size * size:
                 raise CorruptIndexError(
-                    f"the embedding file {path} has {actual} bytes instead of {length}; run 'edje-index verify'"
+                    f"the embedding file {path} has {status.st_size} bytes instead of {spec.shard_size * size}; run "
+                    "'edje-index verify'"
                 )
-            yield file
+            if committed is not None:
+                # A file that has not changed since the last comparison is not compared again.
+                comparison = (committed, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+                if comparison not in _compared:
+                    if (status.st_size, crc32c_stream(file)) != (committed.bytes, committed.crc32c):
+                        raise CorruptIndexError(
+                            f"{path} is not the file that was committed: {EXCHANGED}",
+                            row_ids=tuple(spec.shard_rows(shard)),
+                        )
+                    if len(_compared) >= _KEPT_COMPARISONS:
+                        _compared.clear()
+                    _compared.add(comparison)
+            if positions is None:
+                file.seek(0)
+                return np.fromfile(file, dtype="<f4", count=len(spec.shard_rows(shard)) * spec.embed_dim).reshape(
+                    -1, spec.embed_dim
+                )
+            if committed is None and hasattr(os, "posix_fadvise"):
+                for position in positions.tolist():
+                    os.posix_fadvise(file.fileno(), position * size, size, os.POSIX_FADV_WILLNEED)
+            parts = [os.pread(file.fileno(), size, position * size) for position in positions.tolist()]
     except OSError as error:
         raise cannot_read(path, error) from error
+    return np.frombuffer(b"".join(parts), dtype="<f4").reshape(len(positions), spec.embed_dim)
 
 
 @dataclass(frozen=True)
@@ -149,21 +147,7 @@ def _read_rows(
     for shard, shard_ids in zip(shards.tolist(), np.split(distinct_ids, starts[1:]), strict=False):
         positions, entry = shard_ids % spec.shard_size, committed.get(shard)
         if len(positions) * _SPARSE < spec.shard_size:
-            parts.append(_read_single_rows(layout, spec, shard, positions, entry))
+            parts.append(read_shard_embeddings(layout, spec, shard, entry, positions))
         else:
             parts.append(read_shard_embeddings(layout, spec, shard, entry)[positions])
     return np.concatenate(parts)[inverse]
-
-
-def _read_single_rows(
-    layout: Layout, spec: IndexSpec, shard: int, positions: NDArray[np.int64], committed: FileEntry | None
-) -> NDArray[np.float32]:
-    size = 4 * spec.embed_dim
-    with _open_shard(layout, spec, shard) as file:
-        if committed is not None:
-            _compare(file, layout, spec, shard, committed)
-        elif hasattr(os, "posix_fadvise"):
-            for position in positions.tolist():
-                os.posix_fadvise(file.fileno(), position * size, size, os.POSIX_FADV_WILLNEED)
-        parts = [os.pread(file.fileno(), size, position * size) for position in positions.tolist()]
-    return np.frombuffer(b"".join(parts), dtype="<f4").reshape(len(positions), spec.embed_dim)

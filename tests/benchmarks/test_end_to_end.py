@@ -54,7 +54,7 @@ def test_a_whole_pool_gives_the_exact_order(collection, tmp_path, name):
 
 
 def test_figures(collection):
-    queries = [replace(collection.queries[0], relevant=7)] * 2
+    queries = [collection.queries[0]._replace(relevant=7)] * 2
     searched = {"positions": [[1, 7], [2, 3]], "milliseconds": [1.0, 3.0], "peak_bytes": 2, "libraries_bytes": 1}
     result = figures(searched, replace(collection, queries=queries), [[1, 7], [3, 4]])
     assert result["recall"] == {"1": 0, "5": 50, "10": 50}

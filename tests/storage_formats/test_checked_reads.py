@@ -119,19 +119,16 @@ def test_few_checksums_are_kept_and_those_of_other_shards_are_not_read(many_shar
 def test_memory_is_copied_and_checked(compiled, size, count):
     if compiled and not loops.has_crc_instruction():
         pytest.skip("no CRC-32C instruction here")
-    used = destination._compiled_loops() if compiled else destination._PLAIN
+    check_records = destination._compiled_loop() if compiled else destination._plain_loop
     data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
     sources, expected = data.ctypes.data + np.arange(count) * size, crc32c_rows(data)
-    actual = np.zeros(count, dtype=np.uint32)
-    compute, copy = used
-    compute(sources, size, actual, 0, count)
-    assert (actual == expected).all()
-    for is_nontemporal in [False, True] if size % 64 == 0 else [False]:
+    for copies in range(3 if size % 64 == 0 else 2):
+        actual = np.zeros(count, dtype=np.uint32)
         target = memory.aligned_bytes((count + 1) * size).reshape(count + 1, size)
-        actual[:] = 0
-        copy(sources, target.ctypes.data + np.arange(count) * size, size, actual, is_nontemporal, 0, count)
+        targets = target.ctypes.data + np.arange(count) * size
+        check_records(sources, targets, size, actual, copies, 0, count)
         assert (actual == expected).all()
-        assert (target[:count] == data).all()
+        assert (target[:count] == (data if copies else 0)).all()
         assert not target[count].any()
 
 
@@ -142,26 +139,27 @@ def test_only_large_outputs_of_whole_cache_lines_use_nontemporal_stores(built, m
     out = memory_of_out[first : first + 9 * 256].reshape(9, 8, 32)
     used = []
 
-    def copy(sources, targets, size, checksums, is_nontemporal, start, stop):
-        used.append(is_nontemporal)
-        destination._PLAIN[1](sources, targets, size, checksums, is_nontemporal, start, stop)
+    def noting(sources, targets, size, checksums, copies, start, stop):
+        used.append(copies)
+        destination._plain_loop(sources, targets, size, checksums, copies, start, stop)
 
-    monkeypatch.setattr(destination, "_loops", lambda _: (destination._PLAIN[0], copy))
+    monkeypatch.setattr(destination, "_loop", lambda _: noting)
     monkeypatch.setattr(destination, "_NONTEMPORAL_FROM", 9 * 512 + (not large))
     assert same_bits(TokenStore.open(built[0], engine="mapped").fetch(range(1, 10), out=out), built[1][1:10])
-    assert set(used) == {large and not offset}
+    is_nontemporal = large and not offset
+    assert set(used) == {loops.COPY_NONTEMPORAL if is_nontemporal else loops.COPY}
 
 
 def test_the_instruction_is_not_used_in_code_for_another_processor(monkeypatch):
     monkeypatch.setattr(loops.config, "CPU_NAME", "generic")
-    assert destination._compiled_loops.__wrapped__() is destination._PLAIN
+    assert destination._compiled_loop.__wrapped__() is destination._plain_loop
 
 
 def test_numba_is_used_once_it_is_loaded_or_many_bytes_have_been_checked(monkeypatch):
-    assert destination._loops(1) is destination._compiled_loops()
+    assert destination._loop(1) is destination._compiled_loop()
     monkeypatch.delitem(sys.modules, "numba")  # as before the first conversion
     monkeypatch.setattr(destination, "_plainly_checked_bytes", 0)
-    assert destination._loops(1) is destination._PLAIN
-    assert destination._loops(1 << 30) is destination._compiled_loops()
+    assert destination._loop(1) is destination._plain_loop
+    assert destination._loop(1 << 30) is destination._compiled_loop()
     monkeypatch.setattr(destination, "_plainly_checked_bytes", 5 << 30)
-    assert destination._loops(1) is destination._compiled_loops()
+    assert destination._loop(1) is destination._compiled_loop()
