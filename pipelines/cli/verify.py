@@ -27,10 +27,8 @@ def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: boo
     """Check every file of INDEX: lengths, checksums, rows and counts.
 
     INDEX is a directory, or the URL of an index on an object store. The command downloads the objects of up to four
-    shards at a time, and then the nearest-neighbour index. It keeps none of them.
-
-    If zarr-python is installed, the command also checks that zarr-python can open the arrays. The exit code is 1 if
-    the command finds a problem.
+    shards at a time, and then the other files. It keeps none of them. All kept snapshots are checked. The exit code is
+    1 if the command finds a problem.
 
     With --sample, the command checks the metadata of the index and every file of a random sample of the shards. Each
     run draws a new sample. The files of other shards are not checked.

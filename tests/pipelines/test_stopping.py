@@ -13,7 +13,7 @@ import pytest
 
 from pipelines.progress.events import stop_on_signals
 from storage_formats import IndexSpec
-from storage_formats.shard_check import ShardCheck
+from storage_formats.shard_check import check_shard
 from tests.conftest import write_random_index
 
 THREE_SIGNALS = """
@@ -74,15 +74,15 @@ def test_a_signal_that_is_ignored_stays_so():
 
 def test_verify_stops_after_the_shards_that_are_being_checked(tmp_path, monkeypatch, run):
     write_random_index(tmp_path / "index", IndexSpec(rows=20, shard_size=1, block_shape=(1, 4), embed_dim=2))
-    check, checked = ShardCheck.run, []
+    checked = []
 
-    def interrupted(shard_check):
-        checked.append(shard_check)
+    def interrupted(*shard):
+        checked.append(shard)
         if len(checked) == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return check(shard_check)
+        return check_shard(*shard)
 
-    monkeypatch.setattr(ShardCheck, "run", interrupted)
+    monkeypatch.setattr("storage_formats.verify.check_shard", interrupted)
     code, out, _ = run("verify", tmp_path / "index", "--json")
     assert (code, json.loads(out)["error"]) == (1, "stopped; not all files were checked")
     assert len(checked) < 20
@@ -90,16 +90,16 @@ def test_verify_stops_after_the_shards_that_are_being_checked(tmp_path, monkeypa
 
 HUNG_CHECK = """
 import os, signal, sys, threading, time
-from storage_formats.shard_check import ShardCheck
+from storage_formats import verify
 from pipelines.cli import main
 
-def hang(_):
+def hang(*_):
     for _ in range(3):
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 
-ShardCheck.run = hang
+verify.check_shard = hang
 main(["verify", sys.argv[1]])
 """
 

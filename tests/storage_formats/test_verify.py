@@ -21,7 +21,7 @@ from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import Manifest, Snapshot
 from storage_formats.format.rows import RowEntry
 from storage_formats.format.shard_table import read_shard_table, write_shard_table
-from storage_formats.shard_check import ShardCheck
+from storage_formats.shard_check import check_shard
 from storage_formats.verify import sampled_shards
 from tests.conftest import write_random_index
 
@@ -233,17 +233,19 @@ def test_shards_are_checked_at_the_same_time_and_reported_in_order(copy, monkeyp
     for shard in range(3):
         Layout(copy).token_shard("bf16", shard).unlink()
     expected = verify_index(copy)
-    barrier, run, ended = threading.Barrier(3), ShardCheck.run, []
+    barrier, ended, last = threading.Barrier(3), [], threading.Event()
 
-    def run_together(check: ShardCheck):
+    def run_together(layout, manifest, shard, files):
         barrier.wait(timeout=30)
-        if "rows/00000000.parquet" in check.files:
-            time.sleep(0.1)
-        checked = run(check)
-        ended.append(checked.shard)
+        if not shard:
+            assert last.wait(30)
+        checked = check_shard(layout, manifest, shard, files)
+        ended.append(shard)
+        if len(ended) == 2:
+            last.set()
         return checked
 
-    monkeypatch.setattr(ShardCheck, "run", run_together)
+    monkeypatch.setattr("storage_formats.verify.check_shard", run_together)
     steps = []
     assert verify_index(copy, lambda done, of: steps.append((done, of))) == expected
     assert [each.path for each in expected] == [f"tokens/bf16/c.{shard}.0.0" for shard in range(3)]
@@ -253,8 +255,10 @@ def test_shards_are_checked_at_the_same_time_and_reported_in_order(copy, monkeyp
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(tmp_path, monkeypatch, error):
     write_random_index(tmp_path, IndexSpec(60, 1, (1, 16), 6))
-    run, checks = ShardCheck.run, []
-    monkeypatch.setattr(ShardCheck, "run", lambda check: (checks.append(check), run(check))[1])
+    checks = []
+    monkeypatch.setattr(
+        "storage_formats.verify.check_shard", lambda *shard: (checks.append(shard), check_shard(*shard))[1]
+    )
 
     def interrupt(done: int, of: int) -> None:
         time.sleep(0.1)
