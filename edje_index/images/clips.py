@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from edje_index.images.decode import ImageError, check_size
+from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, check_size
 from edje_index.images.decode_limits import MAX_STREAMS, CountedReads, TooExpensiveError, check_samples
 from storage_formats.extras import name_missing_extra
 
@@ -85,15 +85,10 @@ def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Im
     yield from _decode(data, count, max_pixels, MAX_CLIP_PIXELS)
 
 
-def key_frame(data: bytes, max_pixels: int) -> Image.Image:
+def key_frame(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
     """Return the last key frame in the first half of a clip, as an upright RGB image. Few frames are decoded for it.
 
-    Args:
-        data: content of the file.
-        max_pixels: as for `decode_frames`.
-
-    Raises:
-        ImageError, MemoryError, MissingExtraError: as for `decode_frames`.
+    Arguments and errors are those of `decode_frames`.
     """
     (image,) = _decode(data, None, max_pixels, MAX_KEY_FRAME_PIXELS)
     return image
@@ -122,7 +117,7 @@ def _decode(data: bytes, count: int | None, max_pixels: int, max_clip_pixels: in
             context = stream.codec_context
             check_size((context.width, context.height), max_pixels)
             context.options = codec_options
-            for frame in _Frames(container, stream, max_clip_pixels).choose(count):
+            for frame in _choose(container, stream, count, max_clip_pixels):
                 check_size((frame.width, frame.height), max_pixels)  # a stream can change its size
                 image = Image.fromarray(frame.to_ndarray(format="rgb24", threads=1))
                 turn = _TURNS.get(frame.rotation % 360)
@@ -150,72 +145,61 @@ def _video_stream(container: InputContainer) -> VideoStream:
     return stream
 
 
-class _Frames:
-    """The frames of a stream. Frames are skipped by seeking to key frames. All times are in units of the stream."""
+def _choose(container: InputContainer, stream: VideoStream, count: int | None, max_pixels: int) -> Iterator[VideoFrame]:
+    """Yield the middle frames of `count` equal parts. If `count` is None, yield the last key frame before them.
 
-    def __init__(self, container: InputContainer, stream: VideoStream, max_pixels: int) -> None:
-        self._container = container
-        self._stream = stream
-        self._max_pixels = self._pixels_left = max_pixels
-        self._shown: list[int] = []  # times of all frames
-        seek_to: dict[int, int] = {}  # by the time of a key frame: the time to pass to a seek of PyAV
-        for number, packet in enumerate(container.demux(stream)):  # the packets have the times; no frame is decoded
-            if number > MAX_CLIP_FRAMES:
-                raise TooExpensiveError(f"the clip has more than {MAX_CLIP_FRAMES} frames")
-            time = packet.dts if packet.pts is None else packet.pts
-            if time is None or not packet.size or packet.is_discard:
-                continue
-            self._shown.append(time)
-            if packet.is_keyframe:
-                seek_to.setdefault(time, time if packet.dts is None else packet.dts)
-        if not self._shown:
-            raise ImageError(reason="corrupt", detail="the video stream has no frames")
-        self._shown.sort()
-        self._keys = sorted(seek_to)
-        self._seek_to = [seek_to[time] for time in self._keys]
+    Frames are skipped by seeking to key frames. All times are in units of the stream.
+    """
+    shown: list[int] = []  # times of all frames
+    seek_to: dict[int, int] = {}  # by the time of a key frame: the time to pass to a seek of PyAV
+    for number, packet in enumerate(container.demux(stream)):  # the packets have the times; no frame is decoded
+        if number > MAX_CLIP_FRAMES:
+            raise TooExpensiveError(f"the clip has more than {MAX_CLIP_FRAMES} frames")
+        time = packet.dts if packet.pts is None else packet.pts
+        if time is None or not packet.size or packet.is_discard:
+            continue
+        shown.append(time)
+        if packet.is_keyframe:
+            seek_to.setdefault(time, time if packet.dts is None else packet.dts)
+    if not shown:
+        raise ImageError(reason="corrupt", detail="the video stream has no frames")
+    shown.sort()
+    keys = sorted(seek_to)
+    # The last frame is shown as long as the others are on average.
+    first, length, parts = shown[0], shown[-1] - shown[0], count or 1
+    steps = 2 * parts * max(1, len(shown) - 1)
+    times = [first + (2 * position + 1) * length * len(shown) // steps for position in range(parts)]
+    if count is None:
+        times = [time for time in keys if time <= times[0]][-1:] or [first]
+    pixels_left = max_pixels
 
-    def choose(self, count: int | None) -> Iterator[VideoFrame]:
-        """Yield the middle frames of `count` equal parts. If `count` is None, yield the last key frame before them."""
-        first, length, shown = self._shown[0], self._shown[-1] - self._shown[0], len(self._shown)
-        # The last frame is shown as long as the others are on average.
-        parts = count or 1
-        steps = 2 * parts * max(1, shown - 1)
-        times = [first + (2 * position + 1) * length * shown // steps for position in range(parts)]
-        if count is None:
-            times = [time for time in self._keys if time <= times[0]][-1:] or [first]
-        frames = self._from(times[0])
-        current = self._next(frames)
-        following = None if current is None else self._next(frames)
-        for time in times:
-            if following is not None and self._key_before(time) > self._key_before(_time_of(following)):
-                frames = self._from(time)
-                current, following = following, self._next(frames)
-            while following is not None and _time_of(following) <= time:
-                current, following = following, self._next(frames)
-            if current is None:
-                raise ImageError(reason="corrupt", detail="no frame can be decoded")
-            yield current
+    def key_before(time: int) -> int:
+        """Return the index in `keys` of the last key frame that is not after `time`; -1 if there is none."""
+        return bisect.bisect_right(keys, time) - 1
 
-    def _from(self, time: int) -> Iterator[VideoFrame]:
-        """Seek to the last key frame that is not after `time`, and return an iterator that decodes from there."""
-        key = self._key_before(time)
-        target = self._seek_to[key] if key >= 0 else self._shown[0]
-        self._container.seek(target, stream=self._stream, backward=True)
-        return self._container.decode(self._stream)
-
-    def _key_before(self, time: int) -> int:
-        """Return the index in `_keys` of the last key frame that is not after `time`; -1 if there is none."""
-        return bisect.bisect_right(self._keys, time) - 1
-
-    def _next(self, frames: Iterator[VideoFrame]) -> VideoFrame | None:
-        """Return the next frame that has a time."""
-        for frame in frames:
-            self._pixels_left -= frame.width * frame.height
-            if self._pixels_left < 0:
-                raise TooExpensiveError(f"the frames need more than {self._max_pixels} pixels to be decoded")
+    def decode_from(time: int) -> Iterator[VideoFrame]:
+        """Decode the frames that have a time, from the last key frame that is not after `time`."""
+        nonlocal pixels_left
+        key = key_before(time)
+        container.seek(seek_to[keys[key]] if key >= 0 else first, stream=stream, backward=True)
+        for frame in container.decode(stream):
+            pixels_left -= frame.width * frame.height
+            if pixels_left < 0:
+                raise TooExpensiveError(f"the frames need more than {max_pixels} pixels to be decoded")
             if frame.pts is not None or frame.dts is not None:
-                return frame
-        return None
+                yield frame
+
+    frames = decode_from(times[0])
+    current, following = next(frames, None), next(frames, None)
+    for time in times:
+        if following is not None and key_before(time) > key_before(_time_of(following)):
+            frames = decode_from(time)
+            current, following = following, next(frames, None)
+        while following is not None and _time_of(following) <= time:
+            current, following = following, next(frames, None)
+        if current is None:
+            raise ImageError(reason="corrupt", detail="no frame can be decoded")
+        yield current
 
 
 def _time_of(frame: VideoFrame) -> Any:

@@ -40,30 +40,8 @@ _MAX_OPEN = 8
 _OPENING = threading.Lock()
 
 
-class OpenContainer(Protocol):
-    """An open file that packs inputs. Thread-safe."""
-
-    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
-        """Return the content of an input.
-
-        Args:
-            offset: position of the input, see `InputRef`.
-            size: number of bytes of the input when the plan was made; 0 if unknown.
-            max_bytes: largest number of bytes of an input.
-
-        Raises:
-            ImageError: the file is damaged or has changed, or the input is larger than `max_bytes`.
-            OSError: the file cannot be read.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
-class Archive(OpenContainer, Protocol):
-    """An open archive.
+class Archive(Protocol):
+    """An open archive. Thread-safe.
 
     Attributes:
         is_stream: True if the members are listed by reading through the file. Then the members of a sample, for example
@@ -75,24 +53,28 @@ class Archive(OpenContainer, Protocol):
     is_compressed: bool
 
     def members(self) -> Iterator[Member]:
-        """Yield the files in the order of the archive.
+        """Yield the files in the order of the archive. Raises ImageError if it is damaged after the last one."""
+        ...
+
+    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+        """Return the content of a member, given its offset and its size, or 0 if the size is unknown.
 
         Raises:
-            ImageError: the archive is damaged after the last yielded member.
+            ImageError: the file is damaged or has changed, or the content is larger than `max_bytes`.
             OSError: the file cannot be read.
         """
         ...
 
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
 
 class ZipArchive:
-    """An open zip. The offset of a member is that of its header. See `Archive`.
-
-    Args:
-        file: the archive. `close` closes this file.
+    """An open zip, see `Archive`. The offset of a member is that of its header.
 
     Raises:
         ImageError: the list of members is damaged.
-        OSError: the file cannot be read.
     """
 
     is_stream = is_compressed = False
@@ -154,15 +136,10 @@ def _named_damage(part: str) -> Iterator[None]:
 
 
 class ParquetImages:
-    """The images in one column of a Parquet file, read in order. The offset of an image is its row, counted from 0.
-
-    Args:
-        file: the Parquet file. `close` closes this file.
-        column: name of a binary column, or of a struct column with a binary field `bytes`.
+    """The images in one column of an open Parquet file, see `image_leaf`. The offset of an image is its row.
 
     Raises:
         ImageError: the file is damaged, or has no such column.
-        OSError: the file cannot be read.
     """
 
     def __init__(self, file: RangedFile, column: str) -> None:
@@ -224,9 +201,7 @@ def _named_parquet_damage() -> Iterator[None]:
 def image_leaf(schema: Any, column: str) -> str | None:
     """Return the path of the Parquet column with the bytes of images; None if `column` cannot hold images.
 
-    Args:
-        schema: Arrow schema of the file.
-        column: name of a binary column, or of a struct column with a binary field `bytes` (as Hugging Face writes it).
+    Images are in a binary column, or in a struct column with a binary field `bytes` (as Hugging Face writes it).
     """
     import pyarrow as pa
 
@@ -267,11 +242,7 @@ class Container:
 
     @classmethod
     def parse(cls, text: str) -> Container:
-        """Convert the text that `str(container)` returned back to the container.
-
-        Raises:
-            ValueError: `text` describes no container.
-        """
+        """Convert the text that `str(container)` returned back. Raises ValueError for any other text."""
         kind, length, column = text.split(" ", 2)
         return cls(kind, int(length), column)
 
@@ -293,13 +264,6 @@ def split_uri(uri: str) -> tuple[str, str] | None:
 def read_packed(path: bytes, container: Container, offset: int, *, size: int | None, max_bytes: int) -> bytes:
     """Return the bytes of an input in a container. Each process keeps a few containers open.
 
-    Args:
-        path: path or URL of the container.
-        container: how the file packs its inputs.
-        offset: position of the input, see `InputRef`.
-        size: number of bytes of the input when the plan was made; None if unknown.
-        max_bytes: largest number of bytes of an input.
-
     Raises:
         ImageError: the container has changed or is damaged, or the input is too large.
         OSError: the container cannot be read.
@@ -318,7 +282,7 @@ def read_packed(path: bytes, container: Container, offset: int, *, size: int | N
 
 
 @functools.lru_cache(_MAX_OPEN)
-def _open(path: bytes, container: Container, _modified: int | None, _process: int) -> OpenContainer:
+def _open(path: bytes, container: Container, _modified: int | None, _process: int) -> Archive | ParquetImages:
     file = open_ranged(path)
     if file.length != container.length:
         raise ImageError(reason="changed-since-plan", detail=f"the file has {file.length} bytes now")

@@ -157,9 +157,15 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         image = _pillow_formats()[name][0](CountedReads(data), "")
         check_size(image.size, max_pixels)
         check_cost(image, data, max_pixels)
-        _load(image)
-        rgb, orientation = to_rgb(image), _orientation(image)
-        return rgb if orientation == 1 else rgb.transpose(_TRANSPOSE[orientation])
+        try:
+            image.load()
+        except Exception as error:  # without memory, some decoders report a damaged file
+            if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
+                raise
+            detail = f"not enough memory to decode an image of {image.width} x {image.height} pixels"
+            raise MemoryError(detail) from error
+        rgb, turn = to_rgb(image), _turn_of(image)
+        return rgb if turn is None else rgb.transpose(turn)
     except (ImageError, MemoryError):
         raise
     except TooExpensiveError as error:
@@ -249,21 +255,9 @@ def _pillow_formats() -> dict[str, Any]:
     return {name: Image.OPEN[name] for name in _FORMATS if name in Image.OPEN}
 
 
-def _load(image: Image.Image) -> None:
-    """Decode the pixels. Raise MemoryError if memory is short."""
-    # Without memory, some decoders report a damaged file.
+def _turn_of(image: Image.Image) -> Image.Transpose | None:
+    """Return the operation that turns an image upright by its EXIF or XMP orientation."""
     try:
-        image.load()
-    except Exception as error:
-        if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
-            raise
-        raise MemoryError(f"not enough memory to decode an image of {image.width} x {image.height} pixels") from error
-
-
-def _orientation(image: Image.Image) -> int:
-    """Return the EXIF or XMP orientation, 1 to 8. Return 1 if the orientation is missing or invalid."""
-    try:
-        value = image.getexif().get(ExifTags.Base.Orientation, 1)
-        return value if value in _TRANSPOSE else 1
+        return _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # damaged metadata must not fail the image
-        return 1
+        return None

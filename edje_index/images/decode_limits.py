@@ -82,10 +82,7 @@ def can_allocate(size: int) -> bool:
 def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
     """Check the cost of decoding an opened image whose pixels are not decoded yet.
 
-    Args:
-        image: image that Pillow opened, a `PIL.ImageFile.ImageFile`.
-        data: content of the image file.
-        max_pixels: largest number of pixels that any image may have. It determines the limit on JPEG scans.
+    The largest number of pixels that any image may have, `max_pixels`, determines the limit on JPEG scans.
 
     Raises:
         TooExpensiveError: decoding the image would take too long or too much memory.

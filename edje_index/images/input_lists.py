@@ -45,9 +45,6 @@ def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int,
 
     Returns:
         The paths of the files, in row order.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     import pyarrow.parquet as pq
 

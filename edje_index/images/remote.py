@@ -53,14 +53,8 @@ def read_remote(url: str, max_bytes: int) -> bytes:
 def read_remote_range(url: str, size: int, offset: int, *, version: FileVersion | None = None) -> bytes:
     """Return the bytes [offset, offset + size) of a file.
 
-    Args:
-        url: URL of the file.
-        size: number of bytes.
-        offset: first byte.
-        version: version of the file that the range must belong to; None accepts any.
-
     Raises:
-        ChangedFileError: the server has another version of the file.
+        ChangedFileError: the server has another version of the file than `version`.
         EOFError: the file ends before the range, and `version` is None.
         OSError, MissingExtraError, ValueError: see `read_remote`.
     """
@@ -177,6 +171,4 @@ def _object(url: str) -> Iterator[tuple[ObjectFolder, str]]:
         raise UnreachableError(str(error), url) from error
 
 
-@functools.lru_cache(_BUCKETS)
-def _bucket(url: str) -> ObjectFolder:
-    return ObjectFolder.open(url)
+_bucket = functools.lru_cache(_BUCKETS)(ObjectFolder.open)

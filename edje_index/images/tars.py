@@ -45,13 +45,7 @@ class Member:
 class TarArchive:
     """An open tar, uncompressed or compressed with gzip, bzip2, xz or zstd. Thread-safe.
 
-    The offset of a member is that of its data in the decompressed archive.
-
-    Args:
-        file: the archive. `close` closes this file.
-
-    Raises:
-        OSError: the file cannot be read.
+    The offset of a member is that of its data in the decompressed archive. See `containers.Archive`.
     """
 
     is_stream = True
@@ -80,12 +74,7 @@ class TarArchive:
             start = self._next_archive(end)
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
-        """Return the data of a member, or fewer bytes if the archive ends earlier.
-
-        Raises:
-            ImageError: the archive is damaged, or its content is far larger than the file.
-            OSError: the file cannot be read.
-        """
+        """Return the data of a member, or fewer bytes if the archive ends earlier."""
         if size > max_bytes:
             raise ImageError(reason="too-many-bytes", detail=f"{size} bytes is over the limit of {max_bytes}")
         return self.pread(size, offset)

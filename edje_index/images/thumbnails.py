@@ -17,7 +17,7 @@ from typing import Any
 
 from edje_index.images.clips import is_clip, key_frame
 from edje_index.images.containers import ARCHIVES, PARQUET, Container, container_kind, split_uri
-from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, content_hash, decode_partial
+from edje_index.images.decode import ImageError, content_hash, decode_partial
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.ranges import open_ranged
 from edje_index.images.transient import TransientInputError
@@ -86,7 +86,11 @@ def read_thumbnails(
         jpeg, problem = None, f"{row['status']}: {row['reason'] or 'see the rows table'}"
         if row["status"] == INDEXED:
             try:
-                jpeg, problem = _shrink(read_photo(row), side), ""
+                data, out = read_photo(row), io.BytesIO()
+                image = key_frame(data) if is_clip(data) else decode_partial(data)[0]
+                image.thumbnail((side, side))
+                image.save(out, "JPEG", quality=_JPEG_QUALITY)
+                jpeg, problem = out.getvalue(), ""
             except PHOTO_ERRORS as error:
                 problem = describe_photo_error(error)
         thumbnails.append(Thumbnail(row_id, row["uri"], jpeg, problem))
@@ -95,9 +99,6 @@ def read_thumbnails(
 
 def read_photo(row: dict[str, Any]) -> bytes:
     """Read the photo of a row and check its hash.
-
-    Args:
-        row: one row of the rows table, by column name.
 
     Raises:
         ImageError: the photo cannot be read, has no hash in the index, or has changed since it was indexed.
@@ -124,14 +125,6 @@ def describe_photo_error(error: Exception) -> str:
     if isinstance(error, ImageError | MissingExtraError):
         return str(error)
     return "unreadable: the storage of the photo does not respond"
-
-
-def _shrink(data: bytes, side: int) -> bytes:
-    image = key_frame(data, DEFAULT_MAX_PIXELS) if is_clip(data) else decode_partial(data, DEFAULT_MAX_PIXELS)[0]
-    image.thumbnail((side, side))
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=_JPEG_QUALITY)
-    return out.getvalue()
 
 
 def _locate(row: dict[str, Any]) -> InputRef:

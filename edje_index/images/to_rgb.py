@@ -2,7 +2,7 @@
 
 - Transparent images are composited over white, as in the training data of the towers (img2dataset).
 - ICC profiles are ignored, as in open_clip.
-- 16-bit samples are reduced to their high byte. `_to_bytes` converts 32-bit integers and floats.
+- 16-bit samples are reduced to their high byte. `_from_32_bits` converts 32-bit integers and floats.
 - CMYK values in a JPEG are inverted, because Adobe programs write them inverted.
 """
 
@@ -24,10 +24,13 @@ _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any Pillow mode to mode RGB."""
-    if image.mode.startswith("I;16"):
-        return _from_16_bits(image)
-    if image.mode in ("I", "F"):
-        return _from_bands(image, _to_bytes(image))
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        grey, top = Image.new("L", image.size), 0
+        to_bytes = _from_16_bits(image) if image.mode.startswith("I;16") else _from_32_bits(image)
+        for band in _bands(image):
+            grey.paste(Image.fromarray(to_bytes(band)), (0, top))
+            top += len(band)
+        return grey.convert("RGB")
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
         return _over_white(image)
     return image if image.mode == "RGB" else image.convert("RGB")
@@ -49,8 +52,15 @@ def _over_white(image: Image.Image) -> Image.Image:
     return white
 
 
-def _from_16_bits(image: Image.Image) -> Image.Image:
-    """Convert grey samples of 9 to 16 bits to their 8 high bits."""
+def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
+    """Yield bands of rows of a grey image, each as samples [h, w]."""
+    rows = max(1, _BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
+
+
+def _from_16_bits(image: Image.Image) -> _ToBytes:
+    """Return a function that converts samples of 9 to 16 bits to their 8 high bits."""
     tags: Any = getattr(image, "tag_v2", {})
     bits = max(tags.get(_TIFF_BITS, (16,)))
     white_is_zero = tags.get(_TIFF_PHOTOMETRIC) == 0
@@ -64,37 +74,19 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
             grey[values == image.info["transparency"]] = 255
         return grey
 
-    return _from_bands(image, to_bytes)
+    return to_bytes
 
 
-def _from_bands(image: Image.Image, to_bytes: _ToBytes) -> Image.Image:
-    """Convert a grey image band by band.
-
-    Args:
-        image: the grey image.
-        to_bytes: function that converts the samples of a band [h, w] to bytes.
-    """
-    grey = Image.new("L", image.size)
-    top = 0
-    for band in _bands(image):
-        grey.paste(Image.fromarray(to_bytes(band)), (0, top))
-        top += len(band)
-    return grey.convert("RGB")
-
-
-def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
-    """Yield bands of rows of a grey image, each as samples [h, w]."""
-    rows = max(1, _BAND_PIXELS // image.width)
-    for top in range(0, image.height, rows):
-        yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
-
-
-def _to_bytes(image: Image.Image) -> _ToBytes:
+def _from_32_bits(image: Image.Image) -> _ToBytes:
     """Return a function that converts the 32-bit samples of `image` to bytes."""
     # Integers between 0 and 65535 are 16-bit samples, because Pillow opens 16-bit PGM files in this mode. In a TIFF,
     # they are 8-bit samples if all of them fit in a byte. Floats between 0 and 1 are fractions of white. All other
     # values are scaled linearly: the minimum, or 0 if the minimum is above 0, becomes black, the maximum white.
-    low, high = _finite_range(image)
+    low = high = 0.0
+    for band in _bands(image):
+        finite = band[np.isfinite(band)]
+        low = min(low, float(finite.min(initial=0)))
+        high = max(high, float(finite.max(initial=0)))
     if image.mode == "I" and low >= 0 and high <= 0xFFFF:
         bits = 8 if image.format == "PPM" or high > 0xFF else 0
         return lambda band: np.asarray(band >> bits, dtype=np.uint8)
@@ -108,13 +100,3 @@ def _to_bytes(image: Image.Image) -> _ToBytes:
         return np.asarray(np.rint(scaled.clip(0, 255)), dtype=np.uint8)
 
     return stretch
-
-
-def _finite_range(image: Image.Image) -> tuple[float, float]:
-    """Return (minimum, maximum) over 0 and all finite samples."""
-    low = high = 0.0
-    for band in _bands(image):
-        finite = band[np.isfinite(band)]
-        low = min(low, float(finite.min(initial=0)))
-        high = max(high, float(finite.max(initial=0)))
-    return low, high

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
-import http
+import http.client
 import re
 import time
 from collections.abc import Mapping
@@ -56,15 +56,8 @@ def read_web_range(
 ) -> bytes:
     """Return the bytes [offset, offset + size) of a file.
 
-    Args:
-        url: URL of the file.
-        headers: further headers of the request.
-        size: number of bytes.
-        offset: first byte.
-        version: version of the file that the range must belong to; None accepts any.
-
     Raises:
-        ChangedFileError: the server has another version.
+        ChangedFileError: the server has another version than `version`.
         EOFError: the file ends before the range.
         OSError: see `request`.
     """
@@ -80,11 +73,7 @@ def read_web_range(
 
 
 def web_version(url: str, headers: Mapping[str, str]) -> FileVersion:
-    """Return the length of a file, and its ETag.
-
-    Raises:
-        OSError: see `request`.
-    """
+    """Return the length of a file, and its ETag. Raises as `request`."""
     try:
         answer = request(url, {**headers, "Range": "bytes=0-0"}, 1)
     except EOFError:  # an empty file has no first byte
@@ -117,7 +106,7 @@ def request(url: str, headers: Mapping[str, str], max_bytes: int) -> Answer:
         else:
             if answer.status < http.HTTPStatus.MULTIPLE_CHOICES:
                 return answer
-            problem = _status_text(answer.status)
+            problem = f"HTTP status {answer.status} ({http.client.responses.get(answer.status, 'unknown')})"
             if answer.status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 raise EOFError(f"{url} ends before the requested range")
             if answer.status in _GONE:
@@ -177,13 +166,6 @@ def _pool() -> urllib3.PoolManager:
         timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
         retries=urllib3.Retry(total=_MAX_REDIRECTS, connect=0, read=0, status=0, other=0, redirect=_MAX_REDIRECTS),
     )
-
-
-def _status_text(status: int) -> str:
-    try:
-        return f"HTTP status {status} ({http.HTTPStatus(status).phrase})"
-    except ValueError:
-        return f"HTTP status {status}"
 
 
 def _reason(error: Exception) -> str:

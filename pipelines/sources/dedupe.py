@@ -16,6 +16,7 @@ from pipelines.sources.base import ordered_map
 _MAX_THREADS = 8
 _AHEAD = 4  # inputs per thread that are being hashed or wait for the caller
 _REPORT_SECONDS = 0.5  # at least between two progress events
+_STOPPED = "stopped while listing the sources"
 
 
 def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
@@ -58,19 +59,13 @@ def _hash(ref: InputRef) -> InputRef:
 def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop) -> Iterator[InputRef]:
     """Yield `refs` unchanged, add each input to `digest`, and report the progress.
 
-    Args:
-        refs: inputs.
-        digest: `hashlib` hash object to update.
-        on_event: called with each progress event.
-        should_stop: called before each input and after the last input; the listing stops once `should_stop()` returns
-            True.
-
     Raises:
-        JobStopped: `should_stop()` returned True.
+        JobStopped: `should_stop()`, which is called before each input and after the last, returned True.
     """
     reported_at = time.monotonic()
     for number, ref in enumerate(refs, 1):
-        _stop_if(should_stop)
+        if should_stop():
+            raise JobStopped(_STOPPED)
         digest.update(b"%d %a %a\0" % (ref.offset, ref.size, ref.container and str(ref.container)) + ref.path + b"\0\n")
         if ref.metadata is not None:
             digest.update(metadata_text(ref.metadata).encode())
@@ -78,9 +73,5 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
             reported_at = time.monotonic()
             on_event(Progress("listing the sources", number))
         yield ref
-    _stop_if(should_stop)  # Ctrl-C also ends the program that writes a list to standard input, so the list may be cut
-
-
-def _stop_if(should_stop: ShouldStop) -> None:
-    if should_stop():
-        raise JobStopped("stopped while listing the sources")
+    if should_stop():  # Ctrl-C also ends the program that writes a list to standard input, so the list may be cut
+        raise JobStopped(_STOPPED)

@@ -214,9 +214,6 @@ class ListSource(Source):
 
         Every line of a table with tabs is a row, because quotation marks have no special meaning in most of these
         tables. In a table with commas, quoted text can contain line breaks.
-
-        Raises:
-            UsageError: quoted text has no end or is too long, so rows after it would be lost.
         """
         with open(self._file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             rows = _tab_rows(file) if _DELIMITERS[self._suffix] == "\t" else _comma_rows(file, self.spec)

@@ -30,9 +30,7 @@ def source_values(values: Mapping[Any, Any], ignored: Ignored) -> dict[str, Valu
 
     Nulls are left out. A value of a type that the rows table does not support, such as a JSON object, becomes text.
 
-    Args:
-        values: values by name, from JSON, Parquet or CSV.
-        ignored: counter for names that a column cannot have.
+    `ignored` counts names that a column cannot have.
     """
     from storage_formats.format.rows import ROW_SCHEMA
 
@@ -52,9 +50,7 @@ def sidecar_values(contents: Mapping[str, bytes | None], ignored: Ignored) -> di
 
     The `.json` file contains an object of values. Each line of the `.txt` file is a caption.
 
-    Args:
-        contents: content of each file by suffix (see `SIDECAR_SUFFIXES`); None for a file that cannot be used.
-        ignored: counter for files that cannot be used and for names that a column cannot have.
+    `contents` has the content of each file by suffix (see `SIDECAR_SUFFIXES`), or None for a file that cannot be used.
     """
     values: dict[str, Any] = {}
     for suffix, content in sorted(contents.items()):  # the object comes first, so that its captions win
@@ -104,11 +100,7 @@ def _holds_binary(arrow_type: Any) -> bool:
 def parquet_rows(file: Any, names: list[str], rows: int, leaves: list[str] | None = None) -> Iterator[tuple[Any, ...]]:
     """Yield the values of the columns `names` of each row of an open Parquet file, as Python objects.
 
-    Args:
-        file: the open file, a `pyarrow.parquet.ParquetFile`.
-        names: names of the columns.
-        rows: number of rows that are read at once.
-        leaves: the columns to read, if only parts of structs are needed; None reads `names`.
+    `rows` rows are read at once. `leaves` are the columns to read, if only parts of structs are needed.
     """
     from storage_formats.format.parquet import iter_batches
 

@@ -232,9 +232,6 @@ def expand_braces(pattern: str) -> list[str]:
     """Return all names that `pattern` expands to, in order, as in shells and WebDataset: `{0000..0127}`, `{train,val}`.
 
     A range can count down. If a bound of a range starts with 0, all numbers of the range are padded with zeros.
-
-    Raises:
-        UsageError: the pattern expands to more than `MAX_EXPANSIONS` names.
     """
     parts: list[list[str]] = []
     end = 0

@@ -50,10 +50,7 @@ def is_packed_name(name: str) -> bool:
 def packed_source(spec: str, column: str | None = None, *, clips: bool = False) -> Source:
     """Return the source for an archive or a Parquet file of images. The file is opened when it is listed.
 
-    Args:
-        spec: path or URL of a file for which `is_packed_name` is true.
-        column: the column of a Parquet file that holds the images; None looks for it.
-        clips: True if the video files in an archive are inputs, too.
+    If `column` is None, the column of a Parquet file that holds the images is looked for.
     """
     if container_kind(file_name(spec)) == PARQUET:
         return ParquetImagesSource(spec, column, clips=clips)
@@ -131,11 +128,7 @@ class ArchiveSource(Source):
 
 
 def _samples(archive: Archive) -> Iterator[list[Member]]:
-    """Yield the members of each sample. If the archive is damaged, first yield the members before the damage.
-
-    Raises:
-        ImageError: the archive is damaged.
-    """
+    """Yield the members of each sample. If the archive is damaged, first yield the members before the damage."""
     if not archive.is_stream:
         yield list(archive.members())
         return
@@ -244,10 +237,8 @@ def find_image_column(path: str, column: str | None) -> str | None:
     column holds images if its first value begins like an image file. The same is true of a struct column with a binary
     field `bytes`.
 
-    Args:
-        path: path of the file.
-        column: the only column to consider. None considers all columns. If several columns hold images, the column
-            with a usual name is returned.
+    Unless `column` is None, it is the only column to consider. If several columns hold images, the column with a usual
+    name is returned.
 
     Raises:
         UsageError: several columns hold images, and none of them has a usual name.
