@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from edje_index.images import web
+from edje_index.images.transient import retry
 from edje_index.images.urls import HUB_SCHEME, ChangedFileError, FileVersion, UnreachableError, scheme_of
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.object_store import STORE_SCHEMES, ObjectChangedError, ObjectFolder, ObjectStoreError
@@ -50,35 +51,45 @@ def read_remote(url: str, max_bytes: int) -> bytes:
         return bucket.read(key, max_bytes).data
 
 
-def read_remote_range(url: str, size: int, offset: int, *, version: FileVersion | None = None) -> bytes:
+def read_remote_range(url: str, size: int, offset: int, version: FileVersion) -> bytes:
     """Return the bytes [offset, offset + size) of a file.
 
     Raises:
         ChangedFileError: the server has another version of the file than `version`.
-        EOFError: the file ends before the range, and `version` is None.
         OSError, MissingExtraError, ValueError: see `read_remote`.
     """
     try:
-        if scheme_of(url) not in STORE_SCHEMES:
-            return web.read_web_range(*_web_request(url), size=size, offset=offset, version=version)
-        with _object(url) as (bucket, key):
-            etag = None if version is None else version.etag
-            return bytes(bucket.read_range(key, offset, offset + size, etag=etag))
-    except EOFError as error:
-        if version is None:
-            raise
+        if scheme_of(url) in STORE_SCHEMES:
+            with _object(url) as (bucket, key):
+                return bytes(bucket.read_range(key, offset, offset + size, etag=version.etag))
+        address, headers = _web_request(url)
+        answer = web.request(address, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size)
+    except EOFError as error:  # the file ends before the range
         raise ChangedFileError(url) from error
+    etag = answer.headers.get("ETag")
+    if answer.total not in (None, version.length) or (None not in (etag, version.etag) and etag != version.etag):
+        raise ChangedFileError(url)
+    if len(answer.body) != size:
+        raise UnreachableError(f"the server sent {len(answer.body)} of {size} bytes", url)
+    return answer.body
 
 
 def remote_version(url: str) -> FileVersion:
     """Return the length of a file, and what identifies its contents. Raises as `read_remote`."""
-    if scheme_of(url) not in STORE_SCHEMES:
-        return web.web_version(*_web_request(url))
-    with _object(url) as (bucket, key):
-        info = bucket.info(key)
-    if info is None:
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", url)
-    return FileVersion(info.size, info.etag)
+    if scheme_of(url) in STORE_SCHEMES:
+        with _object(url) as (bucket, key):
+            info = bucket.info(key)
+        if info is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", url)
+        return FileVersion(info.size, info.etag)
+    address, headers = _web_request(url)
+    try:
+        answer = web.request(address, {**headers, "Range": "bytes=0-0"}, 1)
+    except EOFError:  # an empty file has no first byte
+        return FileVersion(0)
+    if answer.total is None:
+        raise OSError(errno.EOPNOTSUPP, web.NO_RANGES, url)
+    return FileVersion(answer.total, answer.headers.get("ETag"))
 
 
 def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
@@ -143,8 +154,6 @@ def _list_hub(url: str) -> tuple[dict[str, int], list[str]]:
 def _list_objects(url: str) -> tuple[dict[str, int], list[str]]:
     import obstore
     from obstore.exceptions import BaseError
-
-    from edje_index.images.transient import retry
 
     def listed() -> Any:
         with _object(url.rstrip("/")) as (bucket, key):

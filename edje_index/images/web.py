@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edje_index.images.urls import ChangedFileError, FileVersion, UnreachableError
+from edje_index.images.urls import UnreachableError
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
 MAX_SECONDS = 300.0
 """Longest time for one file, so that a server which sends a byte now and then does not block a worker."""
+
+NO_RANGES = "the server does not answer requests for byte ranges; download the file"
 
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.5  # seconds; doubled after each attempt
@@ -49,38 +51,6 @@ class Answer:
         """Length of the file of which the body is a range; None if the response does not contain it."""
         total = _TOTAL.fullmatch(self.headers.get("Content-Range", ""))
         return None if total is None else int(total[1])
-
-
-def read_web_range(
-    url: str, headers: Mapping[str, str], *, size: int, offset: int, version: FileVersion | None
-) -> bytes:
-    """Return the bytes [offset, offset + size) of a file.
-
-    Raises:
-        ChangedFileError: the server has another version than `version`.
-        EOFError: the file ends before the range.
-        OSError: see `request`.
-    """
-    answer = request(url, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size)
-    etag = answer.headers.get("ETag")
-    if version is not None and (
-        answer.total not in (None, version.length) or (None not in (etag, version.etag) and etag != version.etag)
-    ):
-        raise ChangedFileError(url)
-    if len(answer.body) != size:
-        raise UnreachableError(f"the server sent {len(answer.body)} of {size} bytes", url)
-    return answer.body
-
-
-def web_version(url: str, headers: Mapping[str, str]) -> FileVersion:
-    """Return the length of a file, and its ETag. Raises as `request`."""
-    try:
-        answer = request(url, {**headers, "Range": "bytes=0-0"}, 1)
-    except EOFError:  # an empty file has no first byte
-        return FileVersion(0)
-    if answer.total is None:
-        raise _no_ranges(url)
-    return FileVersion(answer.total, answer.headers.get("ETag"))
 
 
 def request(url: str, headers: Mapping[str, str], max_bytes: int) -> Answer:
@@ -129,29 +99,21 @@ def _request_once(url: str, headers: Mapping[str, str], max_bytes: int, deadline
         if response.status >= http.HTTPStatus.MULTIPLE_CHOICES:
             return Answer(response.status, response.headers, b"")
         if "Range" in headers and response.status != http.HTTPStatus.PARTIAL_CONTENT:
-            raise _no_ranges(url)
+            raise OSError(errno.EOPNOTSUPP, NO_RANGES, url)
         declared = response.headers.get("Content-Length", "")
-        body = bytearray()
-        if declared.isdecimal() and int(declared) > max_bytes:
-            raise _oversized(int(declared), max_bytes, url)
-        for chunk in response.stream(_CHUNK, decode_content=False):
+        length, body = int(declared) if declared.isdecimal() else 0, bytearray()
+        chunks = response.stream(_CHUNK, decode_content=False)
+        while length <= max_bytes and (chunk := next(chunks, b"")):
             body += chunk
-            if len(body) > max_bytes:
-                raise _oversized(len(body), max_bytes, url)
+            length = max(length, len(body))
             if time.monotonic() > deadline:
                 raise UnreachableError(f"the file did not arrive within {MAX_SECONDS:g} seconds", url)
+        if length > max_bytes:
+            raise OSError(errno.EFBIG, f"{length} bytes is over the limit of {max_bytes}", url)
         return Answer(response.status, response.headers, bytes(body))
     finally:
         response.close()
         response.release_conn()
-
-
-def _oversized(length: int, max_bytes: int, url: str) -> OSError:
-    return OSError(errno.EFBIG, f"{length} bytes is over the limit of {max_bytes}", url)
-
-
-def _no_ranges(url: str) -> OSError:
-    return OSError(errno.EOPNOTSUPP, "the server does not answer requests for byte ranges; download the file", url)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from edje_index.images.decode import HEAD_BYTES, ImageError, image_format
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.remote import read_remote_range, remote_version, require_libraries
 from edje_index.images.transient import TransientInputError, is_transient, transient_error
-from edje_index.images.urls import ChangedFileError, has_credentials, is_remote, scheme_of
+from edje_index.images.urls import ChangedFileError, FileVersion, has_credentials, is_remote, scheme_of
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import WEB_SCHEMES
 from storage_formats.format.source_columns import Value
@@ -193,7 +193,15 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
     if isinstance(value, str):
         scheme = scheme_of(value)
         if scheme is not None and scheme != "file":
-            return _url_input(value.strip())
+            url = value.strip()
+            bucket, _, key = url.partition("://")[2].partition("/")
+            if scheme not in WEB_SCHEMES:  # keys of an object store are no encoded addresses
+                key = key.replace(" ", "")
+            is_valid = all(letter.isprintable() and not letter.isspace() for letter in bucket + key)
+            if not is_valid or has_credentials(url):  # the index would store a password in clear text
+                return None
+            path = os.fsencode(url)
+            return file_input(path) if is_remote(path) else InputRef(url, path, problem="not-a-local-path")
         try:
             value = urllib.parse.unquote_to_bytes(value[len("file://") :]) if scheme else os.fsencode(value)
         except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
@@ -206,18 +214,6 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
         is_below = not value.startswith(b"/") and b".." not in value.split(b"/")
         return file_input(directory + b"/" + value) if is_below else None
     return file_input(os.path.join(directory, value))
-
-
-def _url_input(url: str) -> InputRef | None:
-    bucket, _, key = url.partition("://")[2].partition("/")
-    if scheme_of(url) not in WEB_SCHEMES:  # keys of an object store are no encoded addresses
-        key = key.replace(" ", "")
-    if any(letter.isspace() or not letter.isprintable() for letter in bucket + key):
-        return None
-    if has_credentials(url):  # the index would store a password in clear text
-        return None
-    ref = InputRef(url, os.fsencode(url), problem="not-a-local-path")
-    return file_input(ref.path) if is_remote(ref.path) else ref
 
 
 def problem_of(error: Exception) -> str:
@@ -259,9 +255,9 @@ def read_head(path: bytes, size: int | None = None) -> bytes:
     """
     if is_remote(path):
         url = os.fsdecode(path)
-        version = remote_version(url) if size is None else None
-        length = min(HEAD_BYTES, version.length if version is not None else size or 0)
-        return read_remote_range(url, length, 0, version=version) if length else b""
+        version = remote_version(url) if size is None else FileVersion(size)
+        length = min(HEAD_BYTES, version.length)
+        return read_remote_range(url, length, 0, version) if length else b""
     with open(path, "rb", buffering=0) as file:
         return file.read(HEAD_BYTES)
 

@@ -15,7 +15,7 @@ from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.remote import read_remote, read_remote_range, remote_version
 from edje_index.images.transient import TransientInputError
-from edje_index.images.urls import UnreachableError
+from edje_index.images.urls import ChangedFileError, UnreachableError
 from tests.web_server import WebServer, web_server
 
 DATA = bytes(range(256)) * 40
@@ -45,15 +45,16 @@ def ref(server: WebServer, path: str, **fields: object) -> InputRef:
 
 def test_ranges(server: WebServer) -> None:
     server.files["/a.bin"] = DATA
-    assert remote_version(f"{server.url}/a.bin").length == len(DATA)
-    assert read_remote_range(f"{server.url}/a.bin", 1000, 77) == DATA[77:1077]
-    with pytest.raises(EOFError):
-        read_remote_range(f"{server.url}/a.bin", 5, len(DATA))
+    version = remote_version(f"{server.url}/a.bin")
+    assert version.length == len(DATA)
+    assert read_remote_range(f"{server.url}/a.bin", 1000, 77, version) == DATA[77:1077]
+    with pytest.raises(ChangedFileError):
+        read_remote_range(f"{server.url}/a.bin", 5, len(DATA), version)
     server.ranges = False
     with pytest.raises(OSError, match="download the file"):
         remote_version(f"{server.url}/a.bin")
     with pytest.raises(OSError, match="download the file"):
-        read_remote_range(f"{server.url}/a.bin", 5, 1)
+        read_remote_range(f"{server.url}/a.bin", 5, 1, version)
 
 
 @pytest.mark.parametrize("fault", ["reset", "truncate", "429", "500", "502", "503", "504", "408"])
