@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edje_index import TokenIndex
 from edje_index.images.thumbnails import read_thumbnails
 from pipelines import append_index, merge_indexes, update_index
 from storage_formats import TokenStore, UsageError, read_rows, verify_index
-from tests.edje_index.clip_cases import KINDS, LOSSLESS, clip, panned, photo
+from tests.edje_index.clip_cases import KINDS, clip, panned, photo
 from tests.pipelines.conftest import run_build
 
 
@@ -65,23 +64,6 @@ def test_one_row_per_clip(request_clips: Any, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_a_still_clip_has_the_tokens_of_the_photo(config: Callable[..., Any], tmp_path: Path) -> None:
-    folder = tmp_path / "still"
-    folder.mkdir()
-    (folder / "clip.mkv").write_bytes(clip([photo()] * 10, LOSSLESS))
-    Image.fromarray(photo()).save(folder / "photo.png")
-    Image.fromarray(panned(2)[1]).save(folder / "shifted.png")
-    images = replace(config(), sources=(str(folder),))
-    run_build(images, ignore)
-    request = replace(images, out=tmp_path / "clips.edje", frames=4)
-    run_build(request, ignore)
-    expected, rows = TokenStore.open(images.out).fetch([0, 1]), TokenStore.open(request.out).fetch([0, 1, 2])
-    np.testing.assert_allclose(rows[0].astype(np.float32), expected[0].astype(np.float32), rtol=2**-6, atol=2**-8)
-    np.testing.assert_array_equal(rows[0], rows[1])
-    assert np.abs(rows[2].astype(np.float32) - expected[0].astype(np.float32)).max() > 0.05
-    assert TokenIndex.open(request.out, model=request.model).search("a cat", k=3)
-
-
 def test_sources_of_all_kinds(clips: Path, request_clips: Any, tmp_path: Path) -> None:
     run_build(request_clips, ignore)
     names = sorted(path.name for path in clips.iterdir())
@@ -97,17 +79,6 @@ def test_sources_of_all_kinds(clips: Path, request_clips: Any, tmp_path: Path) -
     for start, row_ids in ((0, [0, 1, 2, 3, 6]), (7, [0, 1, 2, 3, 6])):
         np.testing.assert_array_equal(stored.fetch([start + row for row in row_ids]), files.fetch(row_ids))
     assert by_name(packed.out)["a.tar!a.mp4"]["scene"] == "a cat"
-
-
-def test_the_number_of_frames_belongs_to_the_plan(request_clips: Any) -> None:
-    run_build(request_clips, ignore)
-    assert run_build(request_clips, ignore).already_finished
-    for other in (None, 4):
-        with pytest.raises(UsageError, match="frames 3 in the index") as caught:
-            run_build(replace(request_clips, frames=other), ignore)
-        assert caught.value.parameter == "frames"
-    with pytest.raises(UsageError, match="0 frames per clip are not allowed"):
-        run_build(replace(request_clips, frames=0, out=request_clips.out.with_name("none")))
 
 
 def test_changes_keep_the_number_of_frames(request_clips: Any, clips: Path, tmp_path: Path) -> None:
@@ -136,15 +107,6 @@ def _same_blocks(left: Path, right: Path, names: list[str]) -> None:
         rows = by_name(root)
         blocks.append(TokenStore.open(root).fetch([rows[name]["row_id"] for name in names]))
     np.testing.assert_array_equal(*blocks)
-
-
-def test_adapters_that_cannot_combine_frames_are_refused(request_clips: Any, tmp_path: Path) -> None:
-    from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-
-    create_untrained_bundle(tmp_path / "local", sizes=replace(TINY, adapter_kind="local", tokens=16))
-    with pytest.raises(UsageError, match="has a local adapter, which cannot combine the frames"):
-        run_build(replace(request_clips, model=tmp_path / "local"), ignore)
-    assert not request_clips.out.exists()
 
 
 def test_merges_keep_the_number_of_frames(request_clips: Any, tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipelines.sources import open_source, open_sources
 from pipelines.sources.base import ImageFileSource
@@ -53,12 +51,6 @@ def test_unknown_kinds_are_refused_with_what_is_accepted(photos: Path) -> None:
     assert "neither a directory nor a regular file" in refused(photos / "pipe.jpg")
 
 
-def test_images_are_known_by_suffix_or_content(photos: Path) -> None:
-    (photos / "photo").write_bytes(b"\x89PNG\r\n\x1a\n")
-    for name in ("photo", "photos/a.jpg"):
-        assert isinstance(open_source(str(photos / name)), ImageFileSource)
-
-
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "zipped.tar"])
 def test_compressed_archives_are_opened(photos: Path, name: str) -> None:
     (photos / name).write_bytes(gzip.compress(bytes(10240)))
@@ -84,14 +76,6 @@ def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
         message = refused(photos / one, f"{photos}/{two}")
         assert two in message
         assert one.removeprefix("{a,").removesuffix("}.tar") in message
-
-
-def test_neighbours_do_not_overlap(photos: Path) -> None:
-    specs = ["photos", "photos2", "a.tar", "b.tar", "list.csv"]
-    assert len(open_sources([str(photos / spec) for spec in specs])) == 5
-    (photos / "photos/b.tar").write_bytes(bytes(10240))
-    specs = [str(photos / "photos"), str(photos / "photos/b.tar")]
-    assert len(open_sources(specs)) == 2  # a folder does not read a tar beside images
 
 
 def test_a_column_needs_a_list(photos: Path) -> None:
@@ -127,30 +111,25 @@ def test_too_many_names(pattern: str) -> None:
         expand_braces(pattern)
 
 
-@given(st.text("ab{},.019-", max_size=14))
-def test_braces_always_end(pattern: str) -> None:
-    try:
-        names = expand_braces(pattern)
-    except UsageError:
-        return
-    assert names
-    if "{" not in pattern:
-        assert names == [pattern]
-
-
-def test_archives_beside_each_other_need_one_listing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tars = [photos / f"shards/{number}.tar" for number in range(4)]
-    (photos / "shards").mkdir()
-    for tar in (*tars, photos / "shards/beside.jpg"):
-        tar.write_bytes(bytes(10240))
-    listed, listdir = [], os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
-    open_sources([str(photos), *map(str, tars)])  # the directory with an image does not read its archives
-    assert listed == [bytes(photos / "shards")]
-
-
 @pytest.mark.parametrize("url", ["https://user:secret@host/a.tar", "s3://secret@bucket/*.jpg", "ftp://u:secret@host/a"])
 def test_urls_with_passwords_are_refused_without_them(url: str) -> None:
     message = refused(url)
     assert "put the credentials into the environment" in message
     assert "secret" not in message
+
+
+def test_quoted_patterns(tmp_path: Path) -> None:
+    for name in ("b.jpg", "a.jpg", "sub/c.jpg", "sub/deep/d.jpg", "[x].jpg"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"abc")
+
+    def names(pattern: str) -> list[str]:
+        return [source.spec.removeprefix(f"{tmp_path}/") for source in open_sources([f"{tmp_path}/{pattern}"])]
+
+    assert names("?.jpg") == ["a.jpg", "b.jpg"]
+    assert names("sub/**/*.jpg") == ["sub/c.jpg", "sub/deep/d.jpg"]
+    assert names("{b,a}*.jpg") == ["b.jpg", "a.jpg"]
+    assert names("[x].jpg") == ["[x].jpg"]
+    with pytest.raises(UsageError, match=r"no file matches .*\*\.png"):
+        names("*.png")

@@ -20,7 +20,6 @@ from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.inputs import read_bytes
 from edje_index.images.ranges import RangedFile, open_ranged
 from pipelines.sources import open_source, open_sources
-from pipelines.sources.lists import ListSource
 from storage_formats.errors import UsageError
 
 PHOTOS = [b"\xff\xd8\xff" + random.Random(number).randbytes(30_000) for number in range(10)]
@@ -52,13 +51,6 @@ def test_binary_columns(tmp_path: Path, compression: str, dictionary: bool) -> N
     assert [read_bytes(ref) for ref in refs] == PHOTOS
     assert refs[7].uri == f"{path}!jpg/7"
     assert refs[7].metadata == {"key": "7", "source_width": 7}
-
-
-def test_a_binary_column_of_paths_stays_a_list(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(PHOTOS[0])
-    path = write(tmp_path / "a.parquet", {"image": [b"a.jpg", b"gone.jpg"]})
-    assert isinstance(open_source(str(path)), ListSource)
-    assert values(path) == [PHOTOS[0], "missing"]
 
 
 def test_struct_columns_with_bytes_or_paths(tmp_path: Path) -> None:
@@ -102,15 +94,6 @@ def test_sounds_are_no_images(tmp_path: Path) -> None:
     assert source.ignored == {}
     assert len(list(source.iter_inputs())) == 10
     assert source.ignored == {"(binary column)": 1}
-
-
-def test_images_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "KEPT_BYTES", 50_000)
-    path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=4)
-    refs = list(open_source(str(path)).iter_inputs())
-    for seed in range(5):
-        random.Random(seed).shuffle(refs)
-        assert [read_bytes(ref) for ref in refs] == [PHOTOS[ref.offset] for ref in refs]
 
 
 def test_threads_read_on_across_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

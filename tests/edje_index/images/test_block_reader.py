@@ -69,14 +69,6 @@ def test_sequential_reads_request_each_block_once_and_ahead(step: int) -> None:
     assert ahead == AHEAD_BLOCKS
 
 
-def test_jumps_request_one_block_each() -> None:
-    server = Server()
-    reader = server.opened()
-    for number in range(0, 60, 3):
-        assert reader.pread(10, number * BLOCK) == DATA[number * BLOCK : number * BLOCK + 10]
-    assert server.requests == list(range(0, 60, 3))
-
-
 @pytest.mark.parametrize("failures", [1, 2])
 @pytest.mark.parametrize("kind", [ConnectionError, SystemExit])
 def test_a_failed_read_ahead_shows_when_its_block_is_read(failures: int, kind: type[BaseException]) -> None:
@@ -146,9 +138,3 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < (KEPT_BLOCKS + AHEAD_BLOCKS) * block
-
-
-def test_a_server_that_sends_too_little_ends_the_read() -> None:
-    reader = BlockReader(lambda size, offset: b"", 10)
-    with pytest.raises(EOFError):
-        reader.pread(10, 0)

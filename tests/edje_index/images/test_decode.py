@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageFile, PngImagePlugin
 
 from edje_index.images.decode import decode_rgb
 from tests.edje_index.image_cases import encoded, gradient, pixels, png, png_chunk, tiff, with_chunk
 
-# Orientation
+EXACT = {
+    "JPEG": {"quality": 95, "subsampling": 0},
+    "WEBP": {"lossless": True},
+    "AVIF": {"quality": 100, "subsampling": "4:4:4"},
+}
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -36,29 +40,17 @@ def test_exif_orientation_is_applied(orientation: int, kind: str) -> None:
     }[orientation]
     exif = Image.Exif()
     exif[0x0112] = orientation
-    options = {"JPEG": {"quality": 95, "subsampling": 0}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100}}.get(
-        kind, {}
-    )
-    data = encoded(Image.fromarray(np.ascontiguousarray(stored)), kind, exif=exif, **options)
+    data = encoded(Image.fromarray(np.ascontiguousarray(stored)), kind, exif=exif, **EXACT.get(kind, {}))
     found = pixels(data)
     assert found.shape == upright.shape
     assert np.abs(found.astype(int) - upright).max() <= 6
 
 
-def test_orientation_in_xmp_is_applied() -> None:
-    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="3"/></x:xmpmeta>'
-    data = encoded(Image.fromarray(gradient()), "WEBP", lossless=True, xmp=xmp)
-    assert (pixels(data) == gradient()[::-1, ::-1]).all()
-
-
 @given(st.binary(max_size=200), st.binary(max_size=20))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_no_exif_at_all_costs_the_image(tail: bytes, start: bytes) -> None:
     for exif in (b"Exif\0\0II*\0\x08\0\0\0" + tail, b"Exif\0\0MM\0*\0\0\0\x08\0\x03" + tail, b"Exif\0\0" + start):
         assert pixels(encoded(Image.fromarray(gradient()), "JPEG", exif=exif)).shape == (16, 24, 3)
-
-
-# Colour
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -71,15 +63,9 @@ def test_cmyk_jpeg_is_read_as_inverted(progressive: bool) -> None:
     assert np.abs(found[:, 10:] - 255).max() < 8
 
 
-def test_cmyk_tiff_is_not_inverted() -> None:
-    ink = np.zeros((8, 8, 4), np.uint8)
-    ink[..., 3] = 255
-    assert pixels(encoded(Image.fromarray(ink, "CMYK"), "TIFF")).max() == 0
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "YCbCr", "LAB"])
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "YCbCr", "LAB", "CMYK"])
 def test_opaque_modes(mode: str) -> None:
-    white = {"LAB": (255, 128, 128), "YCbCr": (255, 128, 128), "RGB": (255, 255, 255)}.get(mode, 255)
+    white = {"LAB": (255, 128, 128), "YCbCr": (255, 128, 128), "RGB": (255,) * 3, "CMYK": (0,) * 4}.get(mode, 255)
     flat = Image.new(mode, (12, 10), white)
     if mode == "P":
         flat.putpalette([0, 0, 0] * 255 + [255, 255, 255])
@@ -98,68 +84,33 @@ def test_palette_with_transparency_lies_on_white(transparency: object, second: l
 def test_alpha_lies_on_white(kind: str) -> None:
     rgba = np.zeros((8, 16, 4), np.uint8)
     rgba[:, 8:] = (10, 20, 30, 255)
-    options = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}.get(kind, {})
-    found = pixels(encoded(Image.fromarray(rgba), kind, **options)).astype(int)
+    found = pixels(encoded(Image.fromarray(rgba), kind, **EXACT.get(kind, {}))).astype(int)
     assert np.abs(found[:, :8] - 255).max() <= 3
     assert np.abs(found[:, 8:] - [10, 20, 30]).max() <= 3
 
 
-def test_opaque_alpha_changes_nothing() -> None:
-    rgba = np.dstack([gradient(), np.full((16, 24), 255, np.uint8)])
-    assert (pixels(encoded(Image.fromarray(rgba), "PNG")) == gradient()).all()
+SAMPLES = np.array([[0, 255, 256, 0x1234, 0x7FFF, 0x8000, 0xFFFF]], np.uint16)
+HIGH_BYTES = [0, 0, 1, 0x12, 0x7F, 0x80, 0xFF]
+COLOURS = b"\x12\x34" * 3 + b"\x56\x78" * 3
 
 
 @pytest.mark.parametrize(
-    ("mode", "colours", "key", "expected"),
-    [("L", [7, 8], 7, [255, 8]), ("RGB", [(1, 2, 3), (1, 2, 4)], (1, 2, 3), [255, 1]), ("1", [1, 0], 0, [255, 255])],
+    ("data", "expected"),
+    [
+        (encoded(Image.fromarray(SAMPLES), "PNG"), HIGH_BYTES),
+        (encoded(Image.fromarray(SAMPLES.astype("<u2")), "TIFF"), HIGH_BYTES),
+        (encoded(Image.fromarray(SAMPLES.astype(">u2")), "TIFF"), HIGH_BYTES),
+        (b"P5 7 1 65535\n" + SAMPLES.astype(">u2").tobytes(), HIGH_BYTES),
+        (b"P5 2 1 65535\n" + np.array([0x12, 0xFF], ">u2").tobytes(), [0, 0]),  # dark stays dark
+        (tiff(4, 1, {258: (3, 1, 12), 262: (3, 1, 1)}, b"\x00\x08\x00\xff\xf0\x10"), [0, 0x80, 0xFF, 1]),
+        (tiff(3, 1, {258: (3, 1, 16), 262: (3, 1, 0)}, np.array([0, 0x7FFF, 0xFFFF], "<u2").tobytes()), [255, 128, 0]),
+        (png(2, 1, 16, 2, b"\0" + COLOURS), [0x12, 0x56]),
+        (png(2, 1, 16, 2, b"\0" + COLOURS, png_chunk(b"tRNS", COLOURS[:6])), [255, 0x56]),
+        (png(2, 1, 16, 0, b"\0" + COLOURS[4:8], png_chunk(b"tRNS", COLOURS[:2])), [255, 0x56]),
+    ],
 )
-def test_transparent_colour_lies_on_white(mode: str, colours: list, key: object, expected: list[int]) -> None:
-    image = Image.new(mode, (2, 1))
-    image.putdata(colours) if not hasattr(image, "putpixel") else [
-        image.putpixel((x, 0), c) for x, c in enumerate(colours)
-    ]
-    assert pixels(encoded(image, "PNG", transparency=key))[0, :, 0].tolist() == expected
-
-
-# More than 8 bits
-
-
-def test_16_bit_grey_png_keeps_the_high_byte() -> None:
-    samples = np.array([[0, 255, 256, 0x1234, 0x7FFF, 0x8000, 0xFFFF]], np.uint16)
-    assert pixels(encoded(Image.fromarray(samples), "PNG"))[0, :, 1].tolist() == [0, 0, 1, 0x12, 0x7F, 0x80, 0xFF]
-
-
-@pytest.mark.parametrize("order", ["<", ">"])
-def test_16_bit_grey_tiff_keeps_the_high_byte(order: str) -> None:
-    samples = np.array([[0, 256, 0x8000, 0xFFFF]], f"{order}u2")
-    data = encoded(Image.fromarray(samples), "TIFF")
-    assert pixels(data)[0, :, 0].tolist() == [0, 1, 0x80, 0xFF]
-
-
-def test_12_bit_and_white_is_zero_tiff() -> None:
-    packed = bytes([0x00, 0x08, 0x00, 0xFF, 0xF0, 0x10])  # 0x000, 0x800, 0xFFF, 0x010
-    twelve = tiff(4, 1, {258: (3, 1, 12), 262: (3, 1, 1)}, packed)
-    assert pixels(twelve)[0, :, 0].tolist() == [0, 0x80, 0xFF, 1]
-    inverted = tiff(3, 1, {258: (3, 1, 16), 262: (3, 1, 0)}, np.array([0, 0x7FFF, 0xFFFF], "<u2").tobytes())
-    assert pixels(inverted)[0, :, 0].tolist() == [255, 128, 0]
-
-
-def test_16_bit_colour_keeps_the_high_byte() -> None:
-    raw = b"\0" + np.array([0x1234, 0x5678, 0xFFFF, 0, 0x00FF, 0x8000], ">u2").tobytes()
-    assert pixels(png(2, 1, 16, 2, raw)).tolist() == [[[0x12, 0x56, 0xFF], [0, 0, 0x80]]]
-
-
-@pytest.mark.parametrize(("colour", "key"), [(0, b"\x12\x34"), (2, b"\x12\x34" * 3)])
-def test_16_bit_transparent_colour(colour: int, key: bytes) -> None:
-    raw = b"\0" + b"\x12\x34" * (3 if colour else 1) + b"\x56\x78" * (3 if colour else 1)
-    assert pixels(png(2, 1, 16, colour, raw, png_chunk(b"tRNS", key)))[0, :, 0].tolist() == [255, 0x56]
-
-
-def test_16_bit_pgm() -> None:
-    data = b"P5 3 1 65535\n" + np.array([0x0012, 0x8000, 0xFFFF], ">u2").tobytes()
-    assert pixels(data)[0, :, 0].tolist() == [0, 0x80, 0xFF]
-    dark = b"P5 2 1 65535\n" + np.array([0x0012, 0x00FF], ">u2").tobytes()
-    assert pixels(dark).max() == 0
+def test_16_bit_samples_keep_the_high_byte(data: bytes, expected: list[int]) -> None:
+    assert pixels(data)[0, :, 0].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -168,14 +119,12 @@ def test_16_bit_pgm() -> None:
         (np.array([[0.0, 0.5, 1.0]], np.float32), [0, 128, 255]),  # fractions of white
         (np.array([[0.1, 0.2]], np.float32), [26, 51]),  # dim stays dim
         (np.array([[0.0, 1000.0, 4000.0]], np.float32), [0, 64, 255]),
-        (np.array([[-2.0, 0.0, 2.0]], np.float32), [0, 128, 255]),
         (np.array([[np.nan, np.inf, -np.inf, 1.0]], np.float32), [0, 255, 0, 255]),
         (np.array([[np.nan, np.nan]], np.float32), [0, 0]),
         (np.array([[-3e38, 0, 3e38]], np.float32), [0, 128, 255]),
         (np.array([[1e-40, 0.0]], np.float32), [0, 0]),
         (np.array([[0, 128, 255]], np.int32), [0, 128, 255]),
         (np.array([[0, 0x8000, 0xFFFF]], np.int32), [0, 0x80, 0xFF]),
-        (np.array([[0, 1 << 20, 1 << 22]], np.int32), [0, 64, 255]),
         (np.array([[-100, 0, 100]], np.int32), [0, 128, 255]),
     ],
 )
@@ -184,45 +133,25 @@ def test_wide_samples(samples: np.ndarray, expected: list[int]) -> None:
     assert np.abs(np.array(found) - expected).max() <= 1
 
 
-# Several frames
-
-
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF", "MPO", "AVIF"])
 def test_first_frame(kind: str) -> None:
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue", "lime")]
-    options = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100}}.get(kind, {})
+    options = {} if kind in ("GIF", "MPO") else EXACT.get(kind, {})
     found = pixels(encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)).astype(int)
     assert np.abs(found - [255, 0, 0]).max() <= 8
 
 
-# Pillow must not refuse, print or interfere
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_huge_png_text_does_not_cost_the_image(packed: bool) -> None:
-    text = PngImagePlugin.PngInfo()
-    text.add_text("comment", "x" * (5 << 20), zip=packed)
-    data = encoded(Image.fromarray(gradient()), "PNG", pnginfo=text)
-    assert (pixels(data) == gradient()).all()
-
-
-def test_huge_icc_profile_does_not_cost_the_image() -> None:
+def test_huge_texts_and_profiles_do_not_cost_the_image() -> None:
     plain = encoded(Image.fromarray(gradient()), "PNG")
     assert (pixels(with_chunk(plain, b"iCCP", b"x\0\0" + zlib.compress(bytes(5 << 20)))) == gradient()).all()
+    for packed in (False, True):
+        text = PngImagePlugin.PngInfo()
+        text.add_text("comment", "x" * (5 << 20), zip=packed)
+        assert (pixels(encoded(Image.fromarray(gradient()), "PNG", pnginfo=text)) == gradient()).all()
 
 
-def noisy_tiffs() -> dict[str, bytes]:
-    """Files about which libtiff or Pillow's log print, and what they print."""
+def test_pillow_keeps_its_settings_and_its_libraries_print_nothing() -> None:
     lzw = encoded(Image.fromarray(gradient()), "TIFF", compression="tiff_lzw")
-    return {
-        "tempfile.tif": lzw.replace(lzw[8:40], b"\xff" * 32),
-        "More samples per pixel": tiff(2, 1, {258: (3, 1, 8), 262: (3, 1, 1), 277: (3, 1, 84)}, b"\0\xff"),
-    }
-
-
-@pytest.mark.parametrize("said", noisy_tiffs())
-def test_libraries_print_nothing(said: str) -> None:
-    """In separate processes: the unchanged libraries print; after a first `decode_rgb` they do not."""
     program = """
 import io, sys
 from PIL import Image
@@ -236,18 +165,13 @@ else:
     except ImageError: pass
 """
 
-    def printed(how: str) -> str:
+    def printed(how: str) -> bytes:
         command = [sys.executable, "-c", program, how]
-        return subprocess.run(command, input=noisy_tiffs()[said], capture_output=True, check=True).stderr.decode()
+        data = lzw.replace(lzw[8:40], b"\xff" * 32)
+        return subprocess.run(command, input=data, capture_output=True, check=True).stderr
 
-    assert said in printed("bare")
-    assert printed("ours") == ""
-
-
-def test_pillow_is_left_as_it_was() -> None:
-    from PIL import ImageFile
-
+    assert b"tempfile.tif" in printed("bare")
+    assert printed("ours") == b""
     before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     decode_rgb(encoded(Image.fromarray(gradient()), "PNG"), 1 << 40)
-    after = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
-    assert after == before
+    assert before == (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)

@@ -14,8 +14,6 @@ from PIL import Image, ImageFile
 from edje_index.images import decode_limits
 from tests.edje_index.image_cases import encoded, gradient, pixels, png_chunk, reason, with_chunk
 
-SIDE = 1500  # 2.25 million pixels: above the limit of the decoders in Python
-
 
 def jpeg_of_scans(scans: int, side: int = 64) -> bytes:
     """A progressive JPEG whose last scan is repeated until there are `scans`."""
@@ -75,8 +73,9 @@ def test_scans_of_a_thumbnail_do_not_count() -> None:
 
 @pytest.mark.usefixtures("no_pixels")
 @pytest.mark.parametrize("name", decoded_in_python(1))
-def test_large_images_of_slow_decoders(name: str) -> None:
-    assert reason(decoded_in_python(SIDE)[name], limit=SIDE * SIDE) == "too-expensive"
+def test_large_images_of_slow_decoders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_limits, "MAX_PYTHON_PIXELS", 300 * 300 - 1)
+    assert reason(decoded_in_python(300)[name]) == "too-expensive"
 
 
 @pytest.mark.usefixtures("no_pixels")
@@ -97,17 +96,10 @@ def test_endless_headers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(empty_segments[kind]) == "too-expensive"
 
 
-def test_a_jpeg_of_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_limits, "_MAX_SEGMENTS", 1000)
-    jpeg = encoded(Image.fromarray(gradient()), "JPEG")
-    assert reason(jpeg[:2] + b"\xff\xef\0\2" * 1000 + jpeg[2:]) == "too-expensive"
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint16])
-def test_wide_samples_take_little_memory(dtype: type, tmp_path: Path) -> None:
+def test_wide_samples_take_little_memory(tmp_path: Path) -> None:
     """16 million zeros, in a process whose address space may grow by 16 bytes for each of them."""
-    samples = np.zeros((4000, 4000), dtype)
-    samples[1, 1], samples[3999, 3999] = 1, -1 if dtype is not np.uint16 else 1
+    samples = np.zeros((4000, 4000), np.float32)
+    samples[1, 1], samples[3999, 3999] = 1, -1
     (tmp_path / "bomb.tif").write_bytes(encoded(Image.fromarray(samples), "TIFF", compression="tiff_adobe_deflate"))
     program = """
 import io, resource, sys

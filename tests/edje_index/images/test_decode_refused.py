@@ -60,11 +60,6 @@ def bombs() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("name", bombs())
-def test_bomb_is_refused(name: str) -> None:
-    assert reason(bombs()[name], 89_000_000) in ("too-many-pixels", "too-expensive")
-
-
 def test_bombs_allocate_nothing(tmp_path: Path) -> None:
     """Each in a process whose address space may grow by 256 MB."""
     for index, data in enumerate(bombs().values()):
@@ -132,14 +127,8 @@ def image_or_reason(data: bytes) -> None:
     assert outcome in ("RGB", *REASONS)
 
 
-@given(st.sampled_from(SEEDS), st.binary(max_size=200))
-@settings(deadline=None)
-def test_any_bytes_after_a_true_beginning(seed: bytes, tail: bytes) -> None:
-    image_or_reason(seed[:24] + tail)
-
-
 @given(st.data(), st.sampled_from(SEEDS))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 def test_any_damage(data: st.DataObject, seed: bytes) -> None:
     end = data.draw(st.integers(0, len(seed)))
     damaged = bytearray(seed[:end] if data.draw(st.booleans()) else seed)

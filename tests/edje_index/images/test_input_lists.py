@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edje_index.images import input_lists
@@ -46,6 +46,7 @@ def spec_of(rows: int, shard_size: int, first_shard: int = 0) -> IndexSpec:
 @given(
     st.lists(REFS, min_size=1, max_size=20), st.integers(1, 6), st.integers(0, 9), st.integers(1, 8), st.integers(1, 4)
 )
+@settings(max_examples=20)
 def test_every_shard_is_read_back(tmp_path_factory, refs, shard_size, first_shard, list_rows, group_rows):
     layout = layout_in(tmp_path_factory.mktemp("lists"))
     spec = spec_of(len(refs), shard_size, first_shard)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
 import tarfile
 
 import numpy as np
@@ -62,17 +61,6 @@ def test_a_photo_becomes_a_small_jpeg(tmp_path):
     assert base64.b64decode(thumbnail.data_uri.partition(",")[2]) == thumbnail.jpeg
 
 
-def test_rows_come_in_the_order_of_the_request(tmp_path):
-    colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200)]
-    entries = []
-    for row, colour in enumerate(colours):
-        (tmp_path / f"{row}.jpg").write_bytes(jpeg(colour))
-        entries.append(entry(row, str(tmp_path / f"{row}.jpg"), jpeg(colour)))
-    thumbnails = read_thumbnails(write_index(tmp_path / "index", entries), [2, 0, 2])
-    assert [thumbnail.row_id for thumbnail in thumbnails] == [2, 0, 2]
-    assert [np.argmax(colour_of(thumbnail.jpeg)) for thumbnail in thumbnails] == [2, 0, 2]
-
-
 def test_a_member_of_an_archive_is_found(tmp_path):
     members = {"a/blue.jpg": jpeg((0, 0, 200)), "a/green.jpg": jpeg((0, 200, 0))}
     with tarfile.open(tmp_path / "photos.tar", "w") as archive:
@@ -84,14 +72,6 @@ def test_a_member_of_an_archive_is_found(tmp_path):
     assert colour_of(only(tmp_path / "index", entry(0, uri, members["a/green.jpg"])).jpeg) == (0, 200, 0)
     absent = only(tmp_path / "other", entry(0, f"{tmp_path}/photos.tar!a/red.jpg", members["a/green.jpg"]))
     assert (absent.jpeg, absent.problem) == (None, "missing: the archive has no such member")
-
-
-def test_a_name_that_is_not_utf8_is_found(tmp_path):
-    data, path = jpeg((0, 200, 0)), os.fsencode(tmp_path) + b"/gr\xfcn.jpg"
-    with open(path, "wb") as file:
-        file.write(data)
-    thumbnail = only(tmp_path / "index", entry(0, f"{tmp_path}/gr%FCn.jpg", data, uri_raw=path))
-    assert colour_of(thumbnail.jpeg) == (0, 200, 0)
 
 
 def test_another_file_at_the_same_path_is_not_shown(tmp_path):

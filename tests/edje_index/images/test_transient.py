@@ -15,7 +15,7 @@ from PIL import Image
 from edje_index.images import transient
 from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.transient import TransientInputError, is_transient, retry
+from edje_index.images.transient import TransientInputError, retry
 from tests.edje_index.image_cases import encoded
 
 ERRORS = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "ETIMEDOUT")
@@ -101,43 +101,18 @@ def test_a_source_that_vanishes(left_over: str, ref: InputRef, monkeypatch: pyte
     assert read_bytes(ref) == CONTENT
 
 
-def test_a_file_that_vanishes_alone_is_missing(ref: InputRef, pauses: list[float]) -> None:
-    os.unlink(ref.path)
-    with pytest.raises(ImageError, match="missing"):
-        read_bytes(ref)
-    assert pauses == []
-
-
-@pytest.mark.parametrize("name", ["ENOENT", "EACCES", "ELOOP", "ENAMETOOLONG", "ENXIO", "EISDIR"])
-def test_lasting_errors_are_not_repeated(name: str, pauses: list[float]) -> None:
-    error = OSError(getattr(errno, name), name)
-    assert not is_transient(error)
-    with pytest.raises(OSError, match=name):
-        retry(failing(lambda: None, error, times=1), "a.jpg")
-    assert pauses == []
-
-
 def test_memory_is_waited_for(pauses: list[float]) -> None:
     assert retry(failing(lambda: 7, MemoryError(), times=3), "a.jpg", 1) == 7
     assert pauses == list(transient.PAUSES)
-
-
-@pytest.mark.usefixtures("pauses")
-def test_too_little_memory_is_not_the_images_fault() -> None:
     with pytest.raises(TransientInputError, match=r"cannot decode a.jpg: too little memory"):
         retry(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1 << 60)
-
-
-@pytest.mark.usefixtures("pauses")
-def test_an_image_that_wants_more_memory_than_any_sound_one() -> None:
-    with pytest.raises(ImageError, match="too-expensive"):
+    with pytest.raises(ImageError, match="too-expensive"):  # more memory than any sound image needs is free
         retry(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1)
 
 
-@pytest.mark.parametrize("progressive", [False, True])
-def test_good_photos_in_too_little_memory(progressive: bool, tmp_path: Path) -> None:
+def test_good_photos_in_too_little_memory(tmp_path: Path) -> None:
     """24 megapixels in a process whose address space may grow by 4 to 256 MB; libjpeg calls it a broken stream."""
-    (tmp_path / "photo.jpg").write_bytes(encoded(Image.new("RGB", (6000, 4000)), "JPEG", progressive=progressive))
+    (tmp_path / "photo.jpg").write_bytes(encoded(Image.new("RGB", (6000, 4000)), "JPEG", progressive=True))
     program = """
 import io, resource, sys
 from pathlib import Path
@@ -147,7 +122,7 @@ out = io.BytesIO(); Image.new("L", (8, 8)).save(out, "JPEG"); decode_rgb(out.get
 data = Path(sys.argv[1]).read_bytes()
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 outcomes = set()
-for megabytes in (4, 64, 96, 128, 192, 256):
+for megabytes in (4, 96, 256):
     resource.setrlimit(resource.RLIMIT_AS, (used + (megabytes << 20), -1))
     try:
         outcomes.add(str(decode_rgb(data).size))

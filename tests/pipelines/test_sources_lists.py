@@ -1,0 +1,172 @@
+"""Lists of inputs in all formats: every entry is an input or a failed input; none is lost."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edje_index.images.inputs import InputRef, read_bytes
+from pipelines.sources import open_source, open_sources
+from pipelines.sources.lists import PATH_COLUMNS
+from storage_formats.errors import UsageError
+
+SUFFIXES = pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"])
+
+
+def scan(path: Path, column: str | None = None) -> list[InputRef]:
+    return list(open_source(str(path), column).iter_inputs())
+
+
+def write_list(path: Path, values: list[str], column: str = "path") -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"id": range(len(values)), column: values}), path)
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writerows([["id", column], *enumerate(values)])
+    else:
+        lines = [json.dumps({"id": number, column: value}) for number, value in enumerate(values)]
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@SUFFIXES
+def test_the_path_column(tmp_path: Path, suffix: str) -> None:
+    for column in PATH_COLUMNS:
+        assert len(scan(write_list(tmp_path / f"list{suffix}", ["a.jpg"], column))) == 1
+    path = write_list(tmp_path / f"list{suffix}", ["a.jpg"], "photo")
+    with pytest.raises(UsageError, match=r"name the column with the paths .*photo"):
+        open_source(str(path))
+    assert scan(path, "photo")[0].uri == f"{tmp_path}/a.jpg"
+    with pytest.raises(UsageError, match="no column nonesuch"):
+        open_source(str(path), "nonesuch")
+
+
+def test_bad_json_lines_are_inputs_that_failed(tmp_path: Path) -> None:
+    path = tmp_path / "list.jsonl"
+    (tmp_path / os.fsdecode(b"\xff.jpg")).touch()
+    good = [b'{"path": "\xff.jpg"}', b'{"path": "\\udcff.jpg"}']  # names that are not UTF-8
+    bad = [
+        b"{", b"[1]", b'"a.jpg"', b"{}", b'{"path": null}', b'{"path": 3}', b'{"path": ""}', b'{"path": "a\\u0000b"}',
+        b'{"path": "\\ud800"}', b"[" * 100_000, b'{"path": ["a.jpg"]}', b"\xff",
+    ]  # fmt: skip
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([good[0], b"", *bad, b"  ", good[1]]))
+    refs = scan(path)
+    assert [ref.problem for ref in refs] == [None, *["bad-list-line"] * len(bad), None]
+    assert refs[1].uri == f"{path}#3"
+    assert refs[-2].uri == f"{path}#{len(bad) + 2}"
+
+
+def test_parquet_nulls_and_kinds_of_text(tmp_path: Path) -> None:
+    kinds = [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
+    for number, kind in enumerate(kinds):
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table({"path": pa.array(["a.jpg", None, "é.jpg"]).cast(kind)}), path)
+        refs = scan(path)
+        assert [ref.problem for ref in refs] == ["missing", "bad-list-line", "missing"]
+        assert (refs[1].uri, refs[2].uri) == (f"{path}#2", f"{tmp_path}/é.jpg")
+
+
+def test_damaged_parquet(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "list.parquet", [f"{number}.jpg" for number in range(1000)])
+    data = bytearray(path.read_bytes())
+    path.write_bytes(data[:-30])
+    with pytest.raises(UsageError, match=r"cannot read .*footer"):
+        open_source(str(path))
+    data[4 : data.index(b"PAR1", 4) - 2000] = b""
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match="damaged after row"):
+        scan(path)
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30).filter(
+    lambda s: "://" not in s
+)
+
+
+@given(st.lists(TEXT, min_size=1, max_size=6))
+@settings(max_examples=20)
+def test_the_three_formats_agree(tmp_path_factory: pytest.TempPathFactory, values: list[str]) -> None:
+    folder = tmp_path_factory.getbasetemp() / "agree"
+    folder.mkdir(exist_ok=True)
+    expected = [os.path.join(os.fsencode(folder), os.fsencode(value)) for value in values]
+    for suffix in (".parquet", ".csv", ".jsonl"):
+        assert [ref.path for ref in scan(write_list(folder / f"list{suffix}", values))] == expected
+
+
+def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "list.tsv"
+    path.write_text('path\tcaption\na.jpg\t"hello\nb.jpg\t2" wide\nc.jpg\t"a ""big""\tdog"\r\nd.jpg\t"\n')
+    captions = {"a.jpg": '"hello', "b.jpg": '2" wide', "c.jpg": 'a "big"\tdog', "d.jpg": '"'}
+    assert {Path(ref.uri).name: ref.metadata["caption"] for ref in scan(path)} == captions
+
+
+@pytest.mark.parametrize("rest", ["c.jpg,y\n", "c.jpg," + "y" * 200_000 + '\nd.jpg,"\n'])
+def test_quoted_text_without_an_end_hides_no_row(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "list.csv"
+    path.write_text('path,caption\na.jpg,"two\nlines"\nb.jpg,"hello\n' + rest)
+    with pytest.raises(UsageError, match=r"quoted text that begins in line 4 of .*list.csv has no end or is too long"):
+        scan(path)
+
+
+def test_lines_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (b"a.jpg", b"b c.jpg", b"\xff.jpg"):
+        (tmp_path / os.fsdecode(name)).write_bytes(name)
+    path, long = tmp_path / "list.txt", b"x" * 70_000
+    path.write_bytes(b"\xef\xbb\xbfa.jpg\r\n\n  \nb c.jpg\n\xff.jpg\ngone.jpg\n" + long + b"\na\0b\na.jpg")
+    refs = scan(path)
+    assert [ref.problem for ref in refs] == [None, None, None, "missing", "bad-list-line", "bad-list-line", None]
+    assert [read_bytes(ref) for ref in refs[:3]] == [b"a.jpg", b"b c.jpg", b"\xff.jpg"]
+    assert refs[4].uri == f"{path}#7"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    (source,) = open_sources(["-"])
+    assert [ref.path for ref in source.iter_inputs()][:4] == [ref.path for ref in refs[:4]]
+    with pytest.raises(UsageError, match="standard input has been read already"):
+        list(source.iter_inputs())
+
+
+def test_a_terminal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, child = os.openpty()
+    with os.fdopen(child, "r") as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        with pytest.raises(UsageError, match="standard input is a terminal"):
+            open_sources(["-"])
+    os.close(parent)
+
+
+def test_caption_files(tmp_path: Path) -> None:
+    def captions_in(content: Any) -> list[InputRef]:
+        (tmp_path / "captions.json").write_text(json.dumps(content))
+        return scan(tmp_path / "captions.json")
+
+    (tmp_path / "a.jpg").write_bytes(b"photo")
+    images = [{"id": 7, "file_name": "a.jpg"}, {"id": 8, "file_name": "gone.jpg"}]
+    annotations = [{"image_id": number, "caption": text} for number, text in [(8, "two"), (7, "one"), (8, "2")]]
+    refs = captions_in({"images": images, "annotations": annotations})
+    assert [(ref.uri, ref.problem) for ref in refs] == [
+        (f"{tmp_path}/a.jpg", None),
+        (f"{tmp_path}/gone.jpg", "missing"),
+    ]
+    assert [ref.metadata for ref in refs] == [
+        {"captions": ["one"], "image_id": "7"},
+        {"captions": ["two", "2"], "image_id": "8"},
+    ]
+    (ref,) = captions_in([{"image": "a.jpg", "caption": text} for text in ("one", "two")])
+    assert ref.metadata == {"captions": ["one", "two"]}
+    (ref,) = captions_in([{"image": "https://host/a b.jpg", "caption": "x"}])
+    assert (ref.uri, ref.problem) == (f"{tmp_path}/captions.json#1", "bad-list-line")
+    for unusable in ({"a": 1}, [{"image": "a\0b.jpg", "caption": "x"}], [{"caption": "x"}]):
+        with pytest.raises(UsageError, match=r"captions\.json"):
+            captions_in(unusable)
