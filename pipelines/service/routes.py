@@ -280,7 +280,7 @@ async def rerank(
 ) -> list[dict[str, Any]] | dict[str, Any]:
     """Score documents for a query, best first.
 
-    Requests and responses have the format of text-embeddings-inference, or the common format of Cohere, Jina and vLLM.
+    Requests and responses have the format of text-embeddings-inference, or the common format of Cohere and Jina.
     A document is an image, or the row id or uri of a row of the index. Scores are final scores of the bundle. Scores
     can only be compared within one query, and are not limited to the range from 0 to 1.
     """
@@ -342,19 +342,15 @@ async def _rerank(state: ServiceState, query: str, documents: list[schemas.Docum
 def _document(document: schemas.Document, position: int) -> int | str | bytes:
     """Return the row id, the uri or the image bytes of a document."""
     if isinstance(document, schemas.DocumentObject):
-        part = document.content[0] if document.content else schemas.ContentPart()
-        text, image = document.text or part.text, document.image or document.image_url or part.image_url
         if document.row_id is not None:
             return document.row_id
         if document.uri is not None:
             return document.uri
-        if text is None:
-            if not image:
-                raise HTTPException(
-                    422, f"document {position} is empty: set one of row_id, uri, text, image, image_url and content"
-                )
-            return _image_bytes(image.url if isinstance(image, schemas.ImageUrl) else image)
-        document = text
+        if document.text is None:
+            if document.image is None:
+                raise HTTPException(422, f"document {position} is empty: set one of row_id, uri, text and image")
+            return _image_bytes(document.image)
+        document = document.text
     if isinstance(document, int):
         return document
     if document[:5].lower() == "data:":

@@ -77,33 +77,13 @@ class TextSearchRequest(_Search):
         return self._check("image and row_id", self.image, self.row_id)
 
 
-class ImageUrl(BaseModel):
-    """An image in the format of the OpenAI chat API. Only data URIs are accepted."""
-
-    url: Text
-
-
-class ContentPart(BaseModel):
-    """A text or an image as part of a document, in the format of vLLM."""
-
-    type: Literal["text", "image_url"] = "text"
-    text: Text | None = None
-    image_url: ImageUrl | None = None
-
-
 class DocumentObject(BaseModel):
-    """A document as a JSON object.
-
-    If several members are set, the first of these is used: row_id, uri, text, text in content, image, image_url,
-    image_url in content.
-    """
+    """A document as a JSON object. If several members are set, the first of row_id, uri, text and image is used."""
 
     row_id: RowId | None = None
     uri: Text | None = None
     text: Text | None = Field(None, description="The uri of a row, a row id in digits, or an image as data URI.")
     image: Text | None = Field(None, description="An image as base64 or data URI.")
-    image_url: ImageUrl | str | None = None
-    content: list[ContentPart] | None = Field(None, max_length=1)
 
 
 Document = StrictInt | StrictStr | DocumentObject
@@ -121,7 +101,7 @@ class TeiRerankRequest(BaseModel):
 
 
 class CohereRerankRequest(BaseModel):
-    """A re-ranking request in the common format of Cohere, Jina and vLLM. `model` has no effect."""
+    """A re-ranking request in the common format of Cohere and Jina. `model` has no effect."""
 
     query: Text
     documents: Items[Document] = Field(description="Row ids, uris of rows, or images.")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from edje_index import TokenIndex
+from edje_index.search.query import read_queries
 from tests.edje_index.search.indexes import HOLE, build_photos, photo
 
 QUERIES = ["a red canoe", "two dogs", "a red canoe"]
@@ -23,10 +24,12 @@ def hits_of(run, *arguments):
     return [json.loads(line) for line in out.splitlines()]
 
 
-@pytest.mark.parametrize("name", ["queries.txt", "queries.jsonl"])
-def test_queries_of_a_file_give_one_object_each(run, root, tmp_path, name):
-    lines = QUERIES if name.endswith(".txt") else [json.dumps({"query": query, "id": 1}) for query in QUERIES]
+def test_queries_of_a_file_give_one_object_each(run, root, tmp_path):
+    name, plain = "queries.jsonl", tmp_path / "queries.txt"
+    lines = [json.dumps({"captions": QUERIES[:1]}), json.dumps(QUERIES[1]), json.dumps({"query": QUERIES[2], "id": 1})]
     (tmp_path / name).write_text("\n" + "\n\n".join(lines) + "\n")
+    plain.write_text("\n" + "\n\n".join(QUERIES) + "\n")
+    assert read_queries(plain) == read_queries(tmp_path / name) == QUERIES
     together = hits_of(run, "search", root, "--queries", tmp_path / name, "-k", 3)
     assert [answer["query"] for answer in together] == QUERIES
     for answer in together:
@@ -37,24 +40,19 @@ def test_queries_of_a_file_give_one_object_each(run, root, tmp_path, name):
     assert len(out.splitlines()) == len(QUERIES) * (1 + 1 + 3)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_bad_files_of_queries_are_refused_before_anything_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for content, message in (
         (b'{"query": "a"}\n{"key": "b"}\n', "q.jsonl, line 2: a query must be a JSON string, or an object with"),
         (b'{"query": [3]}', "q.jsonl, line 1: a query must be a JSON string"),
         (b"[" * 100_000, "q.jsonl, line 1: a query must be a JSON string"),
         (b"\n \n", "q.jsonl is empty"),
         (b"\xff\xfe", "cannot read q.jsonl"),
-        (None, "cannot read q.jsonl: No such file"),
-    ],
-)
-def test_bad_files_of_queries_are_refused_before_anything_is_loaded(run, tmp_path, monkeypatch, content, message):
-    monkeypatch.chdir(tmp_path)
-    if content is not None:
+    ):
         (tmp_path / "q.jsonl").write_bytes(content)
-    code, out, err = run("search", "nowhere", "--queries", "q.jsonl")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+        code, out, err = run("search", "nowhere", "--queries", "q.jsonl")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
 
 
 def test_a_photo_finds_itself(run, root):
@@ -73,17 +71,10 @@ def test_texts_are_ranked_for_a_photo(run, root, tmp_path):
     (tmp_path / "texts.txt").write_text("\n".join(["", *texts, " "]))
     command = ["search", root, "--image", photo(root, 4), "--texts", tmp_path / "texts.txt"]
     index = TokenIndex.open(root)
-    for options, score, pool in (
-        ([], "bundle", 100),
-        (["--score", "embedding"], "embedding", 100),
-        (["--pool", 2], "bundle", 2),
-    ):
-        (answer,) = hits_of(run, *command, "-k", 2, *options)
-        expected = index.search_texts(photo(root, 4), texts, 2, pool, score=score)
-        assert [(hit["text"], hit["position"]) for hit in answer["hits"]] == [
-            (hit.text, hit.position) for hit in expected
-        ]
-        assert [hit["score"] for hit in answer["hits"]] == pytest.approx([hit.score for hit in expected], abs=1e-5)
+    (answer,) = hits_of(run, *command, "-k", 2, "--pool", 2)
+    expected = index.search_texts(photo(root, 4), texts, 2, 2)
+    assert [(hit["text"], hit["position"]) for hit in answer["hits"]] == [(hit.text, hit.position) for hit in expected]
+    assert [hit["score"] for hit in answer["hits"]] == pytest.approx([hit.score for hit in expected], abs=1e-5)
     _, out, _ = run(*command)
     assert {line.split(maxsplit=2)[2] for line in out.splitlines()[1:]} == set(texts)
 
@@ -106,9 +97,8 @@ def test_options_of_a_text_search(run, root):
     assert "does not have precision 'fp8'; choose one of: bf16" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_senseless_combinations_are_refused(run, root):
+    for arguments, message in (
         ([], "give one of TEXT, --queries FILE and --image FILE"),
         (["text", "--image", "x.jpg"], "give one of TEXT, --queries FILE and --image FILE"),
         (["--queries", "q.txt", "--html", "x.html"], "--html has no effect with --queries"),
@@ -120,9 +110,7 @@ def test_options_of_a_text_search(run, root):
         (["text", "--texts", "x.txt"], "--texts are ranked for an image: add --image FILE"),
         (["--image", "x.jpg", "--texts", "x.txt", "--where", "width > 3"], "--where has no effect with --texts"),
         (["--image", "x.jpg", "--texts", "none.txt"], "cannot read none.txt: No such file"),
-    ],
-)
-def test_senseless_combinations_are_refused(run, root, arguments, message):
-    code, out, err = run("search", root, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
+    ):
+        code, out, err = run("search", root, *arguments)
+        assert (code, out) == (2, "")
+        assert message in err

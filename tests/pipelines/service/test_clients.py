@@ -34,13 +34,6 @@ def test_the_client_of_cohere(service, expected):
         client.rerank(model="any", query="a dog", documents=["99"])
 
 
-def test_the_first_client_of_cohere(service, expected):
-    cohere = pytest.importorskip("cohere")
-    client = cohere.Client(api_key="any", base_url=service.url)
-    answer = client.rerank(query="a dog", documents=[str(row) for row in ROWS])
-    check([(result.index, result.relevance_score) for result in answer.results], expected)
-
-
 def test_a_client_of_text_embeddings_inference(service, expected):
     tei = pytest.importorskip("tei_client")
     client = tei.HttpClient(service.url)

@@ -66,17 +66,13 @@ TEXTS = ["a red canoe", "two dogs", "snow", "a man on a bicycle", "a red canoe"]
 
 def test_texts_for_an_image_and_for_a_row(client, library, index, http):
     for image in (7, photo(index, 7)):
-        for options in ({"k": 3}, {"k": 2, "pool": 2}, {"k": 3, "precision": "nvfp4"}):
-            chosen = {name: value for name, value in options.items() if name != "precision"}
-            expected = library.with_precision(options.get("precision", "bf16")).search_texts(image, TEXTS, **chosen)
-            hits = client.search_texts(image, TEXTS, **options)
-            assert [(hit.position, hit.text) for hit in hits] == [(hit.position, hit.text) for hit in expected]
-            assert np.allclose([hit.score for hit in hits], [hit.score for hit in expected], atol=_CLOSE)
-    body = {"row_id": 7, "texts": TEXTS, "score": "embedding"}
-    answer = http.post("/search/texts", json=body).json()
-    assert [hit["position"] for hit in answer["hits"]] == [
-        hit.position for hit in library.search_texts(7, TEXTS, score="embedding")
-    ]
+        expected = library.with_precision("nvfp4").search_texts(image, TEXTS, k=2, pool=2)
+        hits = client.search_texts(image, TEXTS, k=2, pool=2, precision="nvfp4")
+        assert [(hit.position, hit.text) for hit in hits] == [(hit.position, hit.text) for hit in expected]
+        assert np.allclose([hit.score for hit in hits], [hit.score for hit in expected], atol=_CLOSE)
+    answer = http.post("/search/texts", json={"row_id": 7, "texts": TEXTS, "score": "embedding"}).json()
+    expected = library.search_texts(7, TEXTS, score="embedding")
+    assert [hit["position"] for hit in answer["hits"]] == [hit.position for hit in expected]
     assert answer["weights"] == {"embedding": 1.0}
 
 
@@ -112,15 +108,12 @@ def test_search_returns_both_orders(http, library):
     assert sum(stages.values()) - stages["total"] <= stages["total"] <= answer["timing"]["computed_ms"]
 
 
-@pytest.mark.parametrize(
-    ("path", "member", "item"),
-    [("rerank", "texts", None), ("rerank", "documents", {}), ("embed", "inputs", None)],
-)
-def test_a_long_list_of_wrong_items_costs_little(service, http, path, member, item):
+def test_a_long_list_of_wrong_items_costs_little(service, http):
     before = resident_bytes(service.process.pid)
-    answer = http.post(f"/{path}", json={"query": "a", member: [item] * 300_000})
-    assert answer.status_code == 422
-    assert len(answer.text) < 2000
+    for path, member, item in (("rerank", "texts", None), ("rerank", "documents", {}), ("embed", "inputs", None)):
+        answer = http.post(f"/{path}", json={"query": "a", member: [item] * 300_000})
+        assert answer.status_code == 422
+        assert len(answer.text) < 2000
     assert resident_bytes(service.process.pid) - before < 150 << 20
 
 
@@ -136,15 +129,16 @@ def test_the_dialect_of_tei(http, library):
         assert item["text"] == texts[item["index"]]
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_the_dialect_of_cohere(http, library, path):
+def test_the_dialect_of_cohere(http, library):
     body = {"model": "rerank-v3.5", "query": "a dog", "documents": ["3", "0", "9"], "top_n": 2}
-    answer = http.post(path, json=body).json()
     expected = library.rerank("a dog", [3, 0, 9])[:2]
-    assert [[3, 0, 9][item["index"]] for item in answer["results"]] == [hit.row_id for hit in expected]
-    scores = [item["relevance_score"] for item in answer["results"]]
-    assert scores == pytest.approx([hit.score for hit in expected], abs=_CLOSE)
-    assert answer["id"]
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answer = http.post(path, json=body | {"return_documents": True}).json()
+        assert [[3, 0, 9][item["index"]] for item in answer["results"]] == [hit.row_id for hit in expected]
+        assert [item["document"]["text"] for item in answer["results"]] == [str(hit.row_id) for hit in expected]
+        scores = [item["relevance_score"] for item in answer["results"]]
+        assert scores == pytest.approx([hit.score for hit in expected], abs=_CLOSE)
+        assert answer["id"]
 
 
 def test_rows_and_images_are_scored_together(client, library, index):
@@ -161,9 +155,6 @@ def test_every_spelling_of_an_image(http, index):
         uri,
         {"image": data},
         {"image": uri},
-        {"image_url": uri},
-        {"image_url": {"url": uri}},
-        {"content": [{"type": "image_url", "image_url": {"url": uri}}]},
         {"text": uri},
     ]
     results = http.post("/rerank", json={"query": "a dog", "documents": documents}).json()["results"]
@@ -189,13 +180,10 @@ def test_thumbnails_are_those_of_the_rows(client, index, http):
     hole = http.get(f"/thumbnails/{HOLE}")
     assert hole.status_code == 404
     assert "not-an-image" in hole.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("row", ["99", "-1", "1e3", "..%2F..%2Fetc%2Fpasswd", "%00", "3/../../etc/passwd", "9" * 400])
-def test_no_thumbnail_outside_the_index(http, row):
-    answer = http.get(f"/thumbnails/{row}")
-    assert answer.status_code in (404, 422)
-    assert set(answer.json()) == {"error"}
+    for row in ("99", "-1", "1e3", "..%2F..%2Fetc%2Fpasswd", "%00", "3/../../etc/passwd", "9" * 400):
+        answer = http.get(f"/thumbnails/{row}")
+        assert answer.status_code in (404, 422)
+        assert set(answer.json()) == {"error"}
 
 
 def test_info_describes_the_index_and_the_limits(client, library):
@@ -237,7 +225,7 @@ def test_info_describes_the_index_and_the_limits(client, library):
         ("/rerank", {"query": "a", "texts": ["99"]}, 422, "out of range"),
         ("/rerank", {"query": "a", "texts": ["0"] * 1001}, 413, "send fewer documents: 1001 are over"),
         ("/rerank", {"query": "a", "documents": [{}]}, 422, "document 0 is empty"),
-        ("/rerank", {"query": "a", "documents": [{"image_url": "http://x"}]}, 422, "URLs are not fetched"),
+        ("/rerank", {"query": "a", "documents": [{"image": "http://x"}]}, 422, "URLs are not fetched"),
         ("/rerank", {"query": "a", "documents": [{"image": "AAAA"}] * 17}, 413, "send fewer images: 17 are"),
         ("/embed", {"inputs": [3]}, 422, "inputs"),
         ("/embed", {"inputs": ["a", {"image": "AAAA"}]}, 422, "either texts or images"),
@@ -311,15 +299,11 @@ def test_other_sites_get_no_access(http):
     assert plain.status_code == 422, "a form of another site can send no search"
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        *((host, 400) for host in ("evil.example", "127.0.0.1.evil.example:80", "[", "localhost#x", "user@localhost")),
-        *((host, 200) for host in ("localhost:1", "LOCALHOST", "[::1]:9", "127.0.0.1")),
-    ],
-)
-def test_a_name_that_resolves_to_loopback_is_not_answered(http, host, status):
-    assert http.get("/info", headers={"Host": host}).status_code == status
+def test_a_name_that_resolves_to_loopback_is_not_answered(http):
+    for host in ("evil.example", "127.0.0.1.evil.example:80", "[", "localhost#x", "user@localhost"):
+        assert http.get("/info", headers={"Host": host}).status_code == 400
+    for host in ("localhost:1", "LOCALHOST", "[::1]:9", "127.0.0.1"):
+        assert http.get("/info", headers={"Host": host}).status_code == 200
 
 
 def test_the_client_reports_what_the_service_says(client):
