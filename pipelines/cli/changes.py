@@ -182,13 +182,11 @@ def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, *
 
 @click.command()
 @click.argument("index", type=location)
-@click.option("--dry-run", is_flag=True, help="Show what would be repaired and change nothing.")
 @model_option
 @quiet_option
 @json_option
 def repair(
     index: IndexLocation,
-    dry_run: bool,
     model: Path | None,
     quiet: bool,
     as_json: bool,
@@ -203,24 +201,22 @@ def repair(
     has changed is refused and named. The exit code is 1 if problems remain.
 
     \b
-    Examples:
-      edje-index repair photos.edje --dry-run
+    Example:
       edje-index repair photos.edje
     """
     from pipelines.jobs.repair import repair_index
 
     with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-        result = repair_index(index, dry_run=dry_run, model=model, on_event=on_event, should_stop=should_stop)
+        result = repair_index(index, model=model, on_event=on_event, should_stop=should_stop)
     if as_json:
         print_json(asdict(result))
     for problem in result.left:
         note(f"{problem.path}: {problem.message}")
     if not as_json:
-        verb = "would be repaired from" if dry_run else "repaired from"
         for file in result.repaired:
-            print_line(f"{file.path}: {verb} {file.source}")
+            print_line(f"{file.path}: repaired from {file.source}")
         left = f"{counted(len(result.left), 'problem')} left" if result.left else "no problem left"
-        print_line(f"{index}: {counted(len(result.repaired), 'file')} {verb.removesuffix(' from')}, {left}")
+        print_line(f"{index}: {counted(len(result.repaired), 'file')} repaired, {left}")
     return 1 if result.left else 0
 
 
@@ -306,11 +302,8 @@ def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
 
 @click.command()
 @click.argument("index", type=location)
-@click.option(
-    "--reason", "reasons", metavar="REASON", multiple=True, help="List only rows that failed for REASON; repeatable."
-)
 @json_option
-def failures(index: IndexLocation, reasons: tuple[str, ...], as_json: bool) -> None:
+def failures(index: IndexLocation, as_json: bool) -> None:
     """List the inputs of INDEX that could not be indexed.
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
@@ -321,11 +314,10 @@ def failures(index: IndexLocation, reasons: tuple[str, ...], as_json: bool) -> N
     \b
     Examples:
       edje-index failures photos.edje
-      edje-index failures photos.edje --reason truncated --reason corrupt
       edje-index failures photos.edje --json | jq -r '.failures[].uri'
     """
 
-    rows = (row for row in failed_rows(index) if not reasons or row["reason"] in reasons)
+    rows = (row for row in failed_rows(index))
     if as_json:
         print_json({"index": str(index), "failures": list(rows)})
         return

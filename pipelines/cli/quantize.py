@@ -12,7 +12,6 @@ from pipelines.cli.options import (
     FILE,
     PATH,
     POSITIVE,
-    engine_option,
     json_option,
     location,
     quiet_option,
@@ -32,9 +31,8 @@ _PRINT_ONLY = Path("-")
 @click.option(
     "--from", "source", metavar="NAME", help="Precision to convert from.  [default: the most accurate precision stored]"
 )
-@engine_option("inline")
-@click.option("--workers", type=POSITIVE, help="Number of worker processes, with --engine ray.  [default: 2]")
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --engine ray.")
+@click.option("--workers", type=POSITIVE, help="Number of Ray workers.  [default: convert in this process]")
+@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --workers.")
 @click.option(
     "--report",
     is_flag=False,
@@ -58,7 +56,6 @@ def quantize(
     to: tuple[str, ...],
     drop: tuple[str, ...],
     source: str | None,
-    engine: str,
     workers: int | None,
     address: str | None,
     report: Path | None,
@@ -112,10 +109,9 @@ def quantize(
     if to or drop:
         from pipelines.jobs.quantize import quantize_index
 
-        if engine == "inline" and (workers is not None or address is not None):
-            raise UsageError("--workers and --address need --engine ray; add --engine ray")
-        count = None if engine == "inline" else workers or 2
-        options: dict[str, Any] = {"drop": drop, "source": source, "workers": count, "address": address}
+        if address is not None and workers is None:
+            raise UsageError("--address needs --workers; add --workers")
+        options: dict[str, Any] = {"drop": drop, "source": source, "workers": workers, "address": address}
         with running_job(index, quiet=quiet) as (on_event, should_stop):
             result = quantize_index(index, to, **options, on_event=on_event, should_stop=should_stop)
         if not as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 
 if TYPE_CHECKING:
-    from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.format.manifest import Manifest
     from storage_formats.format.receipts import ShardReceipt
     from storage_formats.writing.conversion import ConversionTask
 
@@ -102,45 +103,75 @@ def quantize_index(
         (('bf16', 'fp8', 'nvfp4'), 36)
     """
     from storage_formats.change import begin_change
+    from storage_formats.codecs import codec
     from storage_formats.writing.conversion import ConversionTask, with_precisions, without_precisions
 
     started = time.monotonic()
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
-    with begin_change(index, "quantize", request) as change:
+    with begin_change(index, "quantize", request) as change, stopping_on_full_disk(Path(index)):
         assert change.index is not None
         before, layout, root = change.index.manifest, change.layout, change.layout.root
         manifest, spec = before, before.spec
+        for name in (*to, *drop, *filter(None, [source])):
+            codec(name)
+        if both := sorted({*to} & {*drop}):
+            raise UsageError(
+                f"{', '.join(both)} cannot be both added and dropped; name each precision once", parameter="drop"
+            )
+        if drop and not {*spec.precisions, *to} - {*drop}:
+            raise UsageError(
+                f"dropping {', '.join(drop)} would leave {root} without tokens; keep at least one precision",
+                parameter="drop",
+            )
         missing = tuple(name for name in dict.fromkeys(to) if name not in spec.precisions)
-        _check_names(root, to, drop, source, (*spec.precisions, *missing))
-        read = precision_to_read(root, manifest, source) if missing else None
-        with stopping_on_full_disk(root):
-            if read is not None:
-                if source is None:
-                    _refuse_higher_fidelity(root, manifest, read, missing)
-                text = f"convert {spec} {read} {missing} {_source_digest(change.index, read)}"
-                plan, shards = hashlib.sha256(text.encode()).hexdigest(), list(spec.shard_numbers())
-                receipts = change.receipts(shards, plan)
-                _check_disk(root, spec, missing, len(shards) - len(receipts))
-                write_array_shapes(layout, replace(spec, precisions=(*spec.precisions, *missing)))
-                on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
-                run = run_shards(
-                    "converting",
-                    shards,
-                    spec.used_rows,
-                    receipts,
-                    engine=open_engine("inline" if workers is None else "ray", workers, address=address),
-                    make_worker=on_shared_directory(layout.root, open_converter),
-                    make_task=lambda shard: ConversionTask(str(root), shard, spec, read, missing, plan),
-                    on_event=on_event,
-                    should_stop=should_stop,
+        read = None
+        if missing:
+            read = precision_to_read(root, manifest, source)
+            lossy = _least_accurate(manifest, read)
+            for name in missing if source is None else ():
+                if _rank(name) < _rank(lossy):
+                    raise UsageError(
+                        f"'{name}' would be larger but not more accurate, because all tokens in {root} have the errors "
+                        f"of '{lossy}'. Build the index again with '{name}', or set the source to '{read}' to convert "
+                        "anyway",
+                        parameter="source",
+                    )
+            folders = (f"tokens/{read}/", f"checksums/{read}/")
+            entries = [file for _, file in change.index.shard_files() if file.path.startswith(folders)]
+            files = [(file.path, file.bytes, file.crc32c) for file in entries]
+            digest = hashlib.sha256(repr(files).encode()).hexdigest()
+            plan = hashlib.sha256(f"convert {spec} {read} {missing} {digest}".encode()).hexdigest()
+            shards = list(spec.shard_numbers())
+            receipts = change.receipts(shards, plan)
+            left, sizes = len(shards) - len(receipts), [_record_bytes(spec, name) for name in missing]
+            need = sum(left * padded_shard_bytes(spec.shard_size, spec.shard_size, size)[1] for size in sizes)
+            if need > (free := free_disk(root)):
+                raise UsageError(
+                    f"converting {counted(left, 'shard')} to {', '.join(missing)} needs up to {need} bytes of disk, "
+                    f"but only {free} are free at {root}; free some space, or convert to fewer precisions at a time",
+                    parameter="to",
                 )
-                manifest = with_precisions(change.index, missing, list(run), source=read)
-            dropped = tuple(name for name in before.spec.precisions if name in drop)
-            if dropped:
-                manifest = without_precisions(layout, manifest, dropped)
-            if manifest is not before:
-                manifest = change.commit(manifest).manifest
-                change.clean_up(change.remove_files)
+            write_array_shapes(layout, replace(spec, precisions=(*spec.precisions, *missing)))
+            on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
+            task = functools.partial(ConversionTask, str(root), spec=spec, source=read, targets=missing, plan=plan)
+            run = run_shards(
+                "converting",
+                shards,
+                spec.used_rows,
+                receipts,
+                engine=open_engine("inline" if workers is None else "ray", workers, address=address),
+                make_worker=on_shared_directory(root, open_converter),
+                make_task=task,
+                on_event=on_event,
+                should_stop=should_stop,
+            )
+            manifest = with_precisions(change.index, missing, list(run), source=read)
+        dropped = tuple(name for name in before.spec.precisions if name in drop)
+        if dropped:
+            manifest = without_precisions(layout, manifest, dropped)
+        if manifest is not before:
+            manifest = change.commit(manifest).manifest
+            change.clean_up(change.remove_files)
     return QuantizeResult(
         source=read,
         added=missing,
@@ -189,72 +220,19 @@ def _rank(name: str) -> int:
     return names.index(name) if name in names else len(names)
 
 
-def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets: tuple[str, ...]) -> None:
-    """Raise UsageError if a target has a higher fidelity than `source`."""
-    lossy = _least_accurate(manifest, source)
-    for name in targets:
-        if _rank(name) < _rank(lossy):
-            raise UsageError(
-                f"'{name}' would be larger but not more accurate, because all tokens in {root} have the errors of "
-                f"'{lossy}'. Build the index again with '{name}', or set the source to '{source}' to convert anyway",
-                parameter="source",
-            )
-
-
-def _source_digest(index: CommittedIndex, source: str) -> str:
-    """Return the SHA-256 of the lengths and checksums of the files of `source`."""
-    folders = (f"tokens/{source}/", f"checksums/{source}/")
-    entries = [file for _, file in index.shard_files() if file.path.startswith(folders)]
-    files = [(file.path, file.bytes, file.crc32c) for file in entries]
-    return hashlib.sha256(repr(files).encode()).hexdigest()
-
-
-def open_converter() -> Worker:
-    """Return a worker that converts one shard per call."""
-    return _convert_shard
-
-
-def _check_names(
-    root: Path, to: Sequence[str], drop: Sequence[str], source: str | None, available: tuple[str, ...]
-) -> None:
-    """Raise UsageError if the precisions to add and to drop are invalid."""
-    from storage_formats.codecs import codec
-
-    for name in (*to, *drop, *filter(None, [source])):
-        codec(name)
-    if both := sorted({*to} & {*drop}):
-        raise UsageError(
-            f"{', '.join(both)} cannot be both added and dropped; name each precision once", parameter="drop"
-        )
-    if drop and not set(available) - set(drop):
-        raise UsageError(
-            f"dropping {', '.join(drop)} would leave {root} without tokens; keep at least one precision",
-            parameter="drop",
-        )
-
-
-def _check_disk(root: Path, spec: IndexSpec, targets: tuple[str, ...], shards: int) -> None:
-    """Raise UsageError if the disk has no room for `shards` shards of every target."""
-    record_sizes = [_record_bytes(spec, name) for name in targets]
-    need = sum(shards * padded_shard_bytes(spec.shard_size, spec.shard_size, size)[1] for size in record_sizes)
-    free = free_disk(root)
-    if need > free:
-        raise UsageError(
-            f"converting {counted(shards, 'shard')} to {', '.join(targets)} needs up to {need} bytes of disk, but only "
-            f"{free} are free at {root}; free some space, or convert to fewer precisions at a time",
-            parameter="to",
-        )
-
-
 def _record_bytes(spec: IndexSpec, name: str) -> int:
     from storage_formats.codecs import codec
 
     return codec(name, spec.block_shape).record_bytes
 
 
-def _convert_shard(
-    task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
-) -> ShardReceipt:
+def open_converter() -> Worker:
+    """Return a worker that converts one shard per call."""
+    return convert
+
+
+def convert(task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]) -> ShardReceipt:
+    """Convert one shard. This is the worker of an engine."""
     from storage_formats.writing.conversion import ConversionInterrupted, convert_shard
 
     try:

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.collector import paused_collector
 from pipelines.jobs.build import ignore, never
-from pipelines.jobs.encode_again import SourceEncoder
-from pipelines.progress.events import OnEvent, Progress, ShouldStop, StatusMessage, progress_callback, stop_at_events
+from pipelines.jobs.encode import encoding_task
+from pipelines.jobs.plan import Plan, settings_of
+from pipelines.progress.events import (
+    JobStopped,
+    OnEvent,
+    Progress,
+    ShouldStop,
+    StatusMessage,
+    progress_callback,
+    stop_at_events,
+)
+from storage_formats.errors import EdjeError
+from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Layout
 from storage_formats.format.object_store import local_path
 
 if TYPE_CHECKING:
+    from edje_index.images.inputs import InputRef
+    from edje_index.indexing.image_encoder import ImageEncoder
+    from storage_formats.codecs import Blocks
+    from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.shard_table import FileEntry
     from storage_formats.shard_check import Problem
     from storage_formats.writing.repair import RepairedFile
+
+_WORDING = {"changed-since-plan": "its content has changed"}
+_COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason")
 
 
 @dataclass(frozen=True)
@@ -25,9 +47,8 @@ class RepairResult:
     """The result of a repair.
 
     Attributes:
-        repaired: files that were repaired, or that would be repaired if `dry_run` is True.
-        left: problems that remain, or that would remain if `dry_run` is True.
-        dry_run: True if the repair was only tried and nothing was changed.
+        repaired: files that were repaired.
+        left: problems that remain.
 
     Example:
         >>> from pathlib import Path
@@ -40,13 +61,11 @@ class RepairResult:
 
     repaired: tuple[RepairedFile, ...]
     left: tuple[Problem, ...]
-    dry_run: bool
 
 
 def repair_index(
     index: str | Path,
     *,
-    dry_run: bool = False,
     model: str | Path | None = None,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
@@ -58,7 +77,6 @@ def repair_index(
 
     Args:
         index: directory of the index.
-        dry_run: True to find out what can be repaired, without a change to the index.
         model: directory of the model bundle; None selects the bundle that built the index.
         on_event: as in `build_index`.
         should_stop: as in `build_index`. `should_stop` is called after each progress event, and between
@@ -77,28 +95,26 @@ def repair_index(
         >>> repair_index("photos.edje").repaired
         ()
     """
+    from edje_index.indexing.faiss_index import AnnRequest, replace_ann
     from storage_formats.change import begin_change, clear_staging, write_array_shapes
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.verify import verify_index
     from storage_formats.writing.repair import RepairedFile, ShardRepair
 
-    stopped = "stopped; a dry run changes nothing" if dry_run else "stopped; files that were repaired stay repaired"
-    on_event = stop_at_events(on_event, should_stop, stopped)
+    on_event = stop_at_events(on_event, should_stop, "stopped; files that were repaired stay repaired")
     root = local_path(index, advice="; to repair an index at a URL, download its objects and repair the directory")
     repaired: list[RepairedFile] = []
     refusals: list[Problem] = []
     settled: set[str] = set()
-    with contextlib.ExitStack() as stack:
-        change = None if dry_run else stack.enter_context(begin_change(root, "repair"))
+    with begin_change(root, "repair") as change:
         problems = verify_index(root, lambda done, total: on_event(Progress("verifying", done, total)))
         opened = CommittedIndex.open(root)
         layout, damaged = Layout(opened.root), {problem.path for problem in problems}
         metadata = [layout.relative(path) for path in layout.zarr_files(opened.manifest.spec.precisions)]
         repaired += [RepairedFile(path, "index.json") for path in metadata if path in damaged]
-        if change is not None:
-            clear_staging(layout.root)
-            if repaired:
-                write_array_shapes(layout, opened.manifest.spec)
+        clear_staging(layout.root)
+        if repaired:
+            write_array_shapes(layout, opened.manifest.spec)
         sources = SourceEncoder(opened, None if model is None else local_path(model), on_event, should_stop)
         files: dict[int, dict[str, FileEntry]] = {}
         for shard, file in opened.shard_files():
@@ -106,20 +122,134 @@ def repair_index(
         shards = {shard: entries for shard, entries in files.items() if damaged.intersection(entries)}
         for done, (shard, entries) in enumerate(shards.items()):
             on_event(Progress("repairing", done, len(shards)))
-            encode_again = functools.partial(sources.encode, shard)
-            repair = ShardRepair(opened, shard, entries, dry_run=dry_run, encode_again=encode_again)
+            repair = ShardRepair(opened, shard, entries, functools.partial(sources.encode, shard))
             repaired += repair.run()
             tokens = {path for path in damaged.intersection(entries) if path.startswith("tokens/")}
             refusals += sources.problems(shard, tokens - repair.settled)
             settled |= repair.settled
         ann = [file.path for file in opened.manifest.ann_files if file.path in damaged]
         if ann and not any(path.startswith("embeddings/") for path in damaged):
-            if change is not None:
-                from edje_index.indexing.faiss_index import AnnRequest, replace_ann
-
-                on_event(StatusMessage("building the nearest-neighbour index"))
-                replace_ann(change, AnnRequest.like(opened.manifest.ann), progress_callback(on_event))
+            on_event(StatusMessage("building the nearest-neighbour index"))
+            replace_ann(change, AnnRequest.like(opened.manifest.ann), progress_callback(on_event))
             repaired += [RepairedFile(path, "the embeddings") for path in ann]
     settled |= {file.path for file in repaired}
     left = [each for each in problems if each.path not in settled]
-    return RepairResult(tuple(repaired), (*left, *refusals), dry_run)
+    return RepairResult(tuple(repaired), (*left, *refusals))
+
+
+class SourceEncoder:
+    """Encodes rows again with the model and the settings of an index, in the batches of its build.
+
+    Args:
+        index: the index.
+        model: directory of the model bundle; None selects the bundle that built the index.
+        on_event: function that receives progress events.
+        should_stop: function that is called before each batch.
+
+    """
+
+    def __init__(
+        self, index: CommittedIndex, model: Path | None, on_event: OnEvent, should_stop: ShouldStop = lambda: False
+    ) -> None:
+        self._index, self._model = index, model
+        self._on_event, self._should_stop = on_event, should_stop
+        self._shard = -1
+        self._inputs: dict[int, InputRef] = {}
+        self._blocks: dict[int, Blocks] = {}
+        self._refused: dict[int, str] = {}  # reasons by row id
+        self._problem: str | None = None  # why no row of the shard can be encoded again
+
+    def encode(self, shard: int, needed: NDArray[np.int64]) -> Mapping[int, Blocks]:
+        """Encode rows of `shard` again, with the other rows of their batches.
+
+        Args:
+            shard: shard number.
+            needed: positions of rows in the shard.
+
+        Returns:
+            The blocks of rows of the shard, by position. Rows that cannot be encoded again are missing;
+            `problems` says why.
+
+        Raises:
+            JobStopped: `should_stop()` returned True.
+        """
+        from edje_index.images.transient import TransientInputError
+        from edje_index.indexing.shard_encoding import encode_inputs
+
+        manifest, first_row = self._index.manifest, self._index.manifest.spec.shard_rows(shard).start
+        try:
+            if self._shard != shard:
+                self._shard, self._inputs, self._blocks, self._refused, self._problem = shard, {}, {}, {}, None
+                if "inputs_digest" not in manifest.settings:
+                    raise EdjeError(f"{self._index.root} was not built from images")
+                self._inputs = self._inputs_of(shard)
+            tried = {*self._blocks, *(row - first_row for row in self._refused)}
+            wanted = [position for position in needed.tolist() if position in self._inputs and position not in tried]
+            if self._problem is not None or not wanted:
+                return self._blocks
+            self._on_event(StatusMessage(f"encoding rows of shard {shard} again from their sources"))
+            plan = Plan(manifest.spec, manifest.model, settings_of(self._index.root, manifest), "", 0, {}, {})
+            task = encoding_task(self._index.root, plan, shard)
+            size = task.inputs_per_batch
+            for start in sorted({position // size * size for position in wanted}):
+                if self._should_stop():
+                    raise JobStopped("stopped")
+                batch = [position for position in range(start, start + size) if position in self._inputs]
+                refs = [self._inputs[position] for position in batch]
+                blocks, reasons = encode_inputs(refs, self._encoder, task.decoding)
+                self._blocks |= {batch[number]: block for number, block in blocks.items()}
+                refused = {batch[number]: _WORDING.get(reason, reason) for number, reason in reasons.items()}
+                self._refused |= {first_row + at: refused[at] for at in wanted if at in refused}
+        except JobStopped:
+            raise
+        except TransientInputError as error:
+            self._problem = f"{error}. Then run the repair again"
+        except EdjeError as error:
+            self._problem = str(error)
+        return self._blocks
+
+    def problems(self, shard: int, paths: Iterable[str]) -> Iterator[Problem]:
+        """Say why the token files `paths` of `shard` could not be rebuilt from the sources."""
+        from storage_formats.shard_check import Problem
+
+        first_row = self._index.manifest.spec.shard_rows(shard).start
+        for path in sorted(paths) if shard == self._shard else ():
+            if self._problem is not None:
+                yield Problem(path, "not-encoded-again", f"its rows cannot be encoded again: {self._problem}")
+            for row, reason in sorted(self._refused.items()):
+                uri = self._inputs[row - first_row].uri
+                yield Problem(path, "source-refused", f"row {row} cannot be encoded again from {uri}: {reason}")
+            if self._problem is None and not self._refused:
+                yield Problem(
+                    path,
+                    "encoded-differently",
+                    "its rows were encoded again from their sources, but with another result; repair the index with "
+                    "the version of edje-index, the packages and the processor that built it, or delete and append "
+                    "these rows",
+                )
+
+    def _inputs_of(self, shard: int) -> dict[int, InputRef]:
+        """Return the inputs of the rows of `shard` that have a block, by position."""
+        from edje_index.images.inputs import InputRef
+        from pipelines.jobs.compare import refs_of_rows
+        from storage_formats.format.rows import INDEXED, iter_stored_rows
+
+        (table,) = iter_stored_rows(self._index, _COLUMNS, [shard])
+        rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
+        clips = settings_of(self._index.root, self._index.manifest).frames is not None
+        located = {(ref.uri, ref.uri_raw): ref for ref in refs_of_rows(rows, [], clips=clips)}
+        inputs, first_row = {}, self._index.manifest.spec.shard_rows(shard).start
+        for row in rows:
+            ref = located.get((row["uri"], row["uri_raw"])) or InputRef(row["uri"], b"", problem="missing")
+            inputs[row["row_id"] - first_row] = replace(ref, content_hash=row["content_hash"])
+        return inputs
+
+    @functools.cached_property
+    def _encoder(self) -> ImageEncoder:
+        with name_missing_extra("build"), paused_collector():
+            from edje_index.bundles.info import matching_bundle
+            from edje_index.indexing.image_encoder import ImageEncoder
+
+            settings = settings_of(self._index.root, self._index.manifest)
+            path = matching_bundle(self._index, self._model).path
+            return ImageEncoder.open(path, device=settings.device, threads=settings.threads, dtype=settings.dtype)

@@ -89,7 +89,6 @@ def delete_rows(
     """
     from pipelines.jobs.copy import compact_index
     from storage_formats.change import begin_change, is_unfinished
-    from storage_formats.format.object_store import is_url
     from storage_formats.format.remote import open_index
     from storage_formats.writing.publish import write_tombstones
 
@@ -101,7 +100,7 @@ def delete_rows(
         manifest = opened.manifest
     else:
         if erase:
-            journal = None if is_url(index) else is_unfinished(index)
+            journal = is_unfinished(index)
             if journal is not None and journal.kind == "compact":  # of an interrupted erasure
                 compact_index(index, only_shards_with_deleted=True, on_event=on_event)
         with begin_change(index, "delete") as change:
@@ -144,7 +143,11 @@ def _select(
     from storage_formats.format.rows import iter_rows
     from storage_formats.format.tombstones import check_rows_in_use, rows_in_use
 
-    matching = [] if uri is None else rows_of_uris(index, uri).tolist()
+    matching: list[int] = []
+    if uri is not None:
+        matches = re.compile(fnmatch.translate(uri)).match  # a * also matches slashes
+        lines = (line for table in iter_rows(index, ["row_id", "uri"]) for line in table.to_pylist())
+        matching = [line["row_id"] for line in lines if matches(line["uri"])]
     passing = [] if where is None else RowFilters(index).row_ids(where).tolist()
     requested = np.unique(np.array([*check_row_ids(rows, index.manifest.spec.rows), *matching, *passing], np.int64))
     if erase:  # the first run of an interrupted erasure may have removed rows
@@ -156,15 +159,6 @@ def _select(
             duplicates = table["row_id"].to_numpy()[np.isin(originals, requested)]
             requested = np.union1d(requested, duplicates)
     return requested, requested[~index.deleted.contain(requested)]
-
-
-def rows_of_uris(index: CommittedIndex, pattern: str) -> NDArray[np.int64]:
-    """Return the ids of the rows whose uri matches a shell pattern, int64 [n]. A `*` also matches slashes."""
-    from storage_formats.format.rows import iter_rows
-
-    matches = re.compile(fnmatch.translate(pattern)).match
-    rows = (row for table in iter_rows(index, ["row_id", "uri"]) for row in table.to_pylist())
-    return np.array([row["row_id"] for row in rows if matches(row["uri"])], dtype=np.int64)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,9 @@ The bytes come from other files of the index or from the sources. A repaired fil
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +49,6 @@ class ShardRepair:
         index: the index.
         shard: shard number.
         files: file entries of the shard in the shard table, keyed by path.
-        dry_run: whether to only find out which files can be repaired, without a change to the index.
         encode_again: function that encodes rows of the shard from their sources; None repairs without the sources.
 
     Attributes:
@@ -65,8 +61,6 @@ class ShardRepair:
         index: CommittedIndex,
         shard: int,
         files: Mapping[str, FileEntry],
-        *,
-        dry_run: bool,
         encode_again: EncodeAgain | None = None,
     ) -> None:
         self._layout = Layout(index.root)
@@ -74,7 +68,6 @@ class ShardRepair:
         self._shard = shard
         self._rows = len(self._spec.shard_rows(shard))
         self._files = files
-        self._dry_run = dry_run
         self._encode_again = encode_again
         self.settled: set[str] = set()
         self._codecs = {name: codec(name, self._spec.block_shape) for name in self._spec.precisions}
@@ -168,12 +161,7 @@ class ShardRepair:
 
     def _restore(self, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
         """Write the `damaged` files from `records`. Return False if the result differs from the committed files."""
-        with tempfile.TemporaryDirectory() if self._dry_run else contextlib.nullcontext(self._layout.root) as staging:
-            return self._restore_in(Path(staging), token_codec, records, damaged)
-
-    def _restore_in(self, staging: Path, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
-        """Write the `damaged` files to `staging`. Then move the files into the index, except in a dry run."""
-        staged = StagedFiles(Layout(staging), self._shard)
+        staged = StagedFiles(self._layout, self._shard)
         file = open_tokens(staged, self._spec, self._shard, token_codec.name)
         try:
             present = np.flatnonzero((records != fill_record(token_codec)).any(axis=1))
@@ -184,12 +172,11 @@ class ShardRepair:
                 return False
             if crc32c(checksums.tobytes()) != sums.crc32c:
                 return False
-            if not self._dry_run:
-                if tokens.path in damaged:
-                    staged.add(file.path.name, self._layout.root / tokens.path, file.length, crc)
-                if sums.path in damaged:
-                    staged.add_bytes("checksums", self._layout.root / sums.path, checksums.tobytes())
-                staged.commit()
+            if tokens.path in damaged:
+                staged.add(file.path.name, self._layout.root / tokens.path, file.length, crc)
+            if sums.path in damaged:
+                staged.add_bytes("checksums", self._layout.root / sums.path, checksums.tobytes())
+            staged.commit()
             return True
         finally:
             file.close()

@@ -66,5 +66,5 @@ def make_cases(folder: Path) -> dict[str, Case]:
     return {
         "build": Case(f"{build} --shard-size 8 --batch-size 4 --dedupe", contents),
         "import-arrays": Case(arrays, file_contents, refuses_finished=True),
-        "quantize": Case("quantize INDEX --to fp8 --drop bf16 --engine inline", file_contents, folder / "before"),
+        "quantize": Case("quantize INDEX --to fp8 --drop bf16", file_contents, folder / "before"),
     }

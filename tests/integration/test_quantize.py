@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -56,8 +55,7 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
         (["--drop", "fp3"], "unknown precision 'fp3'"),
         (["--to", "fp8", "--from", "fp3"], "unknown precision 'fp3'"),
         (["--to", "int8", "--from", "bf16"], "does not have precision 'bf16'"),
-        (["--to", "int8", "--workers", 2], "need --engine ray"),
-        (["--to", "int8", "--address", "head:1"], "need --engine ray"),
+        (["--to", "int8", "--address", "head:1"], "--address needs --workers"),
     ]:
         assert words in run_here("quantize", tmp_path / "a", *options, expect=2)["error"]
     assert "there is no index" in run_here("quantize", tmp_path / "b", "--to", "fp8", expect=2)["error"]
@@ -119,15 +117,15 @@ def test_a_conversion_of_the_same_index_is_resumed_and_no_other_begins(tmp_path)
     assert verify_index(tmp_path) == []
 
 
-def test_engines_and_build_give_the_same_bytes(case, tmp_path):
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [(run_here, ()), pytest.param(run_process, ("--workers", 2), marks=pytest.mark.slow)],
+    ids=["inline", "ray"],
+)
+def test_engines_and_build_give_the_same_bytes(case, tmp_path, run, options):
     build(case, tmp_path / "a", "--precision", "bf16", "--precision", "fp8")
-    build(case, tmp_path / "plain")
-    for engine, run in (("inline", run_here), ("ray", run_process)):
-        shutil.copytree(tmp_path / "plain", tmp_path / engine)
-        run("quantize", tmp_path / engine, "--to", "fp8", "--engine", engine)
-    expected = contents(tmp_path / "a")
-    expected.pop("plan")
-    for engine in ("inline", "ray"):
-        found = contents(tmp_path / engine)
-        found.pop("plan")
-        assert found == expected
+    build(case, tmp_path / "b")
+    run("quantize", tmp_path / "b", "--to", "fp8", *options)
+    expected, found = contents(tmp_path / "a"), contents(tmp_path / "b")
+    del expected["plan"], found["plan"]
+    assert found == expected

@@ -64,12 +64,9 @@ def harm(path: Path, how: str) -> None:
 def test_a_file_that_others_determine_gets_its_bytes_back(index, path, source, how):
     before = contents(index)
     harm(index / path, how)
-    damaged = contents(index)
-    trial = repair_index(index, dry_run=True)
-    assert contents(index) == damaged
     result = repair_index(index)
     assert [(file.path, file.source) for file in result.repaired] == [(path, source)]
-    assert (trial.repaired, trial.left, result.left) == (result.repaired, (), ())
+    assert result.left == ()
     assert contents(index) == before
 
 
