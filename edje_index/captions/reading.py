@@ -12,17 +12,62 @@ Records of the same image and split are merged.
 
 from __future__ import annotations
 
+import html
+import json
 import os
+import string
+import unicodedata
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from edje_index.captions.formats import CaptionRecord, read_records
+from edje_index.filesystem import JsonLine, read_json_lines
+from edje_index.images.decode import ImageError
+from edje_index.images.inputs import display_path
+from edje_index.images.ranges import open_ranged
+from edje_index.images.tars import TarArchive
 from storage_formats.errors import UsageError
 
+IMAGE_KEYS = ("image", "path", "image_path", "file_name", "filename", "filepath")
+CAPTION_KEYS = ("captions", "caption", "text")
+ID_KEY, SPLIT_KEY = "image_id", "split"
+
+_BLANK_CATEGORIES = "CZPM"
+"""First letters of the Unicode categories of invisible characters, whitespace, punctuation, and marks on letters."""
+
+_BLANK_CHARACTERS = frozenset(string.punctuation + "\u115f\u1160\u3164\uffa0")
+"""Symbols of ASCII such as $ and +, which canonicalisation removes as punctuation, and Hangul fillers, which are
+letters without a shape. Emoji and other symbols are words."""
+
+_IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+_PARQUET_BATCH = 4096
+_MAX_TEXT_BYTES = 1 << 26  # of the captions of one image
 # In Karpathy's COCO split, "restval" names validation images that are used for training by convention.
 _PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
+
+
+@dataclass(frozen=True)
+class CaptionRecord:
+    """The captions of one image in one record of a caption file.
+
+    Attributes:
+        image: name of the image.
+        captions: the captions that are not blank; empty if all captions are blank. A caption is blank if it has only
+            whitespace, punctuation (which includes the symbols of ASCII) and invisible characters.
+        split: name of the split; None if the record has no split.
+        image_id: identifier of the image; None if the record has no identifier.
+        path: "<tar>!<member>" for an image inside a tar file; otherwise None.
+        blank: number of blank captions, which are not in `captions`.
+    """
+
+    image: str
+    captions: tuple[str, ...]
+    split: str | None = None
+    image_id: str | None = None
+    path: Path | None = None
+    blank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +89,20 @@ class CaptionedImage:
     image_id: str
 
 
-@dataclass(frozen=True)
-class CaptionFile:
-    """The content of a caption file, or of one split of a caption file.
-
-    Attributes:
-        items: the captioned images, in file order.
-        blank: number of blank captions that were left out. Images with only blank captions were left out too.
-    """
-
-    items: list[CaptionedImage]
-    blank: int
-
-
 def read_captions(path: str | Path, images: str | Path | None = None, split: str | None = None) -> list[CaptionedImage]:
     """Read a caption file with `read_caption_file`, and return the captioned images.
 
     Warn if blank captions are left out.
     """
-    content = read_caption_file(path, images, split)
-    if content.blank:
-        warnings.warn(f"{path}: blank captions are left out: {content.blank:,}", RuntimeWarning, stacklevel=2)
-    return content.items
+    items, blank = read_caption_file(path, images, split)
+    if blank:
+        warnings.warn(f"{path}: blank captions are left out: {blank:,}", RuntimeWarning, stacklevel=2)
+    return items
 
 
-def read_caption_file(path: str | Path, images: str | Path | None = None, split: str | None = None) -> CaptionFile:
+def read_caption_file(
+    path: str | Path, images: str | Path | None = None, split: str | None = None
+) -> tuple[list[CaptionedImage], int]:
     """Read a caption file.
 
     Args:
@@ -77,21 +111,36 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
             without its photos. The default is the directory of `path`.
         split: read only this split. The split "train" includes Karpathy's split "restval".
 
+    Returns:
+        The captioned images in file order, and the number of blank captions. Blank captions, and images with only blank
+        captions, are left out.
+
     Raises:
         UsageError: the file cannot be read, a record is malformed, or the file has no captions of `split`.
     """
     file = Path(path)
     folder = Path(os.path.abspath(file.parent if images is None else images))
     parts = None if split is None else _PARTS_OF_SPLIT.get(split, frozenset({split}))
-    kept, blank = [], 0
+    merged: dict[tuple[str, str | None], CaptionedImage] = {}
+    blank = 0
     for record in read_records(file):
         blank += record.blank if parts is None or record.split in parts else 0
         if record.captions:
-            kept.append(_item(record, folder))
-    items = _merged(kept)
-    if not items:
+            location = os.path.normpath(record.path or os.path.join(folder, record.image))
+            first = merged.get((location, record.split))
+            merged[location, record.split] = (
+                CaptionedImage(record.image, location, record.captions, record.split, record.image_id or record.image)
+                if first is None
+                else replace(first, captions=first.captions + record.captions)
+            )
+    if not merged:
         raise UsageError(f"{file} contains no captions" + (f" except {blank:,} blank captions" if blank else ""))
-    return CaptionFile(items if parts is None else _of_split(items, parts, f"'{split}'", file), blank)
+    items = [item for item in merged.values() if parts is None or item.split in parts]
+    if not items:
+        names = sorted({item.split for item in merged.values() if item.split is not None})
+        advice = f"use one of {', '.join(names)}" if names else "the file names no splits, so do not give a split"
+        raise UsageError(f"{file} has no captions of the split '{split}'; {advice}")
+    return items, blank
 
 
 def check_image_directory(images: str | Path | None) -> None:
@@ -100,42 +149,8 @@ def check_image_directory(images: str | Path | None) -> None:
         raise UsageError(f"there is no directory {images}; give the base directory of the image paths")
 
 
-def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:
-    path = record.path or os.path.join(folder, record.image)
-    return CaptionedImage(
-        image=record.image,
-        path=os.path.normpath(path),
-        captions=record.captions,
-        split=record.split,
-        image_id=record.image_id or record.image,
-    )
-
-
-def _merged(items: Iterable[CaptionedImage]) -> list[CaptionedImage]:
-    """Merge items of the same image and split. A merged item has the position of its first part."""
-    merged: dict[tuple[str, str | None], CaptionedImage] = {}
-    for item in items:
-        key = (item.path, item.split)
-        first = merged.get(key)
-        merged[key] = item if first is None else replace(first, captions=first.captions + item.captions)
-    return list(merged.values())
-
-
-def _of_split(items: list[CaptionedImage], parts: frozenset[str], split: str, file: Path) -> list[CaptionedImage]:
-    kept = [item for item in items if item.split in parts]
-    if not kept:
-        names = sorted({item.split for item in items if item.split is not None})
-        advice = f"use one of {', '.join(names)}" if names else "the file names no splits, so do not give a split"
-        raise UsageError(f"{file} has no captions of the split {split}; {advice}")
-    return kept
-
-
 def check_apart(train: Iterable[CaptionedImage], dev: Sequence[CaptionedImage]) -> None:
-    """Check that no image is in both the training set and the development set.
-
-    Raises:
-        UsageError: an image is in both sets.
-    """
+    """Raise a UsageError if an image is in both the training set and the development set."""
     dev_paths = {item.path for item in dev}
     shared_paths = {item.path for item in train if item.path in dev_paths}
     shared = [item.image for item in dev if item.path in shared_paths]
@@ -144,3 +159,247 @@ def check_apart(train: Iterable[CaptionedImage], dev: Sequence[CaptionedImage]) 
             f"{len(shared):,} images are in both the training set and the development set, for example "
             f"{shared[0]}: give separate caption files, or different splits"
         )
+
+
+class _RecordError(Exception):
+    """A record is malformed. `read_records` adds the position of the record to the message."""
+
+
+_Located = tuple[str, Callable[[Any], CaptionRecord], Any]  # position of a record, what converts it, and its value
+
+
+def read_records(path: Path) -> Iterator[CaptionRecord]:
+    """Yield the records of a caption file, in file order.
+
+    Raises:
+        UsageError: the file cannot be read, or a record is malformed. The message gives the position of the record.
+    """
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UsageError(
+            f"cannot read captions from {path}: the file name must end in one of {', '.join(sorted(_READERS))}"
+        )
+    position = ""
+    try:
+        for position, convert, value in reader(path):
+            yield convert(value)
+            position = ""
+    except _RecordError as error:
+        location = f"{path}, {position}" if position else str(path)
+        raise UsageError(f"{location}: {error}") from error
+    except OSError as error:
+        raise UsageError(
+            f"cannot read captions from {path}: {error.strerror or error}; check the path and the permissions"
+        ) from error
+
+
+def _json_lines(path: Path) -> Iterator[_Located]:
+    def convert(line: JsonLine) -> CaptionRecord:
+        if line.error is not None:
+            raise _RecordError(line.error)
+        return _record(line.value)
+
+    for line in read_json_lines(path):
+        yield f"line {line.number}", convert, line
+
+
+def _json_file(path: Path) -> Iterator[_Located]:
+    content = _parse_json(path.read_bytes())
+    if isinstance(content, list):
+        for number, value in enumerate(content, 1):
+            yield f"item {number}", _record, value
+        return
+    images = content.get("images") if isinstance(content, dict) else None
+    if not isinstance(images, list):
+        raise UsageError(
+            f"{path} is in no known format: give a list of images with captions, a Karpathy file "
+            "('images' with 'sentences') or a COCO file ('images' and 'annotations')"
+        )
+    if "annotations" not in content:
+        for number, value in enumerate(images, 1):
+            yield f"images {number}", _karpathy_record, value
+        return
+    # A COCO caption file, https://cocodataset.org/#format-data, section 4.
+    annotations, texts_by_image = content["annotations"], dict[Any, list[Any]]()
+    if not isinstance(annotations, list):
+        raise UsageError(f"'annotations' in {path} must be a list, but is a {type(annotations).__name__}")
+    for number, value in enumerate(annotations, 1):
+        if not (isinstance(value, dict) and isinstance(value.get("image_id"), int | str) and "caption" in value):
+            raise UsageError(f"{path}, annotations {number}: the annotation has no 'image_id' or no 'caption'")
+        texts_by_image.setdefault(value["image_id"], []).append(value["caption"])
+
+    def convert(value: Any) -> CaptionRecord:
+        name, image_id = _file_name(value, "file_name"), value.get("id")
+        if not isinstance(image_id, int | str | None):
+            raise _RecordError(f"the 'id' of the image must be a number or a text, but is {image_id!r:.100}")
+        texts, blank = _captions(texts_by_image.pop(image_id, []))
+        return CaptionRecord(name, texts, image_id=_optional_text(image_id), blank=blank)
+
+    for number, value in enumerate(images, 1):
+        yield f"images {number}", convert, value
+    if texts_by_image:
+        raise UsageError(
+            f"{path} has captions of {len(texts_by_image)} images that are not in 'images', for example "
+            f"of the image_id {next(iter(texts_by_image))}: add these images, or remove their captions"
+        )
+
+
+def _parquet(path: Path) -> Iterator[_Located]:
+    import pyarrow as pa
+
+    from storage_formats.format.parquet import iter_batches, open_parquet
+
+    number = 0
+    try:
+        with open_parquet(path) as file:
+            record_keys = (*IMAGE_KEYS, *CAPTION_KEYS, ID_KEY, SPLIT_KEY)
+            columns = [name for name in record_keys if name in file.schema_arrow.names]
+            for batch in iter_batches(file, _PARQUET_BATCH, columns):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", _record, value
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} is damaged after row {number}: {error}; write or copy this Parquet file again"
+        ) from error
+
+
+def _webdataset(path: Path) -> Iterator[_Located]:
+    """Yield the samples of a WebDataset shard. Members whose paths agree up to the first dot of the name are a sample.
+
+    The value of a sample is (key, names of the images, contents of the text files by suffix).
+    """
+    samples: dict[str, tuple[str, list[str], dict[str, bytes]]] = {}
+    try:
+        with open_ranged(os.fsencode(path), only_headers=True) as file:
+            archive = TarArchive(file)
+            for member in archive.members():
+                name = os.fsdecode(member.name)
+                folder, slash, base = name.rpartition("/")
+                stem, _, suffix = base.partition(".")
+                if member.problem is not None or not stem:
+                    continue
+                key, kind = folder + slash + stem, suffix.lower()
+                _, images, texts = samples.setdefault(key, (key, [], {}))
+                if kind in _IMAGE_SUFFIXES:
+                    images.append(name)
+                elif kind in ("txt", "json"):
+                    texts[kind] = archive.read(member.offset, member.size, _MAX_TEXT_BYTES)
+    except ImageError as damage:
+        raise UsageError(
+            f"{path} is not an intact uncompressed tar file: {damage.detail}; write or copy this file again"
+        ) from damage
+    tar = display_path(os.path.abspath(os.fsencode(path)))
+
+    def convert(sample: tuple[str, list[str], dict[str, bytes]]) -> CaptionRecord:
+        key, images, texts = sample
+        if len(images) > 1:
+            raise _RecordError(f"a sample must have one image, but this one has {len(images)}: {', '.join(images)}")
+        value: Any = _parse_json(texts["json"]) if "json" in texts else {}
+        if not isinstance(value, dict):
+            raise _RecordError(
+                f"the .json file of a sample must contain an object, but contains a {type(value).__name__}"
+            )
+        if "txt" in texts:
+            value[CAPTION_KEYS[0]] = [line for line in _decode(texts["txt"]).splitlines() if line.strip()] or [""]
+        if not any(name in value for name in CAPTION_KEYS):
+            raise _RecordError(
+                "the sample has no captions: add a .txt file, or a .json file with 'captions' or 'caption'"
+            )
+        return replace(_record({**value, IMAGE_KEYS[0]: images[0], ID_KEY: key}), path=Path(f"{tar}!{images[0]}"))
+
+    for key, sample in samples.items():
+        if sample[1]:
+            yield f"sample {key}", convert, sample
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[_Located]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json_file,
+    ".parquet": _parquet,
+    ".tar": _webdataset,
+}
+
+
+def _record(value: Any) -> CaptionRecord:
+    """Convert a JSON object or table row with an image name and captions. A split and an identifier are optional."""
+    if not isinstance(value, dict):
+        raise _RecordError("the record is not a JSON object")
+    image_key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
+    texts, blank = _captions(next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None))
+    split, image_id = _optional_text(value.get(SPLIT_KEY)), _optional_text(value.get(ID_KEY))
+    return CaptionRecord(_file_name(value, image_key), texts, split, image_id, blank=blank)
+
+
+def _karpathy_record(value: Any) -> CaptionRecord:
+    """Convert one element of the list "images" of a Karpathy split file."""
+    name = _file_name(value, "filename")
+    sentences = value.get("sentences")
+    if not isinstance(sentences, list):
+        raise _RecordError("the record has no list 'sentences'")
+    texts, blank = _captions([sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences])
+    if "filepath" in value:
+        name = os.path.join(_file_name(value, "filepath"), name)
+    image_id = _optional_text(value.get("cocoid", value.get("imgid")))
+    return CaptionRecord(name, texts, _optional_text(value.get(SPLIT_KEY)), image_id, blank=blank)
+
+
+def _parse_json(data: bytes) -> Any:
+    try:
+        return json.loads(_decode(data))
+    except (ValueError, RecursionError) as error:
+        raise _RecordError(f"the text is not JSON: {error}") from error
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _RecordError(f"the text is not UTF-8: {error}") from error
+
+
+def _captions(value: Any) -> tuple[tuple[str, ...], int]:
+    """Check a caption or a list of captions.
+
+    Returns:
+        (captions that are not blank, without surrounding whitespace; number of blank captions).
+    """
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts:
+        raise _RecordError("this photo has no captions: give 'captions', a list of strings, or 'caption', a string")
+    if not all(isinstance(text, str) for text in texts):
+        raise _RecordError("one of the captions is not a string; remove this caption")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:  # from a JSON escape
+        raise _RecordError(
+            "one of the captions contains a lone surrogate, which is not valid Unicode; remove this caption"
+        ) from error
+    kept = tuple(text.strip() for text in texts if not _is_blank(text))
+    return kept, len(texts) - len(kept)
+
+
+def _file_name(value: Any, key: str) -> str:
+    text = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(text, str) or not text:
+        raise _RecordError(f"the record has no file name in '{key}'")
+    try:
+        possible = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
+        possible = False
+    if not possible:
+        raise _RecordError(f"the value {text!r} of '{key}' cannot be a file name")
+    return text
+
+
+def _optional_text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _is_blank(text: str) -> bool:
+    """Return True if `text` has no word: no character that text cleaning and the tokenizers keep."""
+    return all(
+        character in _BLANK_CHARACTERS or unicodedata.category(character)[0] in _BLANK_CATEGORIES
+        for character in html.unescape(html.unescape(text))  # twice, as text cleaning does
+    )

@@ -99,6 +99,7 @@ def _queries(dev: DevSet, config: FittingConfig) -> dict[str, NDArray[np.int64]]
     }
 
 
+@torch.inference_mode()
 def _pools(
     bundle: ModelBundle,
     dev: DevSet,
@@ -111,7 +112,8 @@ def _pools(
 ) -> DevPools:
     """Score pools that contain the `size` candidates most similar to each query in one direction.
 
-    A part of the score in `names` that `bundle` lacks is left out.
+    A part of the score in `names` that `bundle` lacks is left out. An image that cannot be read any more counts as a
+    blank image.
     """
     text_queries = direction == TEXT_TO_IMAGE
     embeddings = (dev.text_embeddings, dev.image_embeddings)
@@ -120,16 +122,33 @@ def _pools(
     near = np.argsort(-similarities, axis=1, kind="stable")[:, :size]
     repeated = np.repeat(queries[:, None], near.shape[1], axis=1)
     captions, images = (repeated, near) if text_queries else (near, repeated)
-    shown = np.unique(images)  # each image is read once
-    tokens = _tokens(bundle, features, dev.rows[shown])
-    models, weights = bundle.score_models, ScoreWeights()
+    shown, adapter, blocks = np.unique(images), trained_part(bundle.adapter), []  # each image is read once
+    for start in range(0, len(shown), _ADAPTER_BATCH):
+        values, _ = features.fetch(dev.rows[shown[start : start + _ADAPTER_BATCH]])
+        blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())  # as an index stores tokens
+    tokens, models, weights = torch.cat(blocks), bundle.score_models, ScoreWeights()
     scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names if name in models.part_names}
     for query, (caption_row, image_row) in enumerate(zip(captions, images, strict=True)):
         on_query(query)
-        blocks = tokens[torch.from_numpy(np.searchsorted(shown, image_row))]
-        pairs = Pairs([dev.captions[position] for position in caption_row], blocks)
-        for name, values in scores.items():
-            values.append(models.part(name, pairs, direction, weights))
+        tokens_of_row = tokens[torch.from_numpy(np.searchsorted(shown, image_row))]
+        pairs = Pairs([dev.captions[position] for position in caption_row], tokens_of_row)
+        for name, scored in scores.items():
+            scored.append(models.part(name, pairs, direction, weights))
+    products = None
+    if (bank := bundle.hubness_bank) is not None:
+        distinct, which = np.unique(near, return_inverse=True)
+        if text_queries:
+            vectors = models.image_vectors(tokens)
+        else:
+            vectors = models.caption_vectors([dev.captions[position] for position in distinct])
+        of_candidates = torch.from_numpy(candidate_embeddings[distinct]).to(vectors.device)
+        embedding_products, pooled_products = bank.products(of_candidates, vectors, direction)
+        products = HubnessProducts(
+            embedding=embedding_products.cpu(),
+            pooled=pooled_products.cpu(),
+            candidates=which.reshape(near.shape),
+            floor=partial(bank.floor, direction=direction),
+        )
     return DevPools(
         parts={
             EMBEDDING: np.take_along_axis(similarities, near, axis=1),
@@ -137,42 +156,5 @@ def _pools(
         },
         right=dev.caption_images[captions] == images,
         images=dev.rows[dev.caption_images[queries] if text_queries else queries],
-        hubness=_hubness_products(bundle, dev, direction, near, tokens),
-    )
-
-
-@torch.inference_mode()
-def _tokens(bundle: ModelBundle, features: Features, rows: NDArray[np.int64]) -> torch.Tensor:
-    """Compute the tokens of the images `rows`, rounded to bfloat16 as in an index [n, m, d].
-
-    An image that cannot be read any more counts as a blank image.
-    """
-    adapter, blocks = trained_part(bundle.adapter), []
-    for start in range(0, len(rows), _ADAPTER_BATCH):
-        values, _ = features.fetch(rows[start : start + _ADAPTER_BATCH])
-        blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
-    return torch.cat(blocks)
-
-
-@torch.inference_mode()
-def _hubness_products(
-    bundle: ModelBundle, dev: DevSet, direction: str, candidates: NDArray[np.int64], tokens: torch.Tensor
-) -> HubnessProducts | None:
-    """Return the products of the candidates with the bank. For images, `tokens` are those of the distinct images."""
-    bank = bundle.hubness_bank
-    if bank is None:
-        return None
-    distinct, which = np.unique(candidates, return_inverse=True)
-    if direction == TEXT_TO_IMAGE:
-        vectors, embeddings = bundle.score_models.image_vectors(tokens), dev.image_embeddings
-    else:
-        texts = [dev.captions[position] for position in distinct]
-        vectors, embeddings = bundle.score_models.caption_vectors(texts), dev.text_embeddings
-    candidate_embeddings = torch.from_numpy(embeddings[distinct]).to(vectors.device)
-    embedding_products, pooled_products = bank.products(candidate_embeddings, vectors, direction)
-    return HubnessProducts(
-        embedding=embedding_products.cpu(),
-        pooled=pooled_products.cpu(),
-        candidates=which.reshape(candidates.shape),
-        floor=partial(bank.floor, direction=direction),
+        hubness=products,
     )

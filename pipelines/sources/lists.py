@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from edje_index.captions.formats import ID_KEY, SPLIT_KEY, CaptionRecord, read_records
+from edje_index.captions.reading import ID_KEY, SPLIT_KEY, CaptionRecord, read_records
 from edje_index.filesystem import read_json_lines
 from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, display_path
 from edje_index.images.remote import read_remote

@@ -99,14 +99,23 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
         JobStopped: `should_stop()` returned True. The last checkpoint and all finished parts are kept.
         EdjeError: another process uses the run folder, or a file in the run folder is damaged.
     """
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.info import read_bundle_info
     from edje_index.captions.reading import check_apart, check_image_directory, read_caption_file
+    from edje_index.training.captions import TrainingData, write_caption_table
+    from edje_index.training.checkpoints import read_log
+    from edje_index.training.features import unreadable_by_reason
+    from edje_index.training.finish import finish_model
+    from edje_index.training.loop import TrainTask
+    from edje_index.training.start import make_start
+    from edje_index.training.step import total_steps
     from storage_formats.format.manifest import CommittedIndex
 
     started = time.monotonic()
-    inputs, run = settings.inputs, settings.run
-    with locked(run.folder):
-        if run.export_step and not (run.folder / "checkpoints").is_dir():
-            raise UsageError(f"{run.folder} has no checkpoint to export; set run.dir to the folder of a training run")
+    inputs, run, folder = settings.inputs, settings.run, settings.run.folder
+    with locked(folder):
+        if run.export_step and not (folder / "checkpoints").is_dir():
+            raise UsageError(f"{folder} has no checkpoint to export; set run.dir to the folder of a training run")
         on_event(StatusMessage("reading captions"))
         given = {
             name: CommittedIndex.open(path)
@@ -115,20 +124,121 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
         }
         check_image_directory(inputs.images)
         files = [read_caption_file(path, inputs.images, inputs.split) for path in inputs.captions]
-        items = [item for file in files for item in file.items]
+        items = [item for part, _ in files for item in part]
         dev_files = [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)] if inputs.dev else []
-        dev_items = [item for file in dev_files for item in file.items]
+        dev_items = [item for part, _ in dev_files for item in part]
         check_apart(items, dev_items)
-        fingerprint = begin_run(run.folder, training_record(settings, given))
+        fingerprint = begin_run(folder, training_record(settings, given))
         if (finished := finished_result(settings, fingerprint)) is not None:
             return finished
         if run.out.exists():
             raise UsageError(f"{run.out} exists already; remove this folder, or set run.out to another folder")
-        blank = sum(file.blank for file in (*files, *dev_files))
-        task, result = prepare_training(settings, items, dev_items, blank, given, fingerprint, on_event, should_stop)
+
+        on_event(StatusMessage("loading the initial model"))
+        start_path = folder / "start"
+        if not start_path.exists():
+            origin = {name: getattr(inputs, name) for name in ("model", "vision", "language", "init")}
+            make_start(settings.architecture, settings.loop.seed, **origin).save(start_path)
+        start = ModelBundle.load(start_path)
+        assert start.info is not None
+        job, is_online = Preparation(settings, start, on_event, should_stop), inputs.features == ONLINE
+        if is_online:
+            features = online_features(job, [*items, *dev_items])
+        else:
+            features = stored_features(job, [*items, *dev_items], given.get("features"))
+        kept, captions, dev, left_out, truncated = match_captions(features, items, dev_items, on_event)
+        if blank := sum(count for _, count in (*files, *dev_files)):
+            on_event(StatusMessage(f"blank captions left out: {blank:,}"))
+            left_out = {**left_out, BLANK_CAPTION: blank}
+        steps, count = total_steps(settings.loop, captions.pairs(settings.loop.epoch_of)), captions.pairs("captions")
+        mining, mining_rows, miner = features, captions.rows, start.info
+        if inputs.miner is not None:
+            miner = read_bundle_info(inputs.miner)
+            sources = job.sources("miner.edje.jsonl", kept)
+            mining = job.build("miner.edje", inputs.miner, sources, "embeddings for mining")
+            mining_rows = rows_of_all(mining, kept)
+        temperature = 0.0
+        if settings.negatives.selection == "softmax":  # at the temperature of the mining model
+            clip = (start if inputs.miner is None else ModelBundle.load(inputs.miner)).clip
+            temperature = 1 / float(clip.get_parameter("logit_scale").exp())
+        teacher_tokens = None
+        if inputs.teacher is not None:
+            teacher_tokens = _teacher_tokens(inputs.teacher, start, given.get("teacher_features"), features, kept)
+        views = stored_views(job, kept) if settings.augmentation.views and not is_online else None
+        data = folder / "data"
+        if not data.exists():
+            on_event(StatusMessage(f"preparing {counted(count, 'caption')}"))
+            models = " ".join([start.info.fingerprint, miner.fingerprint, mining.manifest.model["fingerprint"]])
+            write_caption_table(data, captions, mining_rows, models)
+        elif not np.array_equal(TrainingData.open(data).rows, captions.rows):
+            raise UsageError(
+                f"{data} contains the training data of other images: the features have changed, or another version of "
+                "edje-index chose the images; set run.dir to another folder"
+            )
+        if dev is not None and not (folder / "dev").exists():
+            write_caption_table(folder / "dev", dev, dev.rows, start.info.fingerprint)
+
+        task = TrainTask(
+            config=settings,
+            run=fingerprint,
+            start=start_path,
+            features=features,
+            data=data,
+            mining=mining,
+            temperature=temperature,
+            steps=steps,
+            new_adapter=inputs.init is None or read_bundle_info(inputs.init).adapter != start.info.adapter,
+            miner=None if inputs.miner is None else inputs.miner.absolute(),  # a worker has another directory
+            inputs=folder / INPUT_TABLE if is_online else None,
+            views=views,
+            teacher=None if inputs.teacher is None else inputs.teacher.absolute(),
+            teacher_tokens=teacher_tokens,
+            dev=None if dev is None else (dev, folder / "dev"),
+        )
         if run.export_step is None:
             run_steps(task, on_event, should_stop)
-        return finish_training(task, result, on_event, should_stop, started)
+
+        def progress(activity: str, done: int, total: int) -> None:
+            if should_stop():
+                raise JobStopped(
+                    f"stopped while {activity}, after {done:,} of {total:,}; run the command again to continue"
+                )
+            on_event(Progress(activity, done, total))
+
+        bundle, steps, choices = finish_model(task, run.export_step, progress)
+        pairs = settings.loop.batch_size * settings.loop.accumulate
+        names = ", ".join(path.name for path in inputs.captions)
+        teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
+        notes = (
+            f"trained {steps} steps of {pairs} pairs on {len(kept)} images with {count} captions of {names}{teacher}; "
+            f"run {fingerprint}"
+        )
+        log = read_log(folder)
+
+        def result(info: BundleInfo) -> TrainResult:
+            return TrainResult(
+                bundle=str(run.out),
+                fingerprint=info.fingerprint,
+                run=fingerprint,
+                images=len(kept),
+                captions=count,
+                left_out=dict(Counter(left_out) + Counter(unreadable_by_reason(folder))),
+                steps=steps,
+                seconds=time.monotonic() - started,
+                last=log[-1] if log else {},
+                score=bundle.score.to_json(),
+                fitting=settings.fitting.model_dump(),
+                # By what is ranked: images in text-to-image search, captions in image-to-text search.
+                dev={"images": asdict(choices["t2i"]), "captions": asdict(choices["i2t"])} if choices else None,
+                truncated=truncated,
+            )
+
+        def record(info: BundleInfo) -> None:
+            # Written before the bundle appears: a bundle without its record would look like another run's.
+            if run.export_step is None:
+                write_json_atomic(folder / "result.json", asdict(result(info)))
+
+        return result(replace(bundle, notes=notes).save(run.out, record))
 
 
 def training_record(settings: TrainSettings, given: dict[str, CommittedIndex]) -> dict[str, Any]:
@@ -253,114 +363,6 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
             "write the bundle again from the last checkpoint, or set run.out to another folder"
         )
     return replace(result, already_finished=True)
-
-
-def prepare_training(
-    settings: TrainSettings,
-    items: list[CaptionedImage],
-    dev_items: list[CaptionedImage],
-    blank: int,
-    given: dict[str, CommittedIndex],
-    fingerprint: str,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> tuple[TrainTask, TrainResult]:
-    """Make the missing parts of the run folder, except the prepared captions, which the train workers make.
-
-    Args:
-        settings: settings of the training run.
-        items: captioned images to train on.
-        dev_items: captioned images to which the weights of the final score are fitted; may be empty.
-        blank: number of blank captions in the files. Blank captions are skipped.
-        given: open indexes by the name of their setting in the group `inputs`.
-        fingerprint: fingerprint of everything that determines the trained weights.
-        on_event: called with each progress event.
-        should_stop: the preparation stops once `should_stop()` returns True.
-
-    Returns:
-        The task of the train workers, and the result as far as it is known.
-    """
-    from edje_index.bundles.bundle import ModelBundle
-    from edje_index.bundles.info import read_bundle_info
-    from edje_index.training.captions import TrainingData, write_caption_table
-    from edje_index.training.loop import TrainTask
-    from edje_index.training.start import make_start
-    from edje_index.training.step import total_steps
-
-    inputs, folder = settings.inputs, settings.run.folder
-    is_online = inputs.features == ONLINE
-    on_event(StatusMessage("loading the initial model"))
-    start = folder / "start"
-    if not start.exists():
-        origin = {name: getattr(inputs, name) for name in ("model", "vision", "language", "init")}
-        make_start(settings.architecture, settings.loop.seed, **origin).save(start)
-    bundle = ModelBundle.load(start)
-    assert bundle.info is not None
-    job = Preparation(settings, bundle, on_event, should_stop)
-    if is_online:
-        features = online_features(job, [*items, *dev_items])
-    else:
-        features = stored_features(job, [*items, *dev_items], given.get("features"))
-    kept, captions, dev, left_out, truncated = match_captions(features, items, dev_items, on_event)
-    if blank:
-        on_event(StatusMessage(f"blank captions left out: {blank:,}"))
-        left_out = {**left_out, BLANK_CAPTION: blank}
-    steps = total_steps(settings.loop, captions.pairs(settings.loop.epoch_of))
-    mining, mining_rows, miner = features, captions.rows, bundle.info
-    if inputs.miner is not None:
-        miner = read_bundle_info(inputs.miner)
-        mining = job.build("miner.edje", inputs.miner, job.sources("miner.edje.jsonl", kept), "embeddings for mining")
-        mining_rows = rows_of_all(mining, kept)
-    teacher_tokens = None
-    if inputs.teacher is not None:
-        teacher_tokens = _teacher_tokens(inputs.teacher, bundle, given.get("teacher_features"), features, kept)
-    views = stored_views(job, kept) if settings.augmentation.views and not is_online else None
-    data = folder / "data"
-    if not data.exists():
-        models = " ".join([bundle.info.fingerprint, miner.fingerprint, mining.manifest.model["fingerprint"]])
-        write_caption_table(data, captions, mining_rows, models)
-        count = captions.pairs("captions")
-        on_event(StatusMessage(f"preparing {counted(count, 'caption')}"))
-    elif not np.array_equal(TrainingData.open(data).rows, captions.rows):
-        raise UsageError(
-            f"{data} contains the training data of other images: the features have changed, or another version of "
-            "edje-index chose the images; set run.dir to another folder"
-        )
-    if dev is not None and not (folder / "dev").exists():
-        write_caption_table(folder / "dev", dev, dev.rows, bundle.info.fingerprint)
-    temperature = 0.0
-    if settings.negatives.selection == "softmax":  # at the temperature of the mining model
-        clip = (bundle if inputs.miner is None else ModelBundle.load(inputs.miner)).clip
-        temperature = 1 / float(clip.get_parameter("logit_scale").exp())
-    task = TrainTask(
-        config=settings,
-        run=fingerprint,
-        start=start,
-        features=features,
-        data=data,
-        mining=mining,
-        temperature=temperature,
-        steps=steps,
-        new_adapter=inputs.init is None or read_bundle_info(inputs.init).adapter != bundle.info.adapter,
-        miner=None if inputs.miner is None else inputs.miner.absolute(),  # a worker has another directory
-        inputs=folder / INPUT_TABLE if is_online else None,
-        views=views,
-        teacher=None if inputs.teacher is None else inputs.teacher.absolute(),
-        teacher_tokens=teacher_tokens,
-        dev=None if dev is None else (dev, folder / "dev"),
-    )
-    result = TrainResult(
-        bundle=str(settings.run.out),
-        fingerprint="",
-        run=fingerprint,
-        images=len(kept),
-        captions=captions.pairs("captions"),
-        left_out=left_out,
-        steps=0,
-        seconds=0.0,
-        truncated=truncated,
-    )
-    return task, result
 
 
 def match_captions(
@@ -488,62 +490,3 @@ def describe_record(record: dict[str, Any]) -> str:
     if record.get("unreadable"):
         parts.append(f"unreadable images {record['unreadable']}")
     return ", ".join(parts)
-
-
-def finish_training(
-    task: TrainTask, result: TrainResult, on_event: OnEvent, should_stop: ShouldStop, started: float
-) -> TrainResult:
-    """Fit the weights of the final score for a checkpoint. Then write the bundle and `result.json`.
-
-    Args:
-        task: task of the optimiser steps.
-        result: the result as far as it is known.
-        on_event: called with each progress event.
-        should_stop: the job stops once `should_stop()` returns True.
-        started: value of `time.monotonic` when the job began.
-
-    Raises:
-        JobStopped: `should_stop()` returned True. The next run repeats this stage.
-    """
-    from edje_index.training.checkpoints import read_log
-    from edje_index.training.features import unreadable_by_reason
-    from edje_index.training.finish import finish_model
-
-    config, folder, inputs = task.config, task.config.run.folder, task.config.inputs
-
-    def progress(activity: str, done: int, total: int) -> None:
-        if should_stop():
-            raise JobStopped(
-                f"stopped while {activity}, after {done:,} of {total:,}; run the command again to continue"
-            )
-        on_event(Progress(activity, done, total))
-
-    bundle, steps, choices = finish_model(task, config.run.export_step, progress)
-    records = read_log(folder)
-    dev = None
-    if choices:  # by what is ranked: images in text-to-image search, captions in image-to-text search
-        dev = {"images": asdict(choices["t2i"]), "captions": asdict(choices["i2t"])}
-    result = replace(
-        result,
-        left_out=dict(Counter(result.left_out) + Counter(unreadable_by_reason(folder))),
-        steps=steps,
-        last=records[-1] if records else {},
-        score=bundle.score.to_json(),
-        fitting=config.fitting.model_dump(),
-        dev=dev,
-    )
-
-    def record(info: BundleInfo) -> None:
-        # Written before the bundle appears: a bundle without its record would look like another run's.
-        if config.run.export_step is None:
-            finished = replace(result, fingerprint=info.fingerprint, seconds=time.monotonic() - started)
-            write_json_atomic(folder / "result.json", asdict(finished))
-
-    names = ", ".join(path.name for path in inputs.captions)
-    teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
-    notes = (
-        f"trained {steps} steps of {config.loop.batch_size * config.loop.accumulate} pairs on {result.images} images "
-        f"with {result.captions} captions of {names}{teacher}; run {task.run}"
-    )
-    info = replace(bundle, notes=notes).save(config.run.out, record)
-    return replace(result, fingerprint=info.fingerprint, seconds=time.monotonic() - started)
