@@ -27,13 +27,13 @@ from tests.edje_index.training.conftest import IMAGES
 
 POOL = 12
 SETTINGS = {
-    "loop__steps": 12, "optimizer__lr": 3e-3, "optimizer__warmup_steps": 0, "fitting__dev_pool": POOL,
+    "loop__steps": 6, "optimizer__lr": 3e-3, "optimizer__warmup_steps": 0, "fitting__dev_pool": POOL,
     "objective__mlm_weight": 0.0, "objective__recovery_weight": 0.0,
 }  # fmt: skip
 
 
 def task(case, run_dir: Path, **runtime: object) -> TrainTask:
-    settings = {f"run__{name}": value for name, value in {"checkpoint_every": 5, **runtime}.items()}
+    settings = {f"run__{name}": value for name, value in {"checkpoint_every": 3, **runtime}.items()}
     return case.task(run_dir, dev=True, **SETTINGS, **settings)
 
 
@@ -77,29 +77,28 @@ def everything(case, tmp_path_factory) -> TrainTask:
 
 def test_recalls_are_those_of_the_checkpoint(case, everything):
     records = evaluations(everything.config.run.folder)
-    assert list(records) == [2, 4, 6, 8, 10, 12]
-    for step in (2, 6, 12):
+    assert list(records) == [2, 4, 6]
+    for step in (2, 6):
         bundle, steps, _ = finish_model(everything, step, lambda *report: None)
         assert steps == step
         expected = plain_recalls(case, bundle)
         assert {name: records[step][name] for name in expected} == pytest.approx(expected)
         assert records[step]["recall"] == pytest.approx(sum(expected.values()) / 2)
-    assert len({record["recall"] for record in records.values()}) > 1, "the training changes nothing"
-    assert kept_steps(everything.config.run.folder) == [2, 4, 6, 8, 10, 12]
+    assert kept_steps(everything.config.run.folder) == [2, 4, 6]
 
 
 def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
     never = task(case, tmp_path, evaluate_every=0)
     run_worker(never, WorkerGroup(), lambda: False)
     assert not evaluations(tmp_path)
-    assert kept_steps(tmp_path) == [10, 12]
+    assert kept_steps(tmp_path) == [3, 6]
     states = [Checkpoints(folder, "run").latest().weights for folder in (tmp_path, everything.config.run.folder)]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 
 
 def test_the_best_are_kept_also_after_a_stop(case, everything, tmp_path):
-    made = task(case, tmp_path, evaluate_every=2, keep_best=2)
-    calls = iter([False] * 6 + [True] + [False] * 20)
+    made = task(case, tmp_path, evaluate_every=2, keep_best=1)
+    calls = iter([False] * 2 + [True] + [False] * 20)
     with pytest.raises(TrainingStopped):
         run_worker(made, WorkerGroup(), lambda: next(calls))
     run_worker(made, WorkerGroup(), lambda: False)
@@ -107,12 +106,12 @@ def test_the_best_are_kept_also_after_a_stop(case, everything, tmp_path):
     assert {step: record["recall"] for step, record in records.items()} == {
         step: record["recall"] for step, record in evaluations(everything.config.run.folder).items()
     }
-    best = sorted(records, key=lambda step: (records[step]["recall"], step))[-2:]
+    best = sorted(records, key=lambda step: (records[step]["recall"], step))[-1:]
     steps = set(kept_steps(tmp_path))
     assert set(best) <= steps
-    assert steps <= {*best, 10, 12}
-    with pytest.raises(ModelError, match="has no checkpoint of step 3; choose one of"):
-        finish_model(made, 3, lambda *report: None)
+    assert steps <= {*best, 4, 6}
+    with pytest.raises(ModelError, match="has no checkpoint of step 1; choose one of"):
+        finish_model(made, 1, lambda *report: None)
 
 
 @pytest.fixture
@@ -123,25 +122,12 @@ def setting(case):
     return bundle, DevSet.open(case.items, case.data, features), features
 
 
-@pytest.mark.parametrize(
-    ("pooled", "bank"),
-    [
-        (False, False),
-        (True, True),
-        pytest.param(True, False, marks=pytest.mark.slow),
-        pytest.param(False, True, marks=pytest.mark.slow),
-    ],
-)
-def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank):
+def test_recalls_are_those_of_the_plain_computation(case, setting):
     """One query at a time, by the parts of a bundle with the chosen weights; in both directions."""
     bundle, dev, features = setting
     adapter = trained_part(bundle.adapter)
-    if pooled:
-        fitted = fit_pooled_similarity(adapter, bundle.joint, case.source(), 4)
-        bundle = replace(bundle, pooled=fitted, info=None)
-    if bank:
-        made = make_hubness_bank(adapter, bundle.score_models, case.source(), 10)
-        bundle = replace(bundle, hubness_bank=made, info=None)
+    bundle = replace(bundle, pooled=fit_pooled_similarity(adapter, bundle.joint, case.source(), 4), info=None)
+    bundle = replace(bundle, hubness_bank=make_hubness_bank(adapter, bundle.score_models, case.source(), 10))
     config = FittingConfig(dev_captions=1000, dev_pool=6)
     choices = choose_dev_weights(bundle, dev, features, config)
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
@@ -151,8 +137,6 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
     for direction, choice in choices.items():
         weights, text_queries = choice.weights.by_part(), direction == "t2i"
         assert min(weights.values()) >= 0
-        assert pooled or weights["pooled"] == 0
-        assert bank or weights["hubness"] == 0
         models, hits = bundle.score_models, []
         for query in range(2 * IMAGES if text_queries else IMAGES):
             rank = similar[query] if text_queries else similar[:, query]
@@ -169,8 +153,7 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
         assert recalls == pytest.approx(np.mean(hits, axis=0))
 
 
-@pytest.mark.parametrize("count", [9, 1000])
-@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize(("count", "pooled"), [(9, True), (1000, False)])
 def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
     """Each vector is one of those that the plain computation gives, and none comes twice."""
     bundle, source, reports = ModelBundle.load(case.bundle), case.source(), []

@@ -53,16 +53,6 @@ def test_pools_without_a_right_candidate_are_ignored():
     assert fit_weights(replace(pools, right=pools.right & False)) == ScoreWeights()
 
 
-def test_any_of_several_right_candidates_will_do():
-    """The softmax gives its mass to the right ones together: a world where each of two is right."""
-    rng = np.random.default_rng(0)
-    logits, late = rng.standard_normal((2, 4000, 6))
-    best = (logits + 2 * late + rng.gumbel(size=late.shape)).argmax(axis=1)
-    right = np.arange(6) // 2 == best[:, None] // 2
-    pools = dev_pools({"logit": logits, "late": late}, right)
-    assert fit_weights(pools).late == pytest.approx(2, rel=0.15)
-
-
 def world_with_hubs(weights: ScoreWeights, queries: int = 4000, images: int = 40, pool: int = 6) -> DevPools:
     """Pools in which the final score with `weights` is the truth.
 
@@ -130,17 +120,3 @@ def test_held_out_queries_are_scored_with_weights_of_other_images():
         final = sum(weights[part] * values[query].astype(np.float64) for part, values in pools.parts.items())
         hits.append(pools.right[query][final.argmax()])
     assert choose_weights(pools).held_out_recall == pytest.approx(np.mean(hits))
-
-
-def test_every_fit_can_be_stopped():
-    pools, fits = random_pools(30, 10, signal=0.5), []
-    choose_weights(pools, lambda: fits.append(None))
-    assert len(fits) == 1 + 5
-
-    def stop() -> None:
-        fits.pop()
-        if len(fits) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        choose_weights(pools, stop)

@@ -50,15 +50,6 @@ def test_draws_follow_the_softmax_of_the_similarities():
     np.testing.assert_allclose(np.bincount(drawn, minlength=4)[1:] / 4000, expected / expected.sum(), atol=0.03)
 
 
-def test_part_of_the_rows_is_mined():
-    """The other rows are drawn uniformly."""
-    similar = np.zeros((3000, 3000), dtype=np.float32)
-    similar[:, 1] = 50
-    drawn = draw(similar, np.zeros((3000, 3000), dtype=bool), 1, 0.1, 0.6, np.random.default_rng(0))[:, 0]
-    assert (drawn == 1).mean() == pytest.approx(0.6, abs=0.03)
-    assert len(set(drawn[drawn != 1])) > 900
-
-
 @given(st.integers(0, 2**32), st.integers(2, 9), st.integers(1, 6), st.floats(0, 1), st.floats(0, 1))
 def test_nothing_masked_is_ever_drawn_and_nothing_twice_while_others_are_left(seed, size, count, temperature, mined):
     rng = np.random.default_rng(seed)

@@ -80,17 +80,6 @@ def test_a_masked_language_models_head_is_kept(language):
         torch.testing.assert_close(logits, model.eval().cls(hidden))
 
 
-def test_what_is_no_language_model_is_refused(language, tmp_path):
-    with pytest.raises(ModelError, match="there is no directory"):
-        load_language_model(tmp_path / "nowhere", 24)
-    (language / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"neither model.safetensors nor pytorch_model.bin"):
-        load_language_model(language, 24)
-    save_file({"x": torch.zeros(1)}, language / "model.safetensors")
-    with pytest.raises(ModelError, match="word_embeddings"):
-        load_language_model(language, 24)
-
-
 def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(tiny_bundle, language, tmp_path):
     config = ArchitectureConfig(tokens=3, adapter_hidden=20, language_layers=2)
     first = make_start(config, 1, model=tiny_bundle, language=language)
@@ -192,11 +181,3 @@ def test_every_token_starts_as_the_mean_of_similar_patches():
     mean = patches.reshape(-1, 32).mean(dim=0)
     nearest = torch.cdist(attended[0][0] + mean, centres + 5).argmin(dim=1)
     assert sorted(nearest.tolist()) == list(range(8))
-
-
-@pytest.mark.parametrize("patches", [torch.randn(1, 7, 32), torch.ones(4, 16, 32)])
-def test_patches_without_clusters_change_nothing(patches):
-    adapter = build_adapter(AdapterConfig("compressed", 8, 32, 16, hidden_dim=8, num_heads=4))
-    before = {name: tensor.clone() for name, tensor in adapter.state_dict().items()}
-    init_queries(adapter, patches, torch.Generator().manual_seed(0))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter.state_dict().items())
