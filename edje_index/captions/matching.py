@@ -70,9 +70,6 @@ def match_items(
         table: the rows table, with the columns `NAME_COLUMNS`. See `storage_formats.format.rows.read_all_rows`.
         items: captioned images.
         allow_none: True to return without an error even if no image is in the index.
-
-    Raises:
-        UsageError: no image is in the index, and `allow_none` is False.
     """
     matches = _lookup(table, [os.fsencode(item.path) for item in items], lambda name: name)
     unmatched = [position for position, match in enumerate(matches) if match is None]

@@ -103,9 +103,6 @@ def draw_negatives(
         temperature: temperature of the softmax, at least 0; 0 selects the `count` most similar candidates.
         mined: probability that the negatives of a row are mined, between 0 and 1.
         rng: random number generator in its initial state.
-
-    Raises:
-        UsageError: all candidates of a row are masked.
     """
     rows, columns = similarities.shape
     free = (~masked).sum(axis=1)
@@ -265,9 +262,6 @@ class BatchSource:
         """Return this worker's part of a joint-phase batch. Batches are numbered from 0 over all epochs.
 
         A pair whose image cannot be read is replaced by another pair of the same part.
-
-        Raises:
-            EdjeError: none of the images can be read.
         """
         loop, objective, tokenizer = self.config.loop, self.config.objective, self.tokenizer
         images, captions = Sampler(self.data, loop.batch_size, loop.seed, loop.epoch_of).pairs(number)

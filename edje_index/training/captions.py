@@ -173,11 +173,6 @@ def prepare_captions(
 
     Returns:
         False if a worker stopped. Finished shards are kept.
-
-    Raises:
-        ModelError: a bundle is damaged.
-        CorruptIndexError: a file of a shard is damaged. The file is removed, so that it is made again.
-        OSError: a file cannot be written.
     """
     if not agree(not folder.exists()):
         return True

@@ -87,12 +87,7 @@ class Checkpoints:
             unneeded.unlink(missing_ok=True)
 
     def latest(self) -> TrainState | None:
-        """Read the newest readable checkpoint. Return None if there are no checkpoints.
-
-        Raises:
-            ModelError: checkpoints exist but none can be read, or the newest readable checkpoint belongs to another
-                training run or has weights that are NaN or infinite.
-        """
+        """Read the newest readable checkpoint. Return None if there are no checkpoints."""
         problem: _UnreadableError | None = None
         for position in reversed(self._positions()):
             try:
@@ -104,12 +99,7 @@ class Checkpoints:
         return None
 
     def at(self, step: int) -> TrainState:
-        """Read the checkpoint of `step`, in the last phase that has checkpoints.
-
-        Raises:
-            ModelError: the checkpoint does not exist, cannot be read, belongs to another training run, or has weights
-                that are NaN or infinite.
-        """
+        """Read the checkpoint of `step`, in the last phase that has checkpoints."""
         positions = self._positions()
         last = max((stage for stage, _ in positions), default=0)
         steps = [kept for stage, kept in positions if stage == last]

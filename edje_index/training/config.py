@@ -319,10 +319,6 @@ def make_config(values: Mapping[str, Any]) -> TrainConfig:
 
     Missing settings get their default values.
 
-    Raises:
-        UsageError: a setting is unknown or has a wrong value, or two settings contradict each other. The message has
-            one line per problem.
-
     Example:
         >>> make_config({"loop": {"steps": 1000}}).loop.steps
         1000
@@ -377,9 +373,6 @@ def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Va
     """Merge the settings of `preset` and of `sources`, each ``{group: {key: value}}``. Later values win.
 
     If a source sets one of ``loop.steps`` and ``loop.epochs``, the other of an earlier source is dropped.
-
-    Raises:
-        UsageError: there is no such preset.
     """
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")

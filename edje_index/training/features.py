@@ -174,11 +174,7 @@ class OnlineFeatures(Features):
         return torch.cat([self._tower(part) for part in torch.split(values, TOWER_BATCH)])
 
     def fetch(self, rows: NDArray[np.int64]) -> Loaded:
-        """Compute the features of the k `rows`. Only a few images are in memory at once.
-
-        Raises:
-            EdjeError: there are at least 32 `rows`, and none of their images can be read.
-        """
+        """Compute the features of the k `rows`. Only a few images are in memory at once."""
         features, readable = [], []
         for start in range(0, len(rows), TOWER_BATCH):
             values, are_readable = self.load(rows[start : start + TOWER_BATCH])

@@ -43,9 +43,6 @@ def finish_model(
     Returns:
         The trained bundle, not saved yet; the number of finished steps of the joint phase; and the weights and recall
         by direction, empty if no weights were fitted.
-
-    Raises:
-        ModelError: the run has no checkpoint of `step` in the joint phase, or the checkpoint cannot be read.
     """
     fitting, run_dir = task.config.fitting, task.config.run.folder
     bundle, source, device = open_start(task, WorkerGroup())
@@ -95,9 +92,6 @@ def make_hubness_bank(
         source: features and captions of the training data.
         count: maximum number of captions in the bank, and maximum number of images in the bank.
         on_progress: called with the number of captions and images that are finished.
-
-    Raises:
-        EdjeError: none of the images of the sample can be read.
     """
     data, rng = source.data, stream(source.config.loop.seed, BANK)
     captions = np.sort(rng.permutation(len(data.text_embeddings))[:count])

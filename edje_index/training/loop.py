@@ -169,11 +169,7 @@ class _Gather(torch.autograd.Function):
 
 
 def open_start(task: TrainTask, group: WorkerGroup) -> tuple[ModelBundle, BatchSource, torch.device]:
-    """Return the bundle with the initial weights, what makes the batches, and the device to train on.
-
-    Raises:
-        EdjeError: the device or a file cannot be used.
-    """
+    """Return the bundle with the initial weights, what makes the batches, and the device to train on."""
     config = task.config
     device = resolve_device(config.run.device)
     start = ModelBundle.load(task.start, verify=False)
@@ -228,12 +224,6 @@ def run_worker(
         group: rank of this worker, and number of workers.
         should_stop: called after every step. If the result is True, the run saves a checkpoint and stops.
         on_record: called with every log record, only on worker 0.
-
-    Raises:
-        TrainingStopped: `should_stop` returned True on at least one worker.
-        ModelError: `MAX_BAD_STEPS` steps in a row had no finite gradient, or the checkpoints cannot be used.
-        EdjeError: the device or a file cannot be used.
-        OSError: a file cannot be written.
     """
     config, run_dir = task.config, task.config.run.folder
     if config.run.threads is not None:

@@ -65,10 +65,6 @@ def make_start(
             joint encoder of `model`.
         init: bundle that provides the joint encoder instead of `language`. If the adapter of this bundle has the
             configuration in the settings, the bundle also provides the adapter.
-
-    Raises:
-        HubUnreachableError: a source must be downloaded and the Hugging Face Hub cannot be reached.
-        ModelError: a source is missing, does not fit the settings, or does not fit another source.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -129,9 +125,6 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
     Args:
         folder: folder with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.
         embed_dim: width of the text embeddings that the joint encoder learns to recover.
-
-    Raises:
-        ModelError: `folder` does not contain a BERT model, or the weights do not fit ``config.json``.
     """
     tokenizer = load_joint_tokenizer(folder)
     config = bert_config(folder / "config.json")

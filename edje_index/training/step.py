@@ -287,9 +287,6 @@ def total_steps(config: LoopConfig, pairs: int) -> int:
     Args:
         config: settings of the training loop, with the number of steps or epochs.
         pairs: number of pairs per epoch.
-
-    Raises:
-        UsageError: `pairs` is less than `config.batch_size`.
     """
     if pairs < config.batch_size:
         raise UsageError(f"{pairs} {config.epoch_of} do not fill a batch of {config.batch_size}; lower loop.batch_size")

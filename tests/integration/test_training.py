@@ -91,7 +91,8 @@ def weights(bundle: Path) -> dict[str, str]:
     return {name: record["sha256"] for name, record in read_bundle_info(bundle).files.items()}
 
 
-@pytest.mark.parametrize("lines", [13, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [13, 2])
 def test_a_killed_training_resumes_to_the_same_bits(case, tmp_path, lines):
     """13: in the joint phase, in the middle of its third epoch; 2: before there is any checkpoint."""
     out = tmp_path / "out"
@@ -140,21 +141,9 @@ def test_other_settings_in_the_same_folder_are_named(case):
 def test_a_damaged_file_of_the_run_folder_is_named(case, name):
     path = case / "calm.run" / name
     sound = path.read_bytes()
-    wrong_types = [
-        b"[]",
-        b"7",
-        b"null",
-        *([sound.replace(b'"images": 24', b'"images": {}')] if name == "result.json" else []),
-    ]
-    damages = [
-        sound[: len(sound) // 2],
-        b"",
-        bytes(len(sound)),
-        sound + b"\0",
-        b"\xff" + sound,
-        b"[" * 10**5,
-        *wrong_types,
-    ]
+    damages = [sound[: len(sound) // 2], b"", b"\xff" + sound, b"[" * 10**5, b"[]", b"null"]
+    if name == "result.json":
+        damages.append(sound.replace(b'"images": 24', b'"images": {}'))
     try:
         for damaged in damages:
             assert damaged != sound
@@ -177,22 +166,19 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_views_a_pooled_similarity_and_a_hubness_bank(case, tmp_path):
+def test_views_a_pooled_similarity_a_hubness_bank_and_another_mining_model(case, tmp_path):
+    create_untrained_bundle(tmp_path / "miner", seed=9, sizes=TINY)
     options = ["--steps", "6", "--dev", case / "dev.jsonl", "--set", "augmentation.views=2"]
     options += ["--set", "fitting.pooled_dim=8", "--set", "fitting.hubness_bank=8"]
+    options += ["--set", f"inputs.miner={tmp_path}/miner"]
     result = run_here(*training(case, tmp_path / "out"), *options)
     run_dir, info = tmp_path / "out.run", read_bundle_info(tmp_path / "out")
     assert not (run_dir / "views").exists()
     assert len(TokenStore.open(run_dir / "views.edje")) == 48
+    assert (run_dir / "miner.edje").is_dir()
     assert info.pooled_similarity["dim"] == 8
-    if info.score.t2i.hubness or info.score.i2t.hubness:
-        assert info.hubness_bank == {"captions": 8, "images": 8, "dim": 8}
-    else:  # 16 captions of random photos need not be likelier with it
-        assert info.hubness_bank is None
     assert info.score.to_json() == result["score"]
     assert result["score"] == {"t2i": result["dev"]["images"]["weights"], "i2t": result["dev"]["captions"]["weights"]}
-    run_here("build", case / "photos", "--out", tmp_path / "index", "--model", tmp_path / "out", "--engine", "inline")
-    assert len(run_here("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
 
 
 def online(folder: Path, out: Path) -> list[str | Path]:
@@ -225,15 +211,14 @@ def test_online_features_with_views_a_teacher_and_dev_captions(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp8", 0.02), ("nvfp4", 0.1)])
-def test_features_in_fewer_bits_give_nearly_the_same_loss(case, tmp_path, precision, tolerance):
+def test_features_in_fewer_bits_give_nearly_the_same_loss(case, tmp_path):
     command = [*training(case, tmp_path / "out", features=False), "--steps", "2"]
-    result = run_here(*command, "--set", f"inputs.feature_precision={precision}")
+    result = run_here(*command, "--set", "inputs.feature_precision=fp8")
     stored = tmp_path / "out.run" / "features.edje"
-    assert CommittedIndex.open(stored).manifest.spec.precisions == (precision,)
+    assert CommittedIndex.open(stored).manifest.spec.precisions == ("fp8",)
     exact = run_here(*training(case, tmp_path / "exact"), "--steps", "2")
     assert result["last"]["loss"] != exact["last"]["loss"]
-    assert result["last"]["loss"] == pytest.approx(exact["last"]["loss"], abs=tolerance)
+    assert result["last"]["loss"] == pytest.approx(exact["last"]["loss"], abs=0.02)
     given = [*training(case, tmp_path / "given", features=False), "--steps", "2", "--features", stored]
     assert run_here(*given)["last"]["loss"] == result["last"]["loss"]
     other = run_here(*command, expect=2)["error"]
@@ -292,22 +277,15 @@ def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):
 
 
 def test_a_checkpoint_of_an_evaluation_is_exported(case, tmp_path):
-    """48 captions in batches of 8: six steps per epoch. The checkpoints of both epochs are kept."""
     arguments = [*training(case, tmp_path / "out"), "--dev", case / "dev.jsonl", "--set", "run.keep_best=2"]
-    run_here(*arguments, "--steps", "12")
+    arguments += ["--steps", "4", "--set", "run.evaluate_every=2"]
+    run_here(*arguments)
     recalls = {record["step"]: record["t2i"] for record in read_log(tmp_path / "out.run") if record["phase"] == "dev"}
-    assert list(recalls) == [6, 12]
-    chosen = [
-        "--steps",
-        "12",
-        "--set",
-        "run.export_step=6",
-        "--set",
-        f"run.dir={tmp_path}/out.run",
-    ]
+    assert list(recalls) == [2, 4]
+    chosen = ["--set", "run.export_step=2", "--set", f"run.dir={tmp_path}/out.run"]
     result = run_here(*[tmp_path / "chosen" if part == tmp_path / "out" else part for part in arguments], *chosen)
-    assert result["steps"] == 6
-    assert result["dev"]["images"]["logit_recall"] == recalls[6]
+    assert result["steps"] == 2
+    assert result["dev"]["images"]["logit_recall"] == recalls[2]
     assert weights(tmp_path / "chosen") != weights(tmp_path / "out")
 
 
@@ -343,28 +321,10 @@ def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
 
 
 @pytest.mark.slow
-def test_another_model_mines(case, tmp_path):
-    create_untrained_bundle(tmp_path / "miner", seed=9, sizes=TINY)
-    result = run_here(*training(case, tmp_path / "out"), "--steps", "3", "--set", f"inputs.miner={tmp_path}/miner")
-    assert result["steps"] == 3
-    assert (tmp_path / "out.run" / "miner.edje").is_dir()
-
-
-@pytest.mark.slow
 def test_two_workers_train_one_model(case, tmp_path):
     """Two ranks on Ray, stopped in between, take the steps of one: no chance is left but that of the batches."""
-    still = [
-        "--set",
-        "architecture.dropout=0",
-        "--set",
-        "architecture.attention_dropout=0",
-        "--set",
-        "objective.mlm_weight=0",
-        "--set",
-        "alignment.steps=0",
-        "--steps",
-        "100",
-    ]
+    zero = ("architecture.dropout", "architecture.attention_dropout", "objective.mlm_weight", "alignment.steps")
+    still = ["--steps", "100", *(word for name in zero for word in ("--set", f"{name}=0"))]
     run_here(*training(case, tmp_path / "one"), *still)
     arguments = [*training(case, tmp_path / "two"), *still, "--workers", "2"]
     process = start(arguments)

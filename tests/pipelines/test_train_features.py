@@ -50,12 +50,6 @@ def test_images_that_cannot_be_read_are_named_with_what_to_do(job, tmp_path, tin
     )
 
 
-def test_auto_builds_as_the_training_loop_computes(job, tiny_bundle, photos, monkeypatch):
-    monkeypatch.setattr("pipelines.jobs.plan.has_bfloat16", lambda: True)
-    index = job.build("features.edje", tiny_bundle, (str(photos),), "features")
-    assert index.manifest.settings["dtype"] == "float32"
-
-
 def index(root: Path, rows: int, **damage: frozenset[int]) -> CommittedIndex:
     """An index of the rows /photos/0.jpg, /photos/1.jpg, ..."""
     write_random_index(root, IndexSpec(rows, 4, (2, 8), embed_dim=4), **damage)

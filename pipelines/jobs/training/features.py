@@ -55,12 +55,7 @@ class Preparation:
         return self.settings.run.folder
 
     def build(self, name: str, model: Path, sources: tuple[str, ...], content: str) -> CommittedIndex:
-        """Build the index `name` in the run folder with the bundle `model`, or resume the build.
-
-        Raises:
-            EdjeError: no image could be read.
-            JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
-        """
+        """Build the index `name` in the run folder with the bundle `model`, or resume the build."""
         from edje_index.models.devices import threads_kept
         from pipelines.jobs.build import build_index
         from pipelines.jobs.encode import FailedInputsError
@@ -125,12 +120,7 @@ def _path_column(sources: Sequence[str]) -> str | None:
 
 
 def stored_features(job: Preparation, items: Sequence[CaptionedImage], given: CommittedIndex | None) -> CommittedIndex:
-    """Return an index of the features of `items`: the index `given`, or a new index.
-
-    Raises:
-        UsageError: another tower built `given`.
-        JobStopped: the build stopped early. Finished shards are kept.
-    """
+    """Return an index of the features of `items`: the index `given`, or a new index."""
     from edje_index.training.start import feature_fingerprint
 
     start = job.start
@@ -147,10 +137,6 @@ def online_features(job: Preparation, items: Sequence[CaptionedImage]) -> Commit
 
     The index stores one unused patch per image instead of the features. If the table exists, the images are not
     checked again, so a run can be resumed even if images are missing.
-
-    Raises:
-        EdjeError: the images have changed since the index was built.
-        JobStopped: the build stopped before its end. Finished shards are kept.
     """
     from edje_index.images.input_lists import write_input_table
     from edje_index.models.adapter import STRIDED
@@ -180,9 +166,6 @@ def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[Com
     """Return an index of the features of the augmented views of `items`.
 
     The second value is the row of each view of each item, int64 [n, views]; -1 for a view that could not be indexed.
-
-    Raises:
-        JobStopped: `should_stop()` returned True. The next call crops all photos again, or resumes the build.
     """
     from edje_index.images.inputs import display_path
     from pipelines.sources import iter_all, open_sources

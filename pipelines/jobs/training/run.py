@@ -283,12 +283,7 @@ def _file_digest(path: Path) -> str:
 
 
 def begin_run(folder: Path, record: dict[str, Any]) -> str:
-    """Write `record` to the run folder, or compare `record` with the stored record. Return the fingerprint of `record`.
-
-    Raises:
-        UsageError: the stored record differs, or the folder contains other files but no record.
-        EdjeError: the stored record is damaged.
-    """
+    """Write `record` to the run folder, or compare it with the stored record. Return the fingerprint of `record`."""
     path = folder / "run.json"
     if not path.exists():
         names = {entry.name for entry in folder.iterdir()} - {"build"}  # holds the lock
@@ -329,10 +324,6 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
     """Return the result of the training run if an earlier call finished it, else None.
 
     `fingerprint` is the fingerprint of the record in `run.json`.
-
-    Raises:
-        UsageError: the run was finished with other settings of the final score.
-        EdjeError: `result.json` in the run folder cannot be read.
     """
     from edje_index.bundles.info import read_bundle_info
     from edje_index.errors import ModelError
@@ -373,9 +364,6 @@ def match_captions(
     Returns:
         The images to train on; their captions; the dev captions, None if there are none; the number of images without
         features, by reason; and the number of training images that could be decoded only in part.
-
-    Raises:
-        UsageError: an image is missing from the index, no training image has features, or no dev image has features.
     """
     from edje_index.captions.matching import NOT_IN_INDEX
     from edje_index.training.captions import CaptionSet
@@ -412,12 +400,7 @@ def _teacher_tokens(
     features: CommittedIndex,
     items: list[CaptionedImage],
 ) -> tuple[CommittedIndex, NDArray[np.int64]] | None:
-    """Return the index of the teacher's tokens and the row of each image; None if its adapter reads `features`.
-
-    Raises:
-        UsageError: student and teacher convert a caption to different token ids, or the adapter of the teacher cannot
-            read the features of the student.
-    """
+    """Return the index of the teacher's tokens and the row of each image; None if its adapter reads `features`."""
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.start import feature_fingerprint
@@ -448,11 +431,7 @@ def _teacher_tokens(
 
 
 def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> None:
-    """Train from the last checkpoint to the last step, in this process or on Ray.
-
-    Raises:
-        JobStopped: `should_stop()` returned True. The last checkpoint contains all finished steps.
-    """
+    """Train from the last checkpoint to the last step, in this process or on Ray."""
     from edje_index.training.loop import TrainingStopped, WorkerGroup, run_worker
 
     last = -_REPORT_SECONDS

@@ -193,28 +193,11 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "7",
-        "e\u0301",
-        "\u0915\u093e",
-        "\u2764\ufe0f",
-        "\u72ac",
-        "\U0001f415",
-        "\U0001f468\u200d\U0001f467",
-        "&eacute;",
-        "\u20ac",
-        "<3",
-    ],
+    ["7", "e\u0301", "\u0915\u093e", "\u2764\ufe0f", "\U0001f468\u200d\U0001f467", "&eacute;", "\u20ac", "<3"],
 )
 def test_other_short_captions_are_kept(tmp_path, text):
     (tmp_path / "c.jsonl").write_text(json.dumps({"image": "a.jpg", "caption": text}) + "\n")
     assert read_caption_file(tmp_path / "c.jsonl")[0][0].captions == (text,)
-
-
-def test_a_file_of_blank_captions_is_refused(tmp_path):
-    (tmp_path / "c.jsonl").write_text('{"image": "a.jpg", "caption": " "}\n')
-    with pytest.raises(UsageError, match="no captions except 1 blank captions"):
-        read_captions(tmp_path / "c.jsonl")
 
 
 @pytest.mark.parametrize(

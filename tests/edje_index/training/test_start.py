@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertModel
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import AdapterConfig, build_adapter
-from edje_index.models.weights import save_weights
 from edje_index.training.config import ArchitectureConfig
 from edje_index.training.start import (
     feature_fingerprint,
@@ -66,18 +65,6 @@ def test_a_language_model_keeps_all_that_it_has(language):
     assert torch.equal(joint.classification_head[0].dense.weight, model.pooler.dense.weight)
     decoder = joint.language_model.cls.predictions.decoder.weight
     assert decoder.data_ptr() == joint.text_embeddings.weight.data_ptr()
-
-
-def test_a_masked_language_models_head_is_kept(language):
-    torch.manual_seed(4)
-    model = BertForMaskedLM(BertConfig.from_pretrained(language))
-    model.cls.predictions.bias.data.normal_()
-    save_weights(model, language / "model.safetensors")
-    joint = load_language_model(language, embed_dim=24)
-    hidden = torch.randn(5, 24)
-    with torch.no_grad():
-        logits = joint.language_model.cls(hidden)[:, : model.config.vocab_size]
-        torch.testing.assert_close(logits, model.eval().cls(hidden))
 
 
 def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(tiny_bundle, language, tmp_path):

@@ -110,87 +110,55 @@ def bundle(tiny_bundle):
     return loaded
 
 
-def test_losses_are_those_of_the_pairs_scored_one_by_one(case, bundle):
-    """The joint encoder's own scoring and tokenizer are the reference."""
-    batch = case.source().joint(0)
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig()).eval()
-    losses = objective(batch)
-    tokens = bundle.adapter(batch.patches.float())
-    with torch.no_grad():
-        logits = torch.cat([bundle.joint(rows(batch.inputs, at), tokens[batch.image[at : at + 1]]) for at in range(40)])
-        hidden = torch.cat(
-            [
-                bundle.joint.hidden_states(rows(batch.inputs, at), tokens[batch.image[at : at + 1]])
-                for at in range(40, 48)
-            ]
-        )
-        texts = bundle.joint.hidden_states(batch.text_inputs[0], torch.empty(0, 0, 16))[:, 0]
-        covered = bundle.joint.language_model.cls(hidden.flatten(0, 1)[batch.masked[0]])
-        expected = {
-            "itm": itm_loss(logits[:8], logits[8:24].view(8, 2), logits[24:].view(8, 2)),
-            "mlm": mlm_loss(covered, batch.masked[1]),
-            "recovery": recovery_loss(bundle.joint.text_projection(texts), batch.text_inputs[1]),
-        }
-    for name, value in expected.items():
-        torch.testing.assert_close(losses[name], value, atol=1e-5, rtol=0)
-    torch.testing.assert_close(losses["loss"], sum(expected.values()), atol=1e-5, rtol=0)
-
-
 def rows(inputs, at):
     part = slice(at, at + 1)
     return JointInputs(inputs.input_ids[part], inputs.token_type_ids[part], inputs.attention_mask[part])
 
 
-def rows_of(inputs, count):
-    return JointInputs(inputs.input_ids[:count], inputs.token_type_ids[:count], inputs.attention_mask[:count])
-
-
-@pytest.mark.parametrize(
-    ("settings", "still"),
-    [
-        ({"objective__mlm_weight": 0.0}, "joint.language_model.cls.predictions.transform"),
-        ({"objective__recovery_weight": 0.0}, "joint.text_projection"),
-    ],
-)
-def test_a_loss_of_weight_zero_leaves_its_head_alone(case, bundle, settings, still):
-    objective = JointObjective(
-        bundle.adapter, bundle.joint, case.config(**settings).objective, AugmentationConfig()
-    ).train()
-    losses = objective(case.source(**settings).joint(0))
-    losses["loss"].backward()
-    frozen = (still, "joint.language_model.cls.predictions.bias") if "objective__mlm_weight" in settings else (still,)
-    for name, parameter in objective.named_parameters():
-        assert (parameter.grad is None) == name.startswith(frozen), name
-
-
 @pytest.mark.parametrize("has_tokens", [True, False])
-def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle, tiny_bundle, has_tokens):
-    teacher_bundle = ModelBundle.load(tiny_bundle)
-    local = build_adapter(AdapterConfig("local", 16, 32, 16, 24))
-    source = case.source()
+def test_losses_are_those_of_the_pairs_scored_one_by_one(case, bundle, tiny_bundle, has_tokens):
+    """The scoring and the tokenizer of the joint encoders are the reference. The teacher has its own tokens."""
+    source, joint = case.source(), bundle.joint
     batch = replace(source, teacher_tokens=16).joint(0)
     assert (batch.teacher[0].input_ids == source.tokenizer.image_token_id).sum(dim=1).tolist() == [16] * 40
-    tokens = local(batch.patches.float())
+    teacher_joint, local = ModelBundle.load(tiny_bundle).joint, build_adapter(AdapterConfig("local", 16, 32, 16, 24))
+    teacher_tokens = local(batch.patches.float()).detach()
     if has_tokens:
-        batch = replace(batch, teacher=(batch.teacher[0], tokens.detach()))
-    teacher = Teacher(teacher_bundle.joint, None if has_tokens else local, torch.device("cpu"))
-    expected = torch.cat(
-        [teacher_bundle.joint(rows(batch.teacher[0], at), tokens[batch.image[at : at + 1]]) for at in range(40)]
-    )
-    torch.testing.assert_close(teacher.logits(batch, lambda tokens: tokens), expected.detach(), atol=1e-5, rtol=0)
-    objective = JointObjective(
-        bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig(), teacher
-    ).eval()
+        batch = replace(batch, teacher=(batch.teacher[0], teacher_tokens))
+    teacher = Teacher(teacher_joint, None if has_tokens else local, torch.device("cpu"))
+    objective = JointObjective(bundle.adapter, joint, case.config().objective, AugmentationConfig(), teacher).eval()
     losses = objective(batch)
-    sizes = [8, 16, 16]
     with torch.no_grad():
-        student_tokens = bundle.adapter(batch.patches.float())
-        student = bundle.joint(rows_of(batch.inputs, 40), student_tokens[batch.image[:40]])
-    wanted = distillation_loss(student.split(sizes), expected.detach().split(sizes))
-    torch.testing.assert_close(losses["distillation"], wanted, atol=1e-5, rtol=0)
+        tokens = bundle.adapter(batch.patches.float())
+        images = [slice(at, at + 1) for at in batch.image]
+        logits = torch.cat([joint(rows(batch.inputs, at), tokens[images[at]]) for at in range(40)])
+        taught = [teacher_joint(rows(batch.teacher[0], at), teacher_tokens[images[at]]) for at in range(40)]
+        hidden = [joint.hidden_states(rows(batch.inputs, at), tokens[images[at]]) for at in range(40, 48)]
+        texts = joint.hidden_states(batch.text_inputs[0], torch.empty(0, 0, 16))[:, 0]
+        covered = joint.language_model.cls(torch.cat(hidden).flatten(0, 1)[batch.masked[0]])
+        sizes = [8, 16, 16]
+        expected = {
+            "itm": itm_loss(logits[:8], logits[8:24].view(8, 2), logits[24:].view(8, 2)),
+            "mlm": mlm_loss(covered, batch.masked[1]),
+            "recovery": recovery_loss(joint.text_projection(texts), batch.text_inputs[1]),
+            "distillation": distillation_loss(logits.split(sizes), torch.cat(taught).split(sizes)),
+        }
+    for name, value in {**expected, "loss": sum(expected.values())}.items():
+        torch.testing.assert_close(losses[name], value, atol=1e-5, rtol=0)
     losses["loss"].backward()
-    assert all(parameter.grad is None for parameter in local.parameters())
+    assert all(parameter.grad is None for parameter in (*local.parameters(), *teacher_joint.parameters()))
     assert not any("teacher" in name for name, _ in objective.named_parameters())
+    assert [name for name, parameter in objective.named_parameters() if parameter.grad is None] == []
+
+
+def test_losses_of_weight_zero_leave_their_heads_alone(case, bundle):
+    settings = {"objective__mlm_weight": 0.0, "objective__recovery_weight": 0.0}
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config(**settings).objective, AugmentationConfig())
+    objective.train()(case.source(**settings).joint(0))["loss"].backward()
+    head = "joint.language_model.cls.predictions."
+    frozen = ("joint.text_projection", f"{head}transform", f"{head}bias")
+    for name, parameter in objective.named_parameters():
+        assert (parameter.grad is None) == name.startswith(frozen), name
 
 
 def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
