@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +221,8 @@ class TokenStore:
         """
         view = self._view
         ids = view.checked(row_ids)
-        out = self.empty(len(ids)) if out is None else check_out(out, len(ids), self.block_shape)
+        out = self.empty(len(ids)) if out is None else out
+        check_out(out, (len(ids), *self.block_shape))
         if len(ids):
             view.read(ids, out, hole=np.array(np.nan, dtype=out.dtype))
         if not as_torch:
@@ -251,13 +253,8 @@ class TokenStore:
         view = self._view
         ids = view.checked(row_ids)
         shape = (len(ids), view.codec.record_bytes)
-        if out is None:
-            out = aligned_bytes(shape[0] * shape[1]).reshape(shape)
-        if out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
-            raise UsageError(
-                f"out must be a writeable C-contiguous uint8 array of shape {list(shape)}, "
-                f"got {out.dtype} {list(out.shape)}"
-            )
+        out = aligned_bytes(shape[0] * shape[1]).reshape(shape) if out is None else out
+        check_out(out, shape, np.dtype(np.uint8))
         if len(ids):
             view.read(ids, out, hole=fill_record(view.codec)[0])
         return out
@@ -297,7 +294,7 @@ class TokenStore:
             >>> [len(blocks) for blocks in store.iter_fetch([[0, 1, 2], [3], []])]
             [3, 1, 0]
         """
-        with _ReadAhead(self, batches, ahead) as futures:
+        with contextlib.closing(self._futures(batches, ahead)) as futures:
             for future in futures:
                 yield future.result()
 
@@ -314,9 +311,24 @@ class TokenStore:
             >>> asyncio.run(count_blocks())
             4
         """
-        with _ReadAhead(self, batches, ahead) as futures:
+        with contextlib.closing(self._futures(batches, ahead)) as futures:
             for future in futures:
                 yield await asyncio.wrap_future(future)
+
+    def _futures(self, batches: Iterable[RowIds], ahead: int) -> Generator[Future[Blocks]]:
+        """Yield one future per batch. A background thread fetches the batches ahead of the caller."""
+        if ahead < 1:
+            raise UsageError(f"ahead must be at least 1, got {ahead}")
+        thread = ThreadPoolExecutor(1, "edje-fetch")
+        pending: deque[Future[Blocks]] = deque()
+        try:
+            for row_ids in batches:
+                pending.append(thread.submit(self.fetch, row_ids))
+                if len(pending) > ahead:
+                    yield pending.popleft()
+            yield from pending
+        finally:
+            thread.shutdown(cancel_futures=True)
 
     def holes(self, blocks: Blocks) -> NDArray[np.bool_]:
         """Return which of the fetched `blocks` [k, m, d] are holes, bool [k].
@@ -421,29 +433,3 @@ class _View:
             self.reads.read(batch, lambda part: Destination(part, out, self.codec, self.checksums.check))
         for original, duplicate in zip(firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first], strict=True):
             out[duplicate] = out[original]
-
-
-class _ReadAhead:
-    """An iterator of futures, one per batch. A background thread fetches the batches ahead of the caller."""
-
-    def __init__(self, store: TokenStore, batches: Iterable[RowIds], ahead: int) -> None:
-        if ahead < 1:
-            raise UsageError(f"ahead must be at least 1, got {ahead}")
-        self._store = store
-        self._batches = batches
-        self._ahead = ahead
-        self._thread = ThreadPoolExecutor(1, "edje-fetch")
-
-    def __iter__(self) -> Iterator[Future[Blocks]]:
-        pending: deque[Future[Blocks]] = deque()
-        for row_ids in self._batches:
-            pending.append(self._thread.submit(self._store.fetch, row_ids))
-            if len(pending) > self._ahead:
-                yield pending.popleft()
-        yield from pending
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)

@@ -8,13 +8,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.fetch.subjects import Ids
+from benchmarks.fetch.subjects import Ids, open_tensorstore
 from benchmarks.report import Say, table
 from pipelines.environment import environment
 from storage_formats.codecs import Records, codec
@@ -167,20 +166,12 @@ def _obstore(index: CommittedIndex, precision: str) -> Fetch:
 
 
 def _tensorstore(index: CommittedIndex, precision: str) -> Fetch:
-    ts: Any = import_module("tensorstore")
     layout, (_, bucket, path, *_) = Layout(index.root), urlsplit(str(index.location))
     key = layout.relative(layout.token_array(precision))
     kvstore = {"driver": "s3", "bucket": bucket, "path": f"{path.strip('/')}/{key}/"}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
         kvstore |= {"endpoint": endpoint, "aws_region": os.environ.get("AWS_REGION", "us-east-1")}
-    context = {"s3_request_concurrency": {"limit": _CONCURRENCY}, "cache_pool": {"total_bytes_limit": 0}}
-    array = ts.open(
-        {"driver": "zarr3", "kvstore": kvstore},
-        read=True,
-        context=ts.Context(context),
-        recheck_cached_metadata=False,
-        recheck_cached_data=False,
-    ).result()
+    array = open_tensorstore(kvstore, {"s3_request_concurrency": _CONCURRENCY})
     return lambda ids: np.ascontiguousarray(array[ids].read().result()).view(np.uint8).reshape(len(ids), -1)
 
 

@@ -262,6 +262,19 @@ class Memmap(Peer):
         del self._mapped
 
 
+def open_tensorstore(kvstore: dict[str, Any], limits: dict[str, int]) -> Any:
+    """Open the Zarr array in `kvstore` with TensorStore, without a cache. `limits` has the limits of its context."""
+    ts: Any = import_module("tensorstore")
+    context: dict[str, Any] = {name: {"limit": limit} for name, limit in limits.items()}
+    return ts.open(
+        {"driver": "zarr3", "kvstore": kvstore},
+        read=True,
+        context=ts.Context(context | {"cache_pool": {"total_bytes_limit": 0}}),
+        recheck_cached_metadata=False,
+        recheck_cached_data=False,
+    ).result()
+
+
 class TensorStore(Peer):
     """Reads the index with TensorStore, without a cache and with many concurrent requests."""
 
@@ -269,17 +282,9 @@ class TensorStore(Peer):
     setting = f"cache_pool 0, file_io_concurrency {_TENSORSTORE_REQUESTS}, data_copy_concurrency = CPUs, into a buffer"
 
     def open(self) -> None:
-        self._ts: Any = import_module("tensorstore")
         limits = {"file_io_concurrency": _TENSORSTORE_REQUESTS, "data_copy_concurrency": default_threads()}
-        context = {name: {"limit": limit} for name, limit in limits.items()}
-        context["cache_pool"] = {"total_bytes_limit": 0}
-        self._array = self._ts.open(
-            {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(self.source.array_path)}},
-            read=True,
-            context=self._ts.Context(context),
-            recheck_cached_metadata=False,
-            recheck_cached_data=False,
-        ).result()
+        self._array = open_tensorstore({"driver": "file", "path": str(self.source.array_path)}, limits)
+        self._ts: Any = import_module("tensorstore")
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         view = out.view(self._array.dtype.numpy_dtype).reshape(len(ids), *self._array.shape[1:])

@@ -106,7 +106,9 @@ class Codec(ABC):
             raise UsageError(
                 f"records must be uint8 [k, {self.record_bytes}], got {records.dtype} {list(records.shape)}"
             )
-        out = check_out(out, len(records), self.block_shape)
+        shape = (len(records), *self.block_shape)
+        out = np.empty(shape, dtype=BF16) if out is None else out
+        check_out(out, shape)
         order = np.arange(len(records))
         flat = np.ascontiguousarray(records).reshape(-1)
         self._convert(flat, (order * self.record_bytes, order), out, threads)
@@ -143,7 +145,7 @@ class Codec(ABC):
             raise UsageError(
                 f"offsets and indices must have the same length, got {len(record_offsets)} and {len(block_indices)}"
             )
-        out = check_out(out, len(out), self.block_shape)
+        check_out(out, (len(out), *self.block_shape))
         self._convert(memory, (record_offsets, block_indices), out, threads, check)
 
     def _convert(
@@ -172,18 +174,10 @@ def _checked(indices: Indices, count: int, name: str) -> NDArray[np.int64]:
     return np.array(checked, dtype=np.int64, order="C")
 
 
-def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:
-    """Return `out`, or a new array for `count` blocks if `out` is None.
-
-    Raises:
-        UsageError: `out` is not a writeable C-contiguous bfloat16 array [count, *block_shape].
-    """
-    shape = (count, *block_shape)
-    if out is None:
-        return np.empty(shape, dtype=BF16)
-    if out.dtype != BF16 or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+def check_out(out: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any] = BF16) -> None:
+    """Raise UsageError unless `out` is a writeable C-contiguous array of `shape` and `dtype`."""
+    if out.dtype != dtype or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
         raise UsageError(
-            f"out must be a writeable C-contiguous bfloat16 array of shape {list(shape)}, "
+            f"out must be a writeable C-contiguous {dtype} array of shape {list(shape)}, "
             f"got {out.dtype} {list(out.shape)}"
         )
-    return out
