@@ -1,7 +1,8 @@
-"""Stock Zarr readers open the arrays and return the bytes of every block."""
+"""Stock Zarr readers open the arrays of every precision and return the bytes of every block."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 import tensorstore as ts
 import zarr
 
+from storage_formats import TokenStore, codec, precisions, verify_index
+from storage_formats.codecs import fill_record
 from storage_formats.format.layout import IndexSpec, Layout
 from tests.conftest import same_bits, write_random_index
 
-SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 16), embed_dim=6)
+SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 32), embed_dim=6, precisions=precisions())
 FULL = IndexSpec(rows=3, shard_size=1024, block_shape=(64, 384), embed_dim=384)
-FAILED, DUPLICATES = frozenset({0, 9, 20}), frozenset({10})
+HOLES = [0, 9, 10, 20]
 
 
 def read_zarr(path: Path) -> np.ndarray:
@@ -29,43 +32,57 @@ def read_tensorstore(path: Path) -> np.ndarray:
 READERS = pytest.mark.parametrize("read", [read_zarr, read_tensorstore])
 
 
-@READERS
-@pytest.mark.parametrize("spec", [SPEC, FULL], ids=["small", "64x384"])
-def test_every_block_and_embedding_reads_back(tmp_path, read, spec):
-    failed = frozenset(row for row in FAILED if row < spec.rows)
-    duplicates = frozenset(row for row in DUPLICATES if row < spec.rows)
-    expected = write_random_index(tmp_path, spec, failed=failed, duplicates=duplicates)
-    assert same_bits(read(tmp_path / "tokens/bf16"), expected)
-    embeddings = read(tmp_path / "embeddings")
-    assert embeddings.shape == (spec.rows, spec.embed_dim)
-    holes = np.isnan(embeddings).all(axis=1)
-    assert set(np.flatnonzero(holes)) == failed | duplicates
-    assert np.allclose(np.linalg.norm(embeddings[~holes], axis=1), 1, atol=1e-6)
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    root = tmp_path_factory.mktemp("index")
+    return root, write_random_index(root, SPEC, failed=frozenset({0, 9, 20}), duplicates=frozenset({10}))
 
 
 @READERS
-def test_missing_shard_reads_as_nan(tmp_path, read):
-    expected = write_random_index(tmp_path, SPEC)
-    Layout(tmp_path).token_shard("bf16", 1).unlink()
+@pytest.mark.parametrize("name", precisions())
+def test_stock_readers_and_the_store_return_every_block(index, name, read):
+    root, blocks = index
+    entry = codec(name, SPEC.block_shape)
+    values = np.ascontiguousarray(read(root / "tokens" / name))
+    assert values.shape == (SPEC.rows, *entry.record_shape)
+    records = values.view(np.uint8).reshape(SPEC.rows, -1)
+    assert (records[HOLES] == fill_record(entry)).all()
+    expected = entry.decode(entry.encode(blocks))
+    assert same_bits(entry.decode(records), expected)
+    with TokenStore.open(root, name) as store:
+        rows = [20, 3, 0, 3, 11, 9]
+        fetched = store.fetch(rows)
+        assert same_bits(fetched, expected[rows])
+        assert store.holes(fetched).tolist() == [row in HOLES for row in rows]
+
+
+@READERS
+def test_every_embedding_reads_back(index, read):
+    embeddings = read(index[0] / "embeddings")
+    assert embeddings.shape == (SPEC.rows, SPEC.embed_dim)
+    assert np.flatnonzero(np.isnan(embeddings).all(axis=1)).tolist() == HOLES
+    assert np.allclose(np.linalg.norm(np.delete(embeddings, HOLES, axis=0), axis=1), 1, atol=1e-6)
+    assert verify_index(index[0]) == []
+
+
+@READERS
+def test_missing_and_damaged_shards_are_noticed(index, tmp_path, read):
+    root = shutil.copytree(index[0], tmp_path / "index")
+    Layout(root).token_shard("bf16", 1).unlink()
+    expected = index[1].copy()
     expected[8:16] = np.nan
-    assert same_bits(read(tmp_path / "tokens/bf16"), expected)
-
-
-@READERS
-def test_damaged_shard_index_is_refused(tmp_path, read):
-    write_random_index(tmp_path, SPEC)
-    path = Layout(tmp_path).token_shard("bf16", 0)
+    assert same_bits(read(root / "tokens/bf16"), expected)
+    path = Layout(root).token_shard("bf16", 0)
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"(?i)checksum|digest"):
-        read(tmp_path / "tokens/bf16")
+        read(root / "tokens/bf16")
 
 
-def test_group_lists_its_arrays(tmp_path):
-    write_random_index(tmp_path, SPEC)
-    group = zarr.open_group(str(tmp_path / "tokens"), mode="r")
-    assert [(name, array.shape) for name, array in group.arrays()] == [("bf16", (21, 4, 16))]
+def test_group_lists_its_arrays(index):
+    group = zarr.open_group(str(index[0] / "tokens"), mode="r")
+    assert {name for name, _ in group.arrays()} == set(precisions())
 
 
 def test_records_start_at_pages_and_the_file_is_whole_pages(tmp_path):
