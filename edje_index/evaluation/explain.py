@@ -28,7 +28,7 @@ from torch.nn import functional
 from edje_index.bundles.bundle import load_scorer
 from edje_index.bundles.info import ENCODER_FILES, JOINT_FOLDER, BundleInfo, matching_bundle, verify_files
 from edje_index.captions.matching import NAME_COLUMNS, match_items
-from edje_index.captions.reading import CaptionedImage, read_captions
+from edje_index.captions.reading import read_captions
 from edje_index.errors import ModelError
 from edje_index.images.clips import is_clip
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, decode_partial
@@ -266,7 +266,22 @@ def explain_index(
         compared = [(opened, store, joint)]
         if against is not None:
             compared.append(_open(against, against_model, None)[:3])
-        alignment = _measure_alignment(compared, read_captions(captions, images, split), on_progress)
+        items = read_captions(captions, images, split)
+        matched = [match_items(each.root, read_all_rows(each, NAME_COLUMNS), items).rows for each, _, _ in compared]
+        used = np.logical_and.reduce([its_rows >= 0 for its_rows in matched])
+        kept = [item for item, keep in zip(items, used, strict=True) if keep]
+        if not kept:
+            raise UsageError("no image with captions is in both indexes; compare two indexes of the same images")
+        scores = []
+        for (_, its_store, its_joint), its_rows in zip(compared, matched, strict=True):
+            parts = []
+            for start in range(0, len(kept), _BATCH):
+                on_progress("measuring alignment, images", start, len(kept))
+                blocks = its_store.fetch(its_rows[used][start : start + _BATCH])
+                for item, block in zip(kept[start : start + _BATCH], blocks, strict=True):
+                    parts.append(alignment_scores(its_joint, item.captions, block))
+            scores.append(np.concatenate(parts))
+        alignment = Alignment.of(*scores)
     vocabulary = Vocabulary(joint)
     nearest: list[int] = []
     for start in range(0, len(sampled), _BATCH):
@@ -376,29 +391,6 @@ def _attention(
     height, width = encoder.vision.image_size
     rows = round(math.sqrt(weights.shape[1] * height / width))  # patches are squares
     return weights.reshape(len(weights), rows, -1), np.asarray(resized), ""
-
-
-def _measure_alignment(
-    opened: list[tuple[CommittedIndex, TokenStore, JointScorer]],
-    items: Sequence[CaptionedImage],
-    on_progress: OnProgress,
-) -> Alignment:
-    """Measure the alignment of one index, or of two indexes, with the captions of the images in all of them."""
-    rows = [match_items(each.root, read_all_rows(each, NAME_COLUMNS), items).rows for each, _, _ in opened]
-    used = np.logical_and.reduce([its_rows >= 0 for its_rows in rows])
-    kept = [item for item, keep in zip(items, used, strict=True) if keep]
-    if not kept:
-        raise UsageError("no image with captions is in both indexes; compare two indexes of the same images")
-    scores = []
-    for (_, its_store, its_joint), its_rows in zip(opened, rows, strict=True):
-        parts = []
-        for start in range(0, len(kept), _BATCH):
-            on_progress("measuring alignment, images", start, len(kept))
-            blocks = its_store.fetch(its_rows[used][start : start + _BATCH])
-            for item, block in zip(kept[start : start + _BATCH], blocks, strict=True):
-                parts.append(alignment_scores(its_joint, item.captions, block))
-        scores.append(np.concatenate(parts))
-    return Alignment.of(*scores)
 
 
 def content_words(caption: str) -> str:

@@ -140,16 +140,32 @@ def score_pools(
     values: dict[str, dict[str, Floats]] = {
         direction: {EMBEDDING: pool.similarities} for direction, pool in pools.items()
     }
+    # The key is everything besides the pair that determines a score.
+    name = hashlib.sha256(json.dumps({**key, "captions": eval_set.captions}, sort_keys=True).encode()).hexdigest()[:24]
+    if cache is not None:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"cannot write the scores to {cache}: {error.strerror}"
+            raise UsageError(f"{problem}; choose another directory") from error
     for part in joint_parts:
-        file = None if cache is None else _cache_file(cache, part, {**key, "captions": eval_set.captions})
+        file = None if cache is None else cache / f"{part}-{name}.npz"
         scores = _score_pairs(models, part, eval_set.captions, distinct, source, file, on_progress)
         for direction, its_pairs in pairs.items():
             values[direction][part] = scores[np.searchsorted(distinct, its_pairs)]
     finals: dict[str, dict[int, Floats]] = {}
     for direction, pool in pools.items():
-        if weights[direction].hubness:
-            hubness = _hubness(models, direction, weights[direction], eval_set, embeddings, pool.candidates, source)
-            values[direction][HUBNESS] = hubness
+        if weights[direction].hubness:  # once for each distinct candidate
+            distinct_candidates, which = np.unique(pool.candidates, return_inverse=True)
+            corrections = []
+            for start in range(0, len(distinct_candidates), _HUBNESS_BATCH):
+                at = distinct_candidates[start : start + _HUBNESS_BATCH]
+                if direction == TEXT_TO_IMAGE:
+                    of_part = Pairs(tokens=source.fetch(eval_set.rows[at]), candidate_embeddings=embeddings[1][at])
+                else:
+                    of_part = Pairs([eval_set.captions[i] for i in at], candidate_embeddings=embeddings[0][at])
+                corrections.append(models.part(HUBNESS, of_part, direction, weights[direction]))
+            values[direction][HUBNESS] = np.concatenate(corrections)[which.reshape(pool.candidates.shape)]
         score, finals[direction] = FinalScore.of(weights[direction], joint_pool), {}
         for size in pool_sizes:
             parts = {part: part_values[:, :size] for part, part_values in values[direction].items()}
@@ -199,38 +215,6 @@ def _score_pairs(
             _save_scores(file, pairs, scores, known, values)
     on_progress(activity, len(pairs), len(pairs))
     return scores
-
-
-def _hubness(
-    models: ScoreModels,
-    direction: str,
-    weights: ScoreWeights,
-    eval_set: EvaluationSet,
-    embeddings: tuple[Floats, Floats],
-    candidates: Ints,
-    source: TokenSource,
-) -> Floats:
-    """Compute the hubness correction, float32 [q, p]. Each distinct candidate is computed once."""
-    distinct, which = np.unique(candidates, return_inverse=True)
-    parts = []
-    for start in range(0, len(distinct), _HUBNESS_BATCH):
-        positions = distinct[start : start + _HUBNESS_BATCH]
-        if direction == TEXT_TO_IMAGE:
-            pairs = Pairs(tokens=source.fetch(eval_set.rows[positions]), candidate_embeddings=embeddings[1][positions])
-        else:
-            pairs = Pairs([eval_set.captions[at] for at in positions], candidate_embeddings=embeddings[0][positions])
-        parts.append(models.part(HUBNESS, pairs, direction, weights))
-    corrections: Floats = np.concatenate(parts)[which.reshape(candidates.shape)]
-    return corrections
-
-
-def _cache_file(folder: Path, part: str, key: Mapping[str, Any]) -> Path:
-    """Return the file of the scores of one part. `key` is everything else that determines the score of a pair."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write the scores to {folder}: {error.strerror}; choose another directory") from error
-    return folder / f"{part}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.npz"
 
 
 def _load_scores(file: Path | None) -> tuple[Ints, Floats]:

@@ -70,7 +70,13 @@ def read_queries(path: Path) -> list[str]:
     queries: list[str] = []
     for number, line in enumerate(map(str.strip, lines), 1):
         if line and path.suffix == ".jsonl":
-            texts = _texts(line)
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                value = next((value[name] for name in _MEMBERS if name in value), None)
+            texts: list[Any] = value if isinstance(value, list) else [value]
             if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
                 raise UsageError(
                     f"{path}, line {number}: a query must be a JSON string, or an object with one of the members "
@@ -82,16 +88,6 @@ def read_queries(path: Path) -> list[str]:
     if not queries:
         raise UsageError(f"{path} is empty: write one text per line")
     return queries
-
-
-def _texts(line: str) -> list[Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return []
-    if isinstance(value, dict):
-        value = next((value[name] for name in _MEMBERS if name in value), None)
-    return value if isinstance(value, list) else [value]
 
 
 def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[np.int64]:
