@@ -336,13 +336,7 @@ def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
 
 
 def check_scorer_fit(adapter: AdapterConfig, models: ScoreModels, score: DirectionWeights) -> None:
-    """Check that the parts of a bundle fit together.
-
-    Args:
-        adapter: configuration of the adapter.
-        models: models that compute the parts of the final score.
-        score: weights of the final score.
-    """
+    """Check that the adapter, the models of the parts, and the weights of the final score fit together."""
     if adapter.language_dim != models.joint.width and not adapter.is_feature:
         raise ModelError(
             f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads "

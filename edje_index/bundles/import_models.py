@@ -280,15 +280,7 @@ def bundle_of_open_clip(vision: str, out: str | Path, *, text_tokenizer_dir: str
     A bundle always has an adapter and a joint encoder. In this bundle, the adapter stores one patch per image, and
     searches do not use the joint encoder.
 
-    Args:
-        vision: open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
-            ``local-dir:DIRECTORY``.
-        out: new directory for the bundle.
-        text_tokenizer_dir: as in `import_checkpoint`.
-
-    Raises:
-        HubUnreachableError: weights or a tokenizer are missing and cannot be downloaded.
-        ModelError: the model is unknown, the weights do not fit the model, or `out` exists.
+    Arguments and errors are as in `import_checkpoint`.
     """
     _check_new(out)
     with torch.random.fork_rng(devices=[]):
@@ -316,15 +308,7 @@ def _check_new(out: str | Path) -> None:
 
 
 def check_same_towers(state: State, clip: torch.nn.Module, name: str) -> None:
-    """Check that the towers of a checkpoint equal the towers of `clip`, up to rounding.
-
-    A checkpoint without towers is accepted.
-
-    Args:
-        state: weights of the checkpoint by name.
-        clip: open_clip model.
-        name: name of the open_clip model, for error messages.
-    """
+    """Check that the towers in the weights of a checkpoint, if it has any, equal those of `clip` up to rounding."""
     for prefix, target, renames in (
         ("vision_encoder.", "visual.trunk.", _VISION_NAMES),
         ("clip.vision_model.", "visual.trunk.", _VISION_NAMES),

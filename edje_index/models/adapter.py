@@ -168,15 +168,14 @@ class ReducedAdapter(Adapter):
         elif self.config.kind == CLUSTERED:
             with torch.autocast(patches.device.type, enabled=False):
                 tokens = cluster_tokens(patches, count)
-        elif received is not None:
-            tokens = prune_tokens(patches, received, count)
         else:
-            raise ValueError("a pruned adapter needs the attention that each patch receives: pass `received`, [b, n]")
+            assert received is not None
+            tokens = prune_tokens(patches, received, count)
         result: torch.Tensor = self.local(tokens)
         return result
 
 
-class _ResidualMlp(nn.Module):
+class _ResidualMlp(nn.Module):  # published checkpoints have the names of these layers
     def __init__(self, width: int, hidden: int, activation_name: str) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
@@ -190,12 +189,6 @@ class _ResidualMlp(nn.Module):
 
 def build_adapter(config: AdapterConfig) -> Adapter:
     """Build an adapter with random weights, in evaluation mode."""
-    _check(config)
-    classes: dict[str, type[Adapter]] = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter}
-    return classes.get(config.kind, ReducedAdapter)(config).eval()
-
-
-def _check(config: AdapterConfig) -> None:
     if config.kind not in KINDS:
         raise ModelError(f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}")
     sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
@@ -214,6 +207,8 @@ def _check(config: AdapterConfig) -> None:
         )
     if config.kind == PATCHES and config.hidden_dim:
         raise ModelError(f"hidden_dim of a patches adapter must be 0, got {config.hidden_dim}")
+    classes: dict[str, type[Adapter]] = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter}
+    return classes.get(config.kind, ReducedAdapter)(config).eval()
 
 
 def activation(name: str) -> nn.Module:
@@ -234,41 +229,26 @@ def activation(name: str) -> nn.Module:
 
 
 def stride_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep `count` patches at equal distances. Return [b, m, d_v], where token i is patch floor(i n / m).
-
-    Args:
-        patches: patch features [b, n, d_v].
-        count: number of tokens, m.
-    """
-    _check_count(patches, count)
+    """Keep m = `count` of the patches [b, n, d_v] at equal distances: token i is patch floor(i n / m)."""
     n = patches.shape[1]
     return patches[:, torch.arange(count, device=patches.device) * n // count]
 
 
 def prune_tokens(patches: torch.Tensor, received: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep the `count` patches that receive the most attention. Return [b, m, d_v], in the order of the patches.
+    """Keep the `count` of the patches [b, n, d_v] that receive the most attention in the last layer of the tower.
 
-    Args:
-        patches: patch features [b, n, d_v].
-        received: attention that each patch receives in the last layer of the vision tower [b, n].
-        count: number of tokens, m.
+    `received` is the attention that each patch receives [b, n]. The tokens are in the order of the patches.
     """
-    _check_count(patches, count)
     kept = received.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
     return patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
 
 
 def cluster_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
-    """Group the patches of each image into `count` clusters. Return the cluster centres, float32 [b, m, d_v].
+    """Group the patches [b, n, d_v] of each image into `count` clusters. Return their centres, float32 [b, m, d_v].
 
     The method is k-means with k-means++ seeding (Arthur and Vassilvitskii, 2007) and at most 25 Lloyd iterations.
-
-    Args:
-        patches: patch features [b, n, d_v].
-        count: number of tokens, m.
     """
     # Every image uses the same fixed random numbers. A cluster that loses all its patches keeps its last centre.
-    _check_count(patches, count)
     points = patches.float()
     centres = _first_centres(points, count)
     assignment = _nearest(points, centres)
@@ -305,8 +285,3 @@ def _nearest(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     """Return the index of the centre nearest to each point, int64 [b, n]."""
     scores = centres.square().sum(dim=2)[:, None] - 2 * points @ centres.transpose(1, 2)
     return scores.argmin(dim=2)
-
-
-def _check_count(patches: torch.Tensor, count: int) -> None:
-    if not 1 <= count <= patches.shape[1]:
-        raise ValueError(f"cannot keep {count} of {patches.shape[1]} tokens: give a count from 1 to {patches.shape[1]}")

@@ -155,12 +155,7 @@ class Bert:
         ]
 
     def embed(self, words: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
-        """Return the input of the first layer, float32 [b, t, d].
-
-        Args:
-            words: word embeddings, with image tokens at the positions of ``<image>``, float32 [b, t, d].
-            token_types: token type of each token, int64 [b, t].
-        """
+        """Return the input of the first layer, float32 [b, t, d], from word embeddings or image tokens [b, t, d]."""
         last = len(self._positions) - 1  # positions beyond the table repeat its last one, as in published models
         positions = torch.arange(words.shape[1], device=words.device).clamp(max=last)
         embedded: torch.Tensor = self._norm(
@@ -169,11 +164,9 @@ class Bert:
         return embedded
 
     def hidden_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the last hidden states, float32 [b, t, d].
+        """Return the last hidden states, float32 [b, t, d], of the result of `embed`.
 
-        Args:
-            embedded: input of the first layer, from `embed`.
-            mask: False for padding, bool [b, t]. None if there is no padding, which is faster.
+        `mask` is False for padding, bool [b, t]. It is None if there is no padding, which is faster.
         """
         for layer in self._layers:
             embedded = self._run(layer, embedded, mask)

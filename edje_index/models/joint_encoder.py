@@ -92,7 +92,7 @@ class JointEncoder(nn.Module):
         return self.scorer().score(captions, tokens)
 
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
-        """Return the mean of the last hidden states of each row, float32 [b, d]. Rows must not contain image tokens."""
+        """Return the mean of the last hidden states of each row, see `JointScorer.sentence_vectors`."""
         return self.scorer().sentence_vectors(inputs)
 
     def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:

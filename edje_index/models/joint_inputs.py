@@ -148,12 +148,7 @@ class JointTokenizer:
 
 
 def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointTokenizer:
-    """Read a BERT tokenizer. If the vocabulary lacks the ``<image>`` placeholder, it is added.
-
-    Args:
-        folder: directory of the tokenizer files.
-        canonical: see `JointTokenizer`.
-    """
+    """Read a BERT tokenizer. If the vocabulary lacks the ``<image>`` placeholder, it is added."""
     if not folder.is_dir():
         raise ModelError(
             f"there is no directory {folder}: give a directory that contains config.json and either tokenizer.json "

@@ -45,15 +45,14 @@ class JointScorer:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """Build a scorer from the weights in `tensors`.
+        """Build a scorer.
 
         Args:
             tokenizer: tokenizer of the captions.
             shape: settings of the language model.
-            tensors: weights by name, as in published checkpoints. The scorer may share the memory of these tensors, so
-                do not change them.
+            tensors: weights by name, as in published checkpoints. The scorer may share their memory.
             source: file or model that the weights come from, for error messages.
-            dtype: data type of matrix products, see `compute_dtype`.
+            dtype: see `compute_dtype`.
             device: device of the weights. None means the CPU.
         """
         self.tokenizer = tokenizer

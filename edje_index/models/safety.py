@@ -28,12 +28,7 @@ TOKENIZER_CLASSES = frozenset({
 
 
 def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
-    """Check that a bundle contains only data.
-
-    Args:
-        folder: directory of the bundle.
-        files: names of the files listed in ``bundle.json``.
-    """
+    """Check that the bundle in `folder`, whose ``bundle.json`` lists the names `files`, contains only data."""
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:

@@ -9,6 +9,7 @@ embedding. The first positions are class and register tokens. The n patches foll
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from open_clip.transformer import ResidualAttentionBlock, VisionTransformer  # n
 FeaturesAndAttention = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class VisionTower(torch.nn.Module):
+class VisionTower(torch.nn.Module, ABC):
     """A frozen vision transformer. :func:`vision_tower` makes one from the image tower of an open_clip model.
 
     Attributes:
@@ -59,17 +60,17 @@ class VisionTower(torch.nn.Module):
         self.image_size = (int(visual.image_size[0]), int(visual.image_size[1]))
         self.eval()
 
+    @abstractmethod
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the patch features [b, n, d] and the L2-normalised embeddings [b, e] of images.
 
         ``pixels`` has the shape [b, 3, height, width].
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
         """Return the results of ``encode``, and the attention that each patch receives [b, n]."""
         # It is the mean of the softmax weights of the last layer over all heads and queries, class token included.
-        raise NotImplementedError
 
 
 class TimmTower(VisionTower):
@@ -180,10 +181,7 @@ def vision_tower(visual: torch.nn.Module) -> VisionTower:
 def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the attention that each key receives, averaged over heads and queries, float32 [b, t].
 
-    Args:
-        q: queries [b, h, t, c].
-        k: keys [b, h, t, c].
-        scale: factor of the queries.
+    `q` and `k` are the queries and keys [b, h, t, c], and `scale` is the factor of the queries.
     """
     # The heads are computed one by one, which limits the memory to b x t x t values.
     heads = q.shape[1]

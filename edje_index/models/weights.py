@@ -52,12 +52,7 @@ def save_tensors(state: State, path: Path) -> None:
 
 
 def check_finite(state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Check that weights contain neither NaN nor infinity.
-
-    Args:
-        state: tensors by name.
-        source: file or model that the tensors come from, for the error message.
-    """
+    """Raise ModelError if weights from `source` contain NaN or infinity."""
     for name, tensor in state.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
@@ -84,12 +79,9 @@ def read_weights(path: Path, prefix: str = "") -> State:
 
 
 def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy the tensors in ``state`` into ``module``.
+    """Copy the tensors in ``state`` into ``module``. `source` names the file or model that they come from.
 
-    Args:
-        module: module to change.
-        state: tensors by name. Only names that share the tensor of an earlier name may be missing.
-        source: file or model that the tensors come from, for error messages.
+    Only names that share the tensor of an earlier name may be missing.
     """
     try:
         result = module.load_state_dict(state, strict=False)

@@ -33,11 +33,7 @@ class FinalScore:
 
     @classmethod
     def of(cls, weights: ScoreWeights, joint_pool: int | None = None) -> FinalScore:
-        """Return the final score with the given weights of one direction.
-
-        Raises:
-            UsageError: `joint_pool` is less than 1, or `weights` lack the logit or have no other part.
-        """
+        """Return the final score with the given weights of one direction, and check that they allow `joint_pool`."""
         score = cls(weights.by_part())
         if joint_pool is not None:
             as_count(joint_pool, "joint_pool")
@@ -66,14 +62,7 @@ class FinalScore:
         return FinalScore({part: self.weights[part] for part in parts if part in self.weights})
 
     def sum(self, values: Mapping[str, Any]) -> Any:
-        """Return the weighted sum of the values of the parts.
-
-        Args:
-            values: value of each part by name: arrays or tensors of the same shape.
-
-        Raises:
-            ValueError: all weights are 0.
-        """
+        """Return the weighted sum of the values of the parts by name, which are arrays or tensors of the same shape."""
         first, *others = self.parts or (None,)
         if first is None:
             raise ValueError("a final score needs at least one part with a weight other than 0")

@@ -74,7 +74,7 @@ def late_interaction(
     *,
     mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the scores of b pairs, float32 [b], between -1 and 1. A caption without content words has the score 0.
+    """Compute the part ``late`` of b pairs, float32 [b], between -1 and 1. It is 0 for a caption without content words.
 
     Args:
         captions: token ids of the caption of each pair.
@@ -165,12 +165,7 @@ class PooledSimilarity(nn.Module):
         return functional.normalize(token_statistics(tokens) @ self.image + self.image_offset, dim=1)
 
     def captions(self, captions: Sequence[Sequence[int]], sentences: torch.Tensor) -> torch.Tensor:
-        """Return the pooled vectors of captions, unit vectors [b, k].
-
-        Args:
-            captions: token ids of each caption.
-            sentences: mean hidden state of each caption [b, d].
-        """
+        """Return the pooled vectors of captions, unit vectors [b, k], from token ids and mean hidden states [b, d]."""
         bags = word_bags(captions, self.word_numbers, self.word_weights)
         return functional.normalize(sentences @ self.sentence + bags @ self.words + self.caption_offset, dim=1)
 
@@ -184,9 +179,7 @@ def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def word_bags(captions: Sequence[Sequence[int]], word_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted bag of words of each caption, float32 [b, w].
-
-    Each bag is a vector of length 1. If a caption contains none of the words, its bag is the zero vector.
+    """Return the weighted bag of words of each caption, float32 [b, w], of length 1, or 0 without any of the words.
 
     Args:
         captions: token ids of each caption.
@@ -222,9 +215,7 @@ def hubness(
 
 
 class HubnessBank(nn.Module):
-    """Embeddings and pooled vectors of training captions and training images, for computing hubness.
-
-    Each vector is stored as int8 codes and one scale. All tensors are buffers, not trainable parameters.
+    """Embeddings and pooled vectors of training captions and training images, as int8 codes with one scale per vector.
 
     Args:
         captions: number of captions.
@@ -243,12 +234,7 @@ class HubnessBank(nn.Module):
 
     @classmethod
     def of(cls, captions: tuple[torch.Tensor, torch.Tensor], images: tuple[torch.Tensor, torch.Tensor]) -> HubnessBank:
-        """Make a bank of captions and images.
-
-        Args:
-            captions: (embeddings [b, e], pooled vectors [b, k]) of captions.
-            images: (embeddings [b, e], pooled vectors [b, k]) of images. b may differ between captions and images.
-        """
+        """Make a bank of the (embeddings [b, e], pooled vectors [b, k]) of captions, and of images with another b."""
         bank = cls(len(captions[0]), len(images[0]), captions[0].shape[1], captions[1].shape[1])
         rows = (bank.caption_embeddings, bank.caption_vectors, bank.image_embeddings, bank.image_vectors)
         for part, values in zip(rows, (*captions, *images), strict=True):
@@ -264,13 +250,9 @@ class HubnessBank(nn.Module):
     def hubness(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
     ) -> torch.Tensor:
-        """Compute the hubness of n candidates [n]. Values below :meth:`floor` are raised to :meth:`floor`.
+        """Compute the hubness of n candidates [n] from their embeddings [n, e] and pooled vectors [n, k].
 
-        Args:
-            embeddings: embeddings of the candidates, float32 [n, e].
-            vectors: pooled vectors of the candidates, float32 [n, k].
-            similarity: how candidates are compared with the bank.
-            direction: "t2i" if candidates are images, "i2t" if candidates are captions.
+        In direction "t2i", candidates are images. In "i2t", they are captions.
         """
         values = self._values(embeddings, vectors, similarity, direction)
         return values.clamp(min=self.floor(similarity, direction))

@@ -83,10 +83,7 @@ class ScoreWeights:
 
     @classmethod
     def of_parts(cls, weights: Mapping[str, float], hubness_similarity: HubnessSimilarity | None = None) -> Self:
-        """Make weights from a mapping by part name.
-
-        Parts that are not in the mapping have the weight 0, including the logit.
-        """
+        """Make weights from a mapping by part name. Parts that are not in it have the weight 0, including the logit."""
         logit, late, pooled, embedding, hubness = (float(weights.get(part, 0.0)) for part in PART_NAMES)
         return cls(logit, late, pooled, embedding, hubness, hubness_similarity or HubnessSimilarity())
 
@@ -135,11 +132,7 @@ class DirectionWeights:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return weights from `value`, a result of :meth:`to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a weight is missing or is not a finite number.
-        """
+        """Return weights from `value`, a result of :meth:`to_json`. Errors are those of `ScoreWeights.from_json`."""
         return cls(*(ScoreWeights.from_json(value[direction]) for direction in DIRECTIONS))
 
     def to_json(self) -> dict[str, Any]:
@@ -188,18 +181,10 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
     return ScoreWeights.of_parts(weights, bundle_weights.hubness_similarity)
 
 
-def check_score(score: str) -> None:
-    """Raise UsageError if `score` is invalid for every bundle. See `parse_score`."""
-    parse_score(score, ScoreWeights())
-
-
 def check_parts(weights: ScoreWeights, available: Collection[str], what: str) -> None:
     """Raise ModelError if `weights` give a weight other than 0 to a part that is not in `available`.
 
-    Args:
-        weights: the weights to check.
-        available: names of the parts that can be computed.
-        what: subject of the error message, for example "the bundle".
+    `what` is the subject of the error message, for example "the bundle".
     """
     missing = [PART_NAMES[part] for part, weight in weights.by_part().items() if weight and part not in available]
     if missing:

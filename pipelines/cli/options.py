@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from edje_index.models import MAX_FRAMES
-from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
+from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, ScoreWeights, parse_score
 from pipelines.jobs.plan import SHARD_SIZE
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
@@ -183,7 +183,7 @@ def html_page_option(default: str) -> Callable[[_Command], _Command]:
 
 
 def _check_score(_: click.Context, __: click.Parameter, score: str) -> str:
-    check_score(score)
+    parse_score(score, ScoreWeights())  # raises UsageError if the score is invalid for every bundle
     return score
 
 
