@@ -182,17 +182,6 @@ def with_tensor(name: str, *shape: int) -> Edit:
     return edit
 
 
-def with_settings(name: str, **settings: object) -> Edit:
-    """Set entries of a JSON file in the directory of the tokenizer."""
-
-    def edit(path: Path) -> None:
-        file = path.parent / "tokenizer" / name
-        content = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**content, **settings}))
-
-    return edit
-
-
 def with_code(path: Path) -> dict[str, object]:
     return {"model": {}, "config": Code(path.parent / "marker")}
 
@@ -209,12 +198,15 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
     "code": (lambda path: torch.save(with_code(path), path), REFUSED),
     "code in a plain pickle": (lambda path: path.write_bytes(pickle.dumps(with_code(path))), REFUSED),
     "code of the tokenizer": (
-        with_settings("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}),
+        lambda path: change(path.parent / "tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": "evil.Evil"}),
         "names code ('auto_map'",
     ),
     "many words": (with_tensor(WORDS, 10**12, 16), TOO_LARGE),
     "wide adapter of a checkpoint": (with_tensor("vision_projection.mlp.fc1.weight", 10**12, 24), TOO_LARGE),
-    "deep language model": (with_settings("config.json", num_hidden_layers=10**9), TOO_LARGE),
+    "deep language model": (
+        lambda path: change(path.parent / "tokenizer/config.json", num_hidden_layers=10**9),
+        TOO_LARGE,
+    ),
     "not finite": (not_finite, "the tensor text_projection.bias of the joint encoder of"),
     "enormous": (lambda path: os.truncate(path, 64 << 30), ""),
     "FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "no checkpoint file"),

@@ -30,7 +30,6 @@ from edje_index.bundles.shipped_model import (
 from edje_index.captions.reading import CaptionedImage
 from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig, build_adapter
-from edje_index.models.clip_config import WEIGHTS_FILE
 from edje_index.models.clip_model import load_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.text_tower import TextTower, text_tokenizer
@@ -49,7 +48,6 @@ from models.embedding import (
 )
 from models.make import _pack_tensor, pack_model
 
-import open_clip  # isort: skip  # after edje_index, which makes torchvision importable
 import timm  # isort: skip
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 220), "white": (240, 240, 240)}
@@ -140,15 +138,6 @@ def test_the_trained_model_is_the_one_that_open_clip_and_the_bundle_use(towers, 
     assert recalls["t2i"]["R@5"] == pytest.approx(100 * (ranks < 5).mean(), abs=100 / 32)
     assert recalls["t2i"]["R@5"] > 60  # 31 by chance
 
-    config = json.loads((tmp_path / "model" / "open_clip_config.json").read_text())["model_cfg"]
-    config["text_cfg"]["hf_model_name"] = str(tmp_path / "model" / "hf_text")
-    plain = open_clip.CustomTextCLIP(**config)
-    plain.visual.set_input_size(config["vision_cfg"]["image_size"])
-    open_clip.load_checkpoint(plain, str(tmp_path / "model" / WEIGHTS_FILE))
-    pixels = torch.randn(2, 3, 64, 64)
-    with torch.inference_mode():
-        assert torch.equal(plain.eval().encode_image(pixels), model.clip.encode_image(pixels))
-
 
 @given(arrays(np.float32, array_shapes(min_dims=2, max_dims=3, max_side=6), elements=VALUES), st.data())
 def test_differences_are_within_half_a_step_and_equal_rows_exact(tmp_path_factory, base, data):
@@ -174,14 +163,6 @@ def restored(tensor: np.ndarray, base: np.ndarray | None, folder: Path) -> np.nd
     arrays = {f"{JOINT_WEIGHTS}:{name}:{part}": value for part, value in parts.items()}
     write_weights(records, arrays, bases, folder)
     return load_arrays(folder / JOINT_WEIGHTS)[name]
-
-
-@pytest.mark.parametrize(("shape", "tolerance"), [((400, 400), 5e-4), ((5, 7), 0), ((9,), 0)])
-def test_only_large_new_tensors_are_rounded(shape, tolerance, tmp_path):
-    tensor = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
-    difference = np.abs(restored(tensor, None, tmp_path) - tensor).max()
-    assert difference <= tolerance
-    assert (difference > 0) == (tolerance > 0)
 
 
 def test_a_packed_bundle_is_restored(towers, tmp_path):

@@ -57,7 +57,6 @@ def read_with_joint(folder, joint):
     ("weights", "expected"),
     [
         ({}, ScoreWeights()),
-        ({"embedding_weight": 2.0}, ScoreWeights(embedding=2.0, hubness_similarity=HubnessSimilarity(2.0, 0.0, 1.0))),
         # Parts that the bundle does not hold have no weight.
         (
             {"late_weight": 1.0, "pooled_weight": 2.0, "prior_weight": 3.0},
@@ -75,8 +74,6 @@ def test_weights_that_are_left_out(tmp_path, weights, expected):
     "change",
     [
         {"prior_temperature": 0},
-        {"prior_weight": float("nan")},
-        {"caption_weights": {"similarity": 1.0}},
         {"late_weight": None},
         {"pooled": 3},
     ],

@@ -52,22 +52,6 @@ def test_hidden_states_equal_those_of_transformers(activation: str, eps: float) 
         torch.testing.assert_close(own.hidden_states(embedded[:1], None), whole, atol=1e-5, rtol=0)
 
 
-def test_bfloat16_hidden_states_are_near_those_of_transformers_and_ignore_padding() -> None:
-    stock = stock_bert()
-    ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(2))
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[1, 6:] = False
-    own, types = bert(stock, torch.bfloat16), torch.zeros_like(ids)
-    with torch.inference_mode():
-        expected = stock(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-        states = own.hidden_states(own.embed(own.words[ids], types), mask)
-        torch.testing.assert_close(states[mask], expected[mask], atol=0.05, rtol=0)
-        torch.testing.assert_close(own.first_states(own.embed(own.words[ids], types), mask), states[:, 0])
-        other = own.hidden_states(own.embed(own.words[ids.where(mask, (ids + 7) % 50)], types), mask)
-        assert torch.equal(other[mask], states[mask])
-        assert not torch.equal(own.hidden_states(own.embed(own.words[ids], types), None)[mask], states[mask])
-
-
 def bert(stock: BertModel, dtype: torch.dtype = torch.float32) -> Bert:
     weights = BertWeights(stock.state_dict(), "", source="the test", device=torch.device("cpu"))
     return Bert(BertShape.parse(stock.config.to_dict(), "the test"), weights, dtype)
@@ -77,9 +61,6 @@ def bert(stock: BertModel, dtype: torch.dtype = torch.float32) -> Bert:
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "describes a model of type 'gpt2': give a BERT model"),
-        ({"is_decoder": True}, "describes a decoder"),
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
-        ({"num_hidden_layers": 0}, "at least one layer"),
         ({"num_attention_heads": "many"}, "is not valid"),
         ({"num_attention_heads": 5}, "24 of the BERT model is not divisible by its 5 heads"),
         ({"num_hidden_layers": 10**9}, "encoder.layer.3.*is missing"),
@@ -149,10 +130,7 @@ def test_text_embeddings_equal_those_of_open_clip(
     "changes",
     [
         {"hf_model_name": None},
-        {"hf_pooler_type": "cls_pooler"},
-        {"hf_proj_type": None},
         {"tokenizer_kwargs": {"strip_sep_token": True}},
-        {"tokenizer_kwargs": {"clean": "other"}},
         {"tokenizer_mode": "clips"},
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edje_index.errors import ModelError
 from edje_index.models.devices import as_tensor, to_bf16_array
-from edje_index.models.weights import assign_weights, read_weights, save_tensors, save_weights, tied_names
+from edje_index.models.weights import assign_weights, read_weights, save_tensors
 
 
 class Tied(torch.nn.Module):
@@ -22,16 +22,6 @@ class Tied(torch.nn.Module):
         self.first = torch.nn.Linear(2, 3)
         self.second = torch.nn.Linear(2, 3)
         self.second.weight = self.first.weight
-
-
-def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
-    module, copy = Tied(), Tied()
-    assert tied_names(module) == {"second.weight"}
-    save_weights(module, tmp_path / "w.safetensors")
-    state = read_weights(tmp_path / "w.safetensors")
-    assert sorted(state) == ["first.bias", "first.weight", "second.bias"]
-    assign_weights(copy, state, "the file")
-    assert all(torch.equal(v, copy.state_dict()[k]) for k, v in module.state_dict().items())
 
 
 def test_says_what_does_not_fit(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis.extra.numpy import arrays
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import (
     PART_NAMES,
-    DirectionWeights,
     HubnessSimilarity,
     ScoreWeights,
     parse_score,
@@ -79,24 +77,6 @@ def test_a_joint_pool_without_use_is_refused(weights, joint_pool, message):
         FinalScore.of(weights, joint_pool)
 
 
-def test_the_default_is_the_published_score():
-    assert ScoreWeights().by_part() == {"logit": 1, "late": 0, "pooled": 0, "embedding": 0, "hubness": 0}
-    assert DirectionWeights().of("t2i") == DirectionWeights().of("i2t") == ScoreWeights()
-    assert ScoreWeights().described() == "logit"
-    assert ScoreWeights(logit=2, late=0.5, hubness=0.5).described() == (
-        "2 x logit + 0.5 x late interaction + 0.5 x hubness correction"
-    )
-
-
-def test_json_round_trip():
-    assert DirectionWeights.from_json(json.loads(json.dumps(WEIGHTS.to_json()))) == WEIGHTS
-    for name in [*PART_NAMES, "hubness_similarity"]:
-        value = WEIGHTS.t2i.to_json()
-        del value[name]
-        with pytest.raises(KeyError):
-            ScoreWeights.from_json(value)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_are_finite(bad):
     for part in PART_NAMES:
@@ -114,7 +94,6 @@ def test_weights_are_finite(bad):
         ("logit", {"logit": 1}),
         ("late=2.5", {"late": 2.5}),
         ("logit=1, embedding = 20 ,hubness=0.5", {"logit": 1, "embedding": 20, "hubness": 0.5}),
-        ("pooled=-1", {"pooled": -1}),
     ],
 )
 def test_parts_that_are_not_named_have_no_weight(score, expected):
@@ -129,10 +108,7 @@ def test_parts_that_are_not_named_have_no_weight(score, expected):
     ("score", "words"),
     [
         ("", "unknown part ''"),
-        ("logit,bundle", "unknown part 'bundle'"),
         ("logit=", "weight of 'logit' must be a number from -1e30 to 1e30, got ''"),
-        ("late=much", "weight of 'late' must be a number from -1e30 to 1e30, got 'much'"),
-        ("late=nan", "weight of 'late' must be a number from -1e30 to 1e30, got 'nan'"),
         ("late=1e39", "weight of 'late' must be a number from -1e30 to 1e30, got '1e39'"),
         ("late=0,logit=0", "gives every part the weight 0"),
     ],

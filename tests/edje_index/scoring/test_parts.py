@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from edje_index.scoring.parts import (
     Pairs,
     ScoreModels,
     content_token_mask,
-    hubness,
     late_interaction,
     word_bags,
 )
@@ -114,21 +112,6 @@ def test_bags_hold_the_counted_words_once(captions, numbers):
         assert bag.tolist() == pytest.approx([value / length for value in expected], abs=1e-6)
 
 
-@pytest.mark.parametrize("direction", ["t2i", "i2t"])
-def test_the_hubness_correction_is_that_of_the_candidates(bundle, models, pairs, direction):
-    """Minus the hubness by the formula on dense vectors, above the floor."""
-    similarity, bank = WEIGHTS.of(direction).hubness_similarity, bundle.hubness_bank
-    own = models.image_vectors(pairs.tokens) if direction == "t2i" else models.caption_vectors(CAPTIONS)
-    products = bank.products(torch.from_numpy(pairs.candidate_embeddings), own, direction)
-    plain = hubness(
-        *products, embedding=similarity.embedding, pooled=similarity.pooled, temperature=similarity.temperature
-    )
-    expected = -plain.clamp(min=bank.floor(similarity, direction)).numpy()
-    values = part(models, "hubness", pairs, direction)
-    np.testing.assert_allclose(values, expected, atol=1e-5)
-    assert values.std() > 0.1
-
-
 def test_scores_do_not_depend_on_the_batch(bundle, models):
     tokens = torch.randn(300, *bundle.block_shape).bfloat16()
     pairs = Pairs(["a dog"] * 300, tokens, np.linspace(0, 1, 300, dtype=np.float32), unit(300, 24).numpy())
@@ -151,15 +134,3 @@ def test_a_bundle_without_parts_scores_by_the_logit(tiny_model):
         check_parts(parse_score("logit=1,pooled=1", ScoreWeights()), models.part_names, "the bundle")
     with pytest.raises(UsageError, match="unknown part"):
         parse_score("joint", ScoreWeights())
-
-
-def test_vectors_of_images_are_computed_once_for_all_parts(models, pairs, monkeypatch):
-    computed, image_vectors = [], ScoreModels.image_vectors
-    monkeypatch.setattr(
-        ScoreModels, "image_vectors", lambda self, tokens: computed.append(1) or image_vectors(self, tokens)
-    )
-    values = {name: part(models, name, pairs) for name in ("pooled", "hubness")}
-    assert len(computed) == 1
-    again = replace(pairs, _image_vectors=None)
-    for name, value in values.items():
-        np.testing.assert_array_equal(part(models, name, again), value)
