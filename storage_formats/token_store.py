@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from storage_formats.arguments import as_text
 from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record
 from storage_formats.codecs.base import check_out
-from storage_formats.errors import UsageError
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.index_files import check_inside
-from storage_formats.format.layout import Layout
+from storage_formats.format.layout import Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.remote import cache_directory, open_index
@@ -33,7 +33,7 @@ from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.local_reads import LocalReads
 from storage_formats.reading.memory import BufferPool, aligned_blocks, aligned_bytes
-from storage_formats.reading.object_reads import ObjectReads
+from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
 from storage_formats.row_ids import RowIds, check_row_ids
 
 if TYPE_CHECKING:
@@ -387,14 +387,25 @@ class TokenStore:
             def key(shard: int) -> str:
                 return layout.relative(token_path(shard))
 
-            ObjectReads.check_engine(self._engine)
+            if self._engine not in ("auto", OBJECT_STORE):
+                raise UsageError(
+                    f"the read engine '{self._engine}' cannot read an index on an object store; choose auto or "
+                    f"{OBJECT_STORE}"
+                )
             checksums = BlockChecksums(index, checksum_path, lambda shard: folder.url_of(key(shard)))
             cache, buffers = None, BufferPool()
             if limit := cache_bytes():  # the block cache belongs to the snapshot
                 cached_files = cache_files(cache_directory() / "blocks", limit)
                 cache = BlockCache(folder.url, checksums, size, cached_files, buffers)
             reads = ObjectReads(folder, key, size, cache, buffers)
-        reads.check_lengths(spec)
+        # A reader allocates memory for the sizes in `index.json`, so wrong sizes must be noticed first.
+        for shard in {spec.used_segments[0].first_row // spec.shard_size, spec.shards - 1}:
+            _, length = padded_shard_bytes(len(spec.shard_rows(shard)), spec.shard_size, size)
+            if (actual := reads.length(shard)) != length:
+                raise CorruptIndexError(
+                    f"the token file {checksums.token_path(shard)} has {actual} bytes instead of {length}; run "
+                    "'edje-index verify'"
+                )
         return _View(index, index.deleted, token_codec, reads, checksums)
 
 

@@ -80,7 +80,7 @@ class BlockChecksums:
         self._index = index
         self._path = path
         self._committed = CommittedFiles(index, path)
-        self._token_path = token_path
+        self.token_path = token_path
         self._spec = index.manifest.spec
         self._kept: OrderedDict[int, Checksums] = OrderedDict()
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class BlockChecksums:
         return BlockCheck(
             parts[0] if len(parts) == 1 else np.concatenate(parts),
             batch.shards * self._spec.shard_size + batch.positions,
-            lambda row_id: self._token_path(row_id // self._spec.shard_size),
+            lambda row_id: self.token_path(row_id // self._spec.shard_size),
         )
 
     def file_checksums(self, shards: list[int]) -> dict[int, int]:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from storage_formats.errors import CorruptIndexError, UsageError, cannot_read
-from storage_formats.format.layout import IndexSpec, padded_shard_bytes
+from storage_formats.errors import UsageError, cannot_read
+from storage_formats.format.layout import IndexSpec
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.direct import read_direct
@@ -74,25 +74,12 @@ class LocalReads:
         self._direct_reads: dict[int, tuple[int, int]] = {}
         """(bytes of direct reads, bytes at which the shard is read into the page cache) of each shard"""
 
-    def check_lengths(self, spec: IndexSpec) -> None:
-        """Check the lengths of the first and the last token file.
-
-        A reader allocates memory for the sizes in `index.json`, so this check must detect wrong sizes first.
-
-        Raises:
-            CorruptIndexError: a file is missing or has a wrong length.
-        """
-        for shard in {spec.used_segments[0].first_row // spec.shard_size, spec.shards - 1}:
-            _, length = padded_shard_bytes(len(spec.shard_rows(shard)), spec.shard_size, self._record_bytes)
-            try:
-                path = self._path(shard)
-                actual = path.stat().st_size
-            except OSError as error:
-                raise cannot_read(error.filename, error) from error
-            if actual != length:
-                raise CorruptIndexError(
-                    f"the token file {path} has {actual} bytes instead of {length}; run 'edje-index verify'"
-                )
+    def length(self, shard: int) -> int:
+        """Return the length of the token file of a shard in bytes. Raise CorruptIndexError if it does not exist."""
+        try:
+            return self._path(shard).stat().st_size
+        except OSError as error:
+            raise cannot_read(error.filename, error) from error
 
     def read(self, batch: Batch, destination_of: Callable[[Batch], Destination]) -> None:
         """Read the records of `batch`. `destination_of` returns the destination of a part of the batch.

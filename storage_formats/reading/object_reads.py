@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.format.layout import IndexSpec, padded_shard_bytes
+from storage_formats.errors import CorruptIndexError
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.reading.batch import Batch, Ints, Part
 from storage_formats.reading.block_cache import BlockCache
@@ -27,6 +27,11 @@ _PIECES_IN_FLIGHT = 2
 _REQUESTS = 32  # in flight for each piece
 _RUN_BYTES = 4 << 20
 _GAP_BYTES = 64 << 10
+
+
+_Request: TypeAlias = tuple[int, int, int, Bytes, str | None]
+"""(shard, start, stop, target, cached file): a request for the records at the positions [start, stop) of a shard. The
+records are written to `target`, and to a file of the block cache if there is one."""
 
 
 @dataclass(frozen=True)
@@ -47,50 +52,19 @@ class ObjectReads:
     cache: BlockCache | None
     buffers: BufferPool
 
-    @staticmethod
-    def check_engine(name: str) -> None:
-        """Raise UsageError if `name` is the name of an engine for files."""
-        if name not in ("auto", OBJECT_STORE):
-            raise UsageError(
-                f"the read engine '{name}' cannot read an index on an object store; choose auto or {OBJECT_STORE}"
-            )
-
-    def check_lengths(self, spec: IndexSpec) -> None:
-        """Check the lengths of the first and the last token object.
-
-        Raises:
-            CorruptIndexError: an object is missing or has a wrong length.
-        """
-        for shard in {spec.used_segments[0].first_row // spec.shard_size, spec.shards - 1}:
-            self.check_length(spec, shard)
-
-    def check_length(self, spec: IndexSpec, shard: int) -> None:
-        """Check the length of the token object of a shard. Raises the same error as `check_lengths`."""
-        _, length = padded_shard_bytes(len(spec.shard_rows(shard)), spec.shard_size, self.record_bytes)
+    def length(self, shard: int) -> int:
+        """Return the length of the token object of a shard in bytes; 0 if it does not exist."""
         info = self.folder.info(self.key(shard))
-        if info is None or info.size != length:
-            actual = "does not exist" if info is None else f"has {info.size} bytes"
-            raise CorruptIndexError(
-                f"the token object {self.url(shard)} {actual}, but should have {length} bytes; copy the index "
-                "again from a sound copy"
-            )
-
-    def url(self, shard: int) -> str:
-        """Return the URL of the token object of a shard."""
-        return self.folder.url_of(self.key(shard))
+        return info.size if info else 0
 
     def read(self, batch: Batch, destination_of: Callable[[Batch], Destination]) -> None:
-        """Read the records of `batch`, see `local_reads.LocalReads.read`. Raises the errors of `read_into`."""
-        self.read_into(destination_of(batch))
-
-    def read_into(self, destination: Destination) -> None:
-        """Read all records of `destination.batch`. Afterwards, nothing writes to the destination any more.
+        """Read the records of `batch`, see `local_reads.LocalReads.read`.
 
         Raises:
             CorruptIndexError: an object is missing or a record is damaged.
             ObjectStoreError: the object store refused a request or cannot be reached.
         """
-        batch = destination.batch
+        destination, size = destination_of(batch), self.record_bytes
         crews: deque[tuple[Crew[_Request], Bytes, Ints, Part]] = deque()
 
         def abandon() -> None:
@@ -116,10 +90,21 @@ class ObjectReads:
                 if self.cache:
                     names = self.cache.names(batch[piece])
                     part = part[~self.cache.read(batch[piece], names, destination, piece.start)]
-                if len(part):
-                    requests, buffer, offsets = self._requests(batch[part], names)
-                    crews.append((Crew(self._read, requests), buffer, offsets, part))
-                    crews[-1][0].start(min(_REQUESTS, len(requests)))
+                if not len(part):
+                    continue
+                missing = batch[part]
+                first, count = missing.runs(size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES)
+                starts, stops = missing.positions[first], missing.positions[first + count - 1] + 1
+                at = np.cumsum(stops - starts) - (stops - starts)
+                buffer = self.buffers.borrow(int((stops - starts).sum()) * size)
+                columns = (column.tolist() for column in (missing.shards[first], starts, stops, at))
+                requests = [
+                    (shard, start, stop, buffer[offset * size : (offset + stop - start) * size], names.get(shard))
+                    for shard, start, stop, offset in zip(*columns, strict=True)
+                ]
+                offsets = (np.repeat(at - starts, count) + missing.positions) * size
+                crews.append((Crew(self._read, requests), buffer, offsets, part))
+                crews[-1][0].start(min(_REQUESTS, len(requests)))
             while crews:
                 finish()
         except BaseException:
@@ -131,44 +116,16 @@ class ObjectReads:
         """Free the idle buffers."""
         self.buffers.close()
 
-    def _requests(self, batch: Batch, names: dict[int, str]) -> tuple[list[_Request], Bytes, Ints]:
-        """Return requests for the records of `batch`, the buffer for them, and the offset of each record in it."""
-        size = self.record_bytes
-        first, count = batch.runs(size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES)
-        starts, stops = batch.positions[first], batch.positions[first + count - 1] + 1
-        at = np.cumsum(stops - starts) - (stops - starts)
-        buffer = self.buffers.borrow(int((stops - starts).sum()) * size)
-        columns = (batch.shards[first], starts, stops, at)
-        requests = [
-            _Request(shard, start, stop, buffer[offset * size : (offset + stop - start) * size], names.get(shard))
-            for shard, start, stop, offset in zip(*(column.tolist() for column in columns), strict=True)
-        ]
-        return requests, buffer, (np.repeat(at - starts, count) + batch.positions) * size
-
     def _read(self, request: _Request) -> None:
-        size = self.record_bytes
+        shard, start, stop, target, cached_file = request
         try:
-            data = self.folder.read_range(self.key(request.shard), request.start * size, request.stop * size)
+            data = self.folder.read_range(self.key(shard), start * self.record_bytes, stop * self.record_bytes)
         except (FileNotFoundError, EOFError) as error:
             raise CorruptIndexError(
-                f"{self.url(request.shard)} is missing, or ends before the record at position "
-                f"{request.stop - 1}; a later change of the index may have removed it. Call refresh(), or open "
+                f"{self.folder.url_of(self.key(shard))} is missing, or ends before the record at position "
+                f"{stop - 1}; a later change of the index may have removed it. Call refresh(), or open "
                 "the index again. If the error remains, copy the index again from a sound copy"
             ) from error
-        request.target[:] = np.frombuffer(data, dtype=np.uint8)
-        if self.cache and request.cached_file:
-            self.cache.write(request.cached_file, request.start, data)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A request for the records at the positions [start, stop) of a shard, which are written to `target`.
-
-    `cached_file` is the name of the file of the block cache that stores the records; None if there is no cache.
-    """
-
-    shard: int
-    start: int
-    stop: int
-    target: Bytes
-    cached_file: str | None
+        target[:] = np.frombuffer(data, dtype=np.uint8)
+        if self.cache and cached_file:
+            self.cache.write(cached_file, start, data)

@@ -180,8 +180,10 @@ def test_a_fetch_during_a_refresh_reads_the_old_snapshot(proxy, tmp_path):
     blocks = write_random_index(tmp_path / "index", SPEC)
     copy_index(tmp_path / "index", url)
     with TokenStore.open(url) as store:
-        delete_rows(url, rows=[1])
-        compact_index(url)
+        store.fetch([0, 5])
+        delete_rows(tmp_path / "index", rows=[1])
+        compact_index(tmp_path / "index")
+        copy_index(tmp_path / "index", url, replace=True)
         assert same_bits(store.fetch(RefreshingRowIds([0, 5], store)), blocks[[0, 5]])
         current = store.translate([0, 5])
         assert current.min() > 5
