@@ -9,11 +9,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.evaluation.quantization import compare_tokens, measure_precisions
 from edje_index.evaluation.report import quantization_report, write_report
-from edje_index.models.adapter import build_adapter
 from pipelines.cli import main
 from storage_formats import IndexSpec, Manifest, TokenStore, codec
 from storage_formats.format.checksum import crc32c
@@ -132,18 +130,6 @@ def test_a_bundle_that_is_gone_leaves_ranking_out(built, tmp_path):
         assert (moved.query_source, moved.queries) == ("built-in captions", 24)
     finally:
         shutil.move(tmp_path / "elsewhere", bundle)
-
-
-def test_features_are_not_ranked_by(built, tmp_path):
-    manifest = Manifest.load(built)
-    model = ModelBundle.load(manifest.model["bundle"])
-    features = build_adapter(model.adapter.config.features(model.vision.num_patches))
-    shutil.copytree(built, tmp_path / "features.edje")
-    info = replace(model, adapter=features, info=None).save(tmp_path / "features")
-    made_by = {**manifest.model, "fingerprint": info.encoder_fingerprint}
-    replace(manifest, model=made_by).write(Layout(tmp_path / "features.edje"))
-    report = measure_precisions(tmp_path / "features.edje", "bf16", ("fp8",), model=tmp_path / "features")
-    assert report.ranking_left_out.startswith("the index stores features to train on")
 
 
 def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, capsys):

@@ -133,16 +133,3 @@ def test_snapshots_of_a_search(photos, tmp_path):
     assert len(earlier.search("a dog", 20, 20)) == 6
     with pytest.raises(UsageError, match="has no snapshot 7"):
         TokenIndex.open(tmp_path / "i", snapshot=7)
-
-
-def test_a_refresh_reads_the_manifest_alone(photos, monkeypatch):
-    """Else the slower of two refreshes could put an older snapshot in place of a newer one."""
-    index, alone = TokenIndex.open(photos), []
-
-    def open_index(location):
-        alone.append(not index._refreshing.acquire(blocking=False))
-        return CommittedIndex.open(location)
-
-    monkeypatch.setattr("edje_index.search.token_index.open_index", open_index)
-    assert index.refresh() == 0
-    assert alone == [True]

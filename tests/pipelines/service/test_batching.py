@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -71,10 +71,6 @@ def test_an_error_reaches_its_own_request_and_the_queue_goes_on(bad, kind):
     assert together(model.of(4)) == [8]
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
-
-
 def test_a_full_queue_refuses_and_abandoned_requests_leave_it():
     model = Model(waiting=2)
 
@@ -93,7 +89,7 @@ def test_a_full_queue_refuses_and_abandoned_requests_leave_it():
         model.may_run.set()
         assert await asyncio.gather(first, waiting[1], last) == [0, 4, 8]
 
-    run(test)
+    asyncio.run(test())
     assert model.batches == [[0], [2, 4]], "the abandoned request was computed"
 
 
@@ -112,4 +108,4 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once():
         model.may_run.set()
         assert await asyncio.gather(first, waiting) == [2, 4]
 
-    run(test)
+    asyncio.run(test())
