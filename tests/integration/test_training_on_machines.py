@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.training.checkpoints import read_log
-from tests.command_line import run_here, run_process
+from tests.command_line import command, run_here, run_process
 from tests.integration.ray_nodes import RayNodes, ray_nodes
 from tests.integration.test_training import training, wait_for_steps, write_captions
 
 pytestmark = pytest.mark.slow
 
 STEPS = 60
-# The command waits ten minutes for a node. The test shortens this wait.
-TRAIN = """
-import functools, sys
-from pipelines.cli import main
-from pipelines.engines import ray_train
-
-ray_train.train_on_ray = functools.partial(ray_train.train_on_ray, node_wait_seconds=float(sys.argv[1]))
-sys.exit(main(sys.argv[2:]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +47,10 @@ def arguments(folder: Path, out: Path) -> list[str | Path]:
     return [*training(folder, out), "--set", "alignment.steps=0", "--steps", str(STEPS), "--workers", "2"]
 
 
-def start(case: Path, out: Path, nodes: RayNodes, *, node_wait_seconds: float = 600) -> subprocess.Popen:
-    command = [*map(str, arguments(case, out)), "--set", f"run.address={nodes.address}", "--json"]
+def start(case: Path, out: Path, nodes: RayNodes) -> subprocess.Popen:
+    arguments_on_nodes = [*arguments(case, out), "--set", f"run.address={nodes.address}", "--json"]
     return subprocess.Popen(
-        [sys.executable, "-c", TRAIN, str(node_wait_seconds), *command],
+        command(*arguments_on_nodes),
         env=nodes.environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -84,20 +74,4 @@ def test_a_run_on_two_nodes_goes_on_after_a_node_is_replaced(case, nodes, tmp_pa
     assert process.returncode == 0, error
     assert "node 127.0.0.3 left the cluster" in error
     assert "node 127.0.0.4 joined the cluster" in error
-    check_losses(case, tmp_path / "out")
-
-
-def test_a_run_ends_and_resumes_if_a_lost_node_is_not_replaced(case, nodes, tmp_path):
-    process = start(case, tmp_path / "out", nodes, node_wait_seconds=3)
-    wait_for_steps(process, tmp_path / "out.run", 10)
-    nodes.kill(3)
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 1, error
-    assert "for 3s, the Ray cluster has had room for only 1 of 2 workers; add nodes to the cluster" in error
-    assert "To resume" in error
-    assert "Traceback" not in error
-    nodes.add(4)
-    process = start(case, tmp_path / "out", nodes)
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
     check_losses(case, tmp_path / "out")
