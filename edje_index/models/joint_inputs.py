@@ -9,12 +9,14 @@ This module also cleans texts before tokenisation as open_clip does, without imp
 from __future__ import annotations
 
 import html
+import itertools
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -119,17 +121,16 @@ class JointTokenizer:
     def inputs_of_ids(self, texts: Sequence[Sequence[int]], image_tokens: int) -> JointInputs:
         """Return one input row per caption, like `inputs`. ``texts`` are the token ids of each caption."""
         pad, start, separator = map(self.special_id, ("pad_token", "cls_token", "sep_token"))
-        image = [self.image_token_id] * image_tokens
-        length = max(map(len, texts)) + NUM_SPECIAL_TOKENS + image_tokens
-        ids = torch.full((len(texts), length), pad, dtype=torch.int64)
-        types = torch.zeros_like(ids)
-        mask = torch.zeros_like(ids)
-        for row, text in enumerate(texts):
-            tokens = [start, *text, separator, *image, separator]
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            types[row, len(text) + 2 : len(tokens)] = 1
-            mask[row, : len(tokens)] = 1
-        return JointInputs(ids, types, mask)
+        lengths = np.array([[len(text)] for text in texts])
+        ids = np.full((len(texts), int(lengths.max()) + NUM_SPECIAL_TOKENS + image_tokens), pad, dtype=np.int64)
+        position, end = np.arange(ids.shape[1]), lengths + 2 + image_tokens  # of the last [SEP]
+        is_image = (position >= lengths + 2) & (position < end)
+        ids[:, 0] = start
+        ids[(position >= 1) & (position <= lengths)] = list(itertools.chain.from_iterable(texts))
+        ids[is_image] = self.image_token_id
+        ids[(position == lengths + 1) | (position == end)] = separator
+        types, mask = is_image | (position == end), position <= end
+        return JointInputs(*(torch.from_numpy(array.astype(np.int64, copy=False)) for array in (ids, types, mask)))
 
     def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each caption, without special tokens. Long captions are truncated.

@@ -334,25 +334,17 @@ def _run_phase(
     evaluate: Callable[[], dict[str, float]] = dict,
     evaluate_every: int = 0,
 ) -> tuple[int, int]:
-    """Run the steps of one phase that follow `state`, the last checkpoint.
+    """Run the steps of the phase `name` that follow `state`, the last checkpoint. Return `skipped` after the phase.
 
     Args:
-        task, group, device, source, should_stop, on_record: as in `run_worker`.
-        state: the last checkpoint, also of an earlier phase; None to start from step 0.
         skipped: number of steps without a finite gradient before this phase, see `TrainState`.
-        name, stage: name of the phase in the log, and its number, counted from 0.
+        stage: number of the phase, counted from 0.
         module: module to train. Its ``forward`` maps a batch to losses by name.
         make_batch: makes a batch from the batch number, which counts from 0 in each phase.
-        steps: number of optimiser steps.
         accumulate: number of batches per optimiser step.
         images: number of images per optimiser step, over all workers.
-        optimization: settings of the optimiser and of the learning rate.
         epoch: number of optimiser steps per epoch, may be fractional.
-        evaluate: returns recalls by name.
-        evaluate_every: number of steps between two evaluations; 0 never evaluates.
-
-    Returns:
-        `skipped` after this phase.
+        evaluate: returns recalls by name; called every `evaluate_every` steps, or never if that is 0.
     """
     run, loop, run_dir, first = task.config.run, task.config.loop, task.config.run.folder, 0
     resumed = state if state is not None and state.stage == stage else None

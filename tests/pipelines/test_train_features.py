@@ -105,7 +105,9 @@ def test_a_view_is_most_of_the_photo_upright(width, height, seed):
     assert (np.diff(down) >= -1).all()
     seen = (across.max() - across.min()) / 255 * (down.max() - down.min()) / 255
     longest = max(width / height, height / width)
-    assert seen > 0.35 / (longest * 4 / 3) - 0.25  # a long photo has no crop of its own area in the allowed aspects
+    assert (
+        seen > 0.35 / (longest * 4 / 3) - 0.25
+    )  # crops of elongated photos are smaller, because the aspect ratio is limited
 
 
 def test_half_of_the_views_are_mirrored():
