@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from edje_index.images.containers import Container, read_packed
 from edje_index.images.decode import ImageError
-from edje_index.images.ranges import open_ranged
+from edje_index.images.ranges import open_file, read_range
 from edje_index.images.remote import read_remote
 from edje_index.images.transient import retry
 from edje_index.images.urls import ChangedFileError, UnreachableError, is_remote, scheme_of
@@ -131,13 +131,16 @@ def _read_once(ref: InputRef) -> bytes:
 
 
 def _read_file(path: bytes) -> bytes:
-    with open_ranged(path) as file:
-        if file.length > MAX_INPUT_BYTES:
-            raise OSError(errno.EFBIG, f"{file.length} bytes is over the limit of {MAX_INPUT_BYTES}")
-        data = file.read()
-        if len(data) != file.length:
-            raise OSError(errno.EIO, f"a read ended {file.length - len(data)} bytes before the end of the file")
+    fd, length = open_file(path)
+    try:
+        if length > MAX_INPUT_BYTES:
+            raise OSError(errno.EFBIG, f"{length} bytes is over the limit of {MAX_INPUT_BYTES}")
+        data = read_range(fd, length, 0)
+        if len(data) != length:
+            raise OSError(errno.EIO, f"a read ended {length - len(data)} bytes before the end of the file")
         return data
+    finally:
+        os.close(fd)
 
 
 def _directory_vanished(path: bytes) -> bool:

@@ -125,17 +125,27 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
             daemon=scheme_of(url) not in STORE_SCHEMES,
         )
         return RangedFile(blocks.pread, version.length, blocks.close)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise OSError("the input is not a regular file")
+    fd, length = open_file(path)
     if only_headers and sys.platform == "linux":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-    return RangedFile(functools.partial(_read_range, fd), status.st_size, functools.partial(os.close, fd))
+    return RangedFile(functools.partial(read_range, fd), length, functools.partial(os.close, fd))
 
 
-def _read_range(fd: int, size: int, offset: int) -> bytes:
+def open_file(path: bytes) -> tuple[int, int]:
+    """Open a local file. Return its descriptor and length. Raises OSError, also if it is not a regular file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("the input is not a regular file")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, status.st_size
+
+
+def read_range(fd: int, size: int, offset: int) -> bytes:
+    """Return the bytes [offset, offset + size) of an open file, or fewer if the file ends earlier."""
     data = os.pread(fd, size, offset)
     while 0 < len(data) < size:  # Linux reads at most 2 GiB at once; network file systems may return less
         part = os.pread(fd, size - len(data), offset + len(data))
@@ -280,8 +290,13 @@ class StreamWindow:
                         self._damages[part] = self._end, damage
                         raise
                     self._restart(part)  # the damage is in an earlier part
-            after_first = itertools.takewhile(lambda item: item.stop > first, reversed(self._kept))
-            return [item for item in after_first if item.start < stop][::-1]
+            items = []
+            for item in reversed(self._kept):  # most reads are near the end
+                if item.stop <= first:
+                    break
+                if item.start < stop:
+                    items.append(item)
+            return items[::-1]
 
     def _restart(self, part: int) -> None:
         self._items = self._begin(part)

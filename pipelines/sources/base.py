@@ -141,11 +141,7 @@ def is_input(head: bytes, clips: bool) -> bool:
 def ignored_as(name: bytes, read_head: Callable[[], bytes], *, clips: bool) -> str | None:
     """Return the key under which `Ignored` counts a regular file; None if the file is an input.
 
-    Args:
-        name: name of the file, without directories.
-        read_head: function that returns the first bytes of the file, or raises OSError. This function is called only
-            if the name has no suffix.
-        clips: True if clips are inputs, too.
+    `read_head`, which returns the first bytes of the file or raises OSError, is called only if `name` has no suffix.
     """
     if name.startswith(b"."):
         return "(hidden)"
@@ -164,11 +160,8 @@ def file_input(
 
     The input has a `problem` if the file is missing, unreadable or not a regular file.
 
-    Args:
-        path: path of the file, or its URL. No request is sent for a URL.
-        uri: uri of the input; None derives the uri from `path`.
-        size: number of bytes, if it is known.
-        metadata: values of the source columns by name.
+    No request is sent if `path` is a URL; `size` is its number of bytes, if it is known. Without `uri`, the uri of the
+    input is derived from `path`.
     """
     uri = display_path(path) if uri is None else uri
     if is_remote(path):
@@ -249,9 +242,7 @@ def lost_file(source: Source, error: Exception) -> InputRef:
 def read_head(path: bytes, size: int | None = None) -> bytes:
     """Return the first `HEAD_BYTES` bytes of a regular file or a URL. Raises OSError if the file cannot be read.
 
-    Args:
-        path: path or URL.
-        size: number of bytes of the file, if it is known.
+    `size` is the number of bytes of a file at a URL, if it is known.
     """
     if is_remote(path):
         url = os.fsdecode(path)

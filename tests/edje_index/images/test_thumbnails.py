@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import tarfile
 
 import numpy as np
@@ -72,6 +73,9 @@ def test_a_member_of_an_archive_is_found(tmp_path):
     assert colour_of(only(tmp_path / "index", entry(0, uri, members["a/green.jpg"])).jpeg) == (0, 200, 0)
     absent = only(tmp_path / "other", entry(0, f"{tmp_path}/photos.tar!a/red.jpg", members["a/green.jpg"]))
     assert (absent.jpeg, absent.problem) == (None, "missing: the archive has no such member")
+    os.truncate(tmp_path / "photos.tar", 1000)
+    cut = only(tmp_path / "cut", entry(0, uri, members["a/green.jpg"]))
+    assert (cut.jpeg, cut.problem.partition(":")[0]) == (None, "truncated-archive")
 
 
 def test_another_file_at_the_same_path_is_not_shown(tmp_path):
