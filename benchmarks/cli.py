@@ -168,7 +168,7 @@ def fetch_command(
 @_repeats(7)
 @json_option
 def quantize_command(repeats: int, as_json: bool) -> None:
-    """Compare the speed of codecs with torch, torchao (if installed) and ml_dtypes.
+    """Compare the speed of codecs with casts of torch and ml_dtypes.
 
     Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in the page cache.
     """

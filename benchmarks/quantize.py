@@ -1,4 +1,4 @@
-"""Measures the encoding and decoding rates of each precision, and compares the rates with torch, torchao and ml_dtypes.
+"""Measures the encoding and decoding rates of each precision, and compares the rates with torch and ml_dtypes.
 
 Rates are in GB/s of bfloat16 tokens. Casts with `ml_dtypes` and `torch` compute no scales, so they do less work than
 the codecs of this project. The entry `torch scaled` encodes and decodes fp8 with scales.
@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -112,15 +111,4 @@ def _conversions(name: str, tokens: Blocks) -> tuple[Subjects, Subjects]:
             "torch cast": lambda: target.copy_(codes),
             "torch scaled": lambda: torch.mul(codes.to(torch.bfloat16), scales, out=target),
         }
-    if name in ("mxfp8", "mxfp4", "nvfp4"):
-        try:
-            mx = import_module("torchao.prototype.mx_formats.mx_tensor").MXTensor
-            nvfp4 = import_module("torchao.prototype.mx_formats.nvfp4_tensor").NVFP4Tensor
-        except ImportError:
-            return encoders, decoders
-        flat = source.reshape(-1, BLOCK_SHAPE[1])
-        kind = torch.float8_e4m3fn if name == "mxfp8" else torch.float4_e2m1fn_x2
-        encoders["torchao"] = lambda: nvfp4.to_nvfp4(flat) if name == "nvfp4" else mx.to_mx(flat, kind)
-        packed = encoders["torchao"]()
-        decoders["torchao"] = lambda: packed.dequantize(torch.bfloat16)
     return encoders, decoders

@@ -26,7 +26,6 @@ def test_a_synthetic_index_is_sound_and_repeatable(tmp_path, run):
     assert (code, "not empty" in err) == (2, True)
 
 
-@pytest.mark.filterwarnings("ignore")  # torchao's, where it is installed
 def test_every_precision_is_measured_beside_its_peers(monkeypatch):
     monkeypatch.setattr(quantize, "precisions", lambda: ("bf16", "fp8"))  # compiling all kernels takes seconds
     report = quantize.bench_quantize(blocks=2, repeats=2)
