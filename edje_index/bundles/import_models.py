@@ -327,16 +327,14 @@ def check_same_towers(state: State, clip: torch.nn.Module, name: str) -> None:
         }
         layers = {key for key in expected if "blocks." in key}
         for key in sorted(tower.keys() | layers):
-            what = f"{prefix}{target}{key}"
-            sizes = [tensors[key].numel() if key in tensors else 0 for tensors in (tower, expected)]
-            if sizes[0] != sizes[1]:
+            theirs, ours = tower.get(key, torch.empty(0)).flatten(), expected.get(key, torch.empty(0)).flatten()
+            if theirs.shape != ours.shape:
                 raise ModelError(
-                    f"{name} is not the tower of the checkpoint: {what} has {sizes[0]} values in the checkpoint and "
-                    f"{sizes[1]} in {name}; give the tower that the checkpoint was trained with"
+                    f"{name} is not the tower of the checkpoint: {prefix}{target}{key} has {len(theirs)} values in the "
+                    f"checkpoint and {len(ours)} in {name}; give the tower that the checkpoint was trained with"
                 )
-            tolerance = _ROUNDING.get(tower[key].dtype, 1e-5)
-            ours = expected[key].float().flatten()
-            if not torch.allclose(tower[key].float().flatten(), ours, rtol=tolerance, atol=1e-6):
+            tolerance = _ROUNDING.get(theirs.dtype, 1e-5)
+            if not torch.allclose(theirs.float(), ours.float(), rtol=tolerance, atol=1e-6):
                 raise ModelError(
                     f"the tower {prefix}* in the checkpoint differs from {name} in the weights {target}{key}: give the "
                     "open_clip model that the checkpoint was trained with. If the tower was fine-tuned, convert the "

@@ -159,7 +159,24 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
     folder = Path(path)
     content = read_versioned(folder / INFO_FILE, "model bundle", form=FORMAT, versions=READ_VERSIONS)
     try:
-        info = _parse(folder, content)
+        joint = dict(content["joint"])
+        if content["format_version"] == 1:
+            joint, score = _joint_and_score_of_version_1(joint)
+        else:
+            score = DirectionWeights.from_json(content["score"])
+        info = BundleInfo(
+            path=folder,
+            vision=dict(content["vision"]),
+            adapter=dict(content["adapter"]),
+            joint=joint,
+            score=score,
+            trained=bool(content["trained"]),
+            notes=str(content["notes"]),
+            files=dict(content["files"]),
+            fingerprint=str(content["fingerprint"]),
+            encoder_fingerprint=str(content["encoder_fingerprint"]),
+        )
+        _ = info.pooled_similarity, info.hubness_bank  # raises ValueError for sizes that are not valid
         fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
@@ -228,28 +245,6 @@ def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> B
             f"the bundle {path} did not build {index.root}, because the encoder fingerprint of the bundle is "
             f"{info.encoder_fingerprint} instead of {built_by}: give the bundle that built the index"
         )
-    return info
-
-
-def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
-    joint = dict(content["joint"])
-    if content["format_version"] == 1:
-        joint, score = _joint_and_score_of_version_1(joint)
-    else:
-        score = DirectionWeights.from_json(content["score"])
-    info = BundleInfo(
-        path=folder,
-        vision=dict(content["vision"]),
-        adapter=dict(content["adapter"]),
-        joint=joint,
-        score=score,
-        trained=bool(content["trained"]),
-        notes=str(content["notes"]),
-        files=dict(content["files"]),
-        fingerprint=str(content["fingerprint"]),
-        encoder_fingerprint=str(content["encoder_fingerprint"]),
-    )
-    _ = info.pooled_similarity, info.hubness_bank  # raises ValueError for sizes that are not valid
     return info
 
 

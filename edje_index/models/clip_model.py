@@ -134,7 +134,27 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
     else:
         name, _, tag = vision.partition(":")
         name = name.replace("/", "-")
-        tag, preprocess = _weights_of(name, tag)
+        if open_clip.get_model_config(name) is None:
+            raise ModelError(
+                f"open_clip {open_clip.__version__} knows no model {name!r}: give a name from "
+                "open_clip.list_models(), hf-hub:ORG/REPO or local-dir:FOLDER"
+            )
+        tags = open_clip.list_pretrained_tags_by_model(name)
+        if not tag:
+            if len(tags) != 1:
+                raise ModelError(
+                    f"{name} has several sets of weights: give {name}:TAG or {name}:FILE, where TAG is one of "
+                    f"{', '.join(tags)}"
+                )
+            tag = str(tags[0])
+        if tag not in tags and not Path(tag).is_file():
+            raise ModelError(
+                f"{name} has no weights {tag!r}: give a weights file, or one of the tags {', '.join(tags)}"
+            )
+        if tag not in tags and tags:
+            # For every file open_clip would use OpenAI's preprocessing, which is wrong for SigLIP.
+            pretrained = open_clip.get_pretrained_cfg(name, tags[0])
+            preprocess = {key: value for key, value in pretrained.items() if key != "size"}
     reachable = True
     try:
         with hub_access() as reachable:
@@ -159,30 +179,6 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
 def local_folder(vision: str) -> Path | None:
     """Return the folder of a model ``local-dir:FOLDER``, and None for other models."""
     return Path(vision.removeprefix(LOCAL_DIR)) if vision.startswith(LOCAL_DIR) else None
-
-
-def _weights_of(name: str, tag: str) -> tuple[str, dict[str, Any] | None]:
-    """Return the tag or file of a model's weights, and the preprocessing where open_clip would guess it."""
-    if open_clip.get_model_config(name) is None:
-        raise ModelError(
-            f"open_clip {open_clip.__version__} knows no model {name!r}: give a name from "
-            "open_clip.list_models(), hf-hub:ORG/REPO or local-dir:FOLDER"
-        )
-    tags = open_clip.list_pretrained_tags_by_model(name)
-    if not tag:
-        if len(tags) != 1:
-            raise ModelError(
-                f"{name} has several sets of weights: give {name}:TAG or {name}:FILE, where TAG is one of "
-                f"{', '.join(tags)}"
-            )
-        tag = str(tags[0])
-    if tag not in tags and not Path(tag).is_file():
-        raise ModelError(f"{name} has no weights {tag!r}: give a weights file, or one of the tags {', '.join(tags)}")
-    if tag in tags or not tags:
-        return tag, None
-    # For every file open_clip would use OpenAI's preprocessing, which is wrong for SigLIP.
-    pretrained = open_clip.get_pretrained_cfg(name, tags[0])
-    return tag, {key: value for key, value in pretrained.items() if key != "size"}
 
 
 @contextmanager
