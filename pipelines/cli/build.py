@@ -109,8 +109,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     """
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
-    from pipelines.jobs.build import build_index
-    from pipelines.jobs.dry_run import try_build
+    from pipelines.jobs.build import build_index, try_build
 
     out = options["out"]
     if dry_run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +88,7 @@ def append_index(
     ):
         assert change.index is not None
         settings, info = _settings_and_bundle(change.index, group, model)
-        workers = check_workers(settings, info, engine=engine, workers=workers, address=address, memory=None)
+        workers = check_workers(settings, info, engine=engine, workers=workers, address=address)
         if change.plan is None:
             changes = _inputs_to_append(change.index, group, on_event, should_stop)
             plan, duplicates = _plan_rows(change, changes, settings, info), changes.duplicates
@@ -99,16 +100,7 @@ def append_index(
         receipts: list[ShardReceipt] = []
         speed = 0.0
         if plan is not None:
-            receipts, speed = encode_rows(
-                change,
-                plan,
-                engine=engine,
-                workers=workers,
-                address=address,
-                max_failed=max_failed,
-                on_event=on_event,
-                should_stop=should_stop,
-            )
+            receipts, speed = encode_rows(change, plan, engine, workers, address, max_failed, on_event, should_stop)
         groups = recorded_sources(change.index.manifest)
         if groups is not None:
             groups = tuple(dict.fromkeys((*groups, group)))
@@ -166,6 +158,7 @@ def update_index(
         (6, 0, 0)
     """
     from storage_formats.change import begin_change
+    from storage_formats.format.manifest import Counts
     from storage_formats.format.remote import open_index
     from storage_formats.format.rows import INDEXED, read_rows
     from storage_formats.writing.publish import total_counts
@@ -177,83 +170,59 @@ def update_index(
             return find_failed(opened)
         return compare_sources(opened, group, max_vanished, on_event, should_stop)
 
+    plan: Plan | None = None
+    receipts: list[ShardReceipt] = []
+    speed, changed = 0.0, 0
     if dry_run:
         opened = open_index(index)
-        return _tried(opened.manifest, compare(opened), started)
-    with (
-        begin_change(
-            index, "update", {"retry_failed": retry_failed}, notify=lambda text: on_event(StatusMessage(text))
-        ) as change,
-        stopping_on_full_disk(change.layout.root),
-    ):
-        assert change.index is not None
-        manifest, changes = change.index.manifest, compare(change.index)
-        receipts: list[ShardReceipt] = []
-        plan, speed = None, 0.0
-        if changes.refs:
-            settings, info = _settings_and_bundle(change.index, group or SourceGroup(()), model)
-            workers = check_workers(settings, info, engine=engine, workers=workers, address=address, memory=None)
-            plan = _plan_rows(change, changes, settings, info)
-        elif change.plan is not None:
-            change.start_again()
-        if plan is not None:
-            receipts, speed = encode_rows(
-                change,
-                plan,
-                engine=engine,
-                workers=workers,
-                address=address,
-                max_failed=1.0 if retry_failed else max_failed,
-                needs_one=False,  # what failed is recorded, even if nothing else is new
-                on_event=on_event,
-                should_stop=should_stop,
-            )
-        if retry_failed and _failed_as_before(change, changes, receipts):
-            change.abandon()
-            plan, receipts = None, []
-            changes = replace(changes, deleted=changes.deleted[:0], unchanged=changes.inputs)
-        else:
-            groups = recorded_sources(manifest) if group is None else (group,)
-            manifest = _commit(change, plan, receipts, changes.deleted, groups, on_event)
-        changed = 0
-        if plan is not None and changes.changed:
-            rows = read_rows(change.layout.root, [plan.first_row + each for each in changes.changed], ["status"])
-            changed = rows["status"].to_pylist().count(INDEXED)
-    result = result_of(manifest, plan, receipts, total_counts(receipts), changes.duplicates, speed, started)
+        manifest, changes = opened.manifest, compare(opened)
+        problems = Counter(ref.problem for ref in changes.refs if ref.problem is not None)
+        rows = len(changes.refs)
+        counts, shards = Counts(rows, rows - problems.total(), 0, dict(problems)), -(-rows // manifest.spec.shard_size)
+        changed = sum(changes.refs[position].problem is None for position in changes.changed)
+    else:
+        with (
+            begin_change(
+                index, "update", {"retry_failed": retry_failed}, notify=lambda text: on_event(StatusMessage(text))
+            ) as change,
+            stopping_on_full_disk(change.layout.root),
+        ):
+            assert change.index is not None
+            manifest, changes = change.index.manifest, compare(change.index)
+            if changes.refs:
+                settings, info = _settings_and_bundle(change.index, group or SourceGroup(()), model)
+                workers = check_workers(settings, info, engine=engine, workers=workers, address=address)
+                plan = _plan_rows(change, changes, settings, info)
+            elif change.plan is not None:
+                change.start_again()
+            if plan is not None:
+                # What failed is recorded, even if nothing else is new.
+                limit = 1.0 if retry_failed else max_failed
+                receipts, speed = encode_rows(
+                    change, plan, engine, workers, address, limit, on_event, should_stop, needs_one=False
+                )
+            if retry_failed and _failed_as_before(change, changes, receipts):
+                change.abandon()
+                plan, receipts = None, []
+                changes = replace(changes, deleted=(), unchanged=changes.inputs)
+            else:
+                groups = recorded_sources(manifest) if group is None else (group,)
+                manifest = _commit(change, plan, receipts, changes.deleted, groups, on_event)
+            if plan is not None and changes.changed:
+                row_ids = [plan.first_row + position for position in changes.changed]
+                statuses = read_rows(change.layout.root, row_ids, ["status"])["status"]
+                changed = statuses.to_pylist().count(INDEXED)
+        counts, shards = total_counts(receipts), len(receipts)
     return replace(
-        result,
+        result_of(manifest, plan, receipts, counts, changes.duplicates, speed, started),
         inputs=changes.inputs,
+        shards=shards,
         unchanged=changes.unchanged,
-        new=result.indexed - changed,
+        new=counts.indexed - changed,
         changed=changed,
         vanished=changes.vanished,
         deleted=len(changes.deleted),
-    )
-
-
-def _tried(manifest: Manifest, changes: SourceChanges, started: float) -> BuildResult:
-    """Return the result of an update that was only tried."""
-    problems = [ref.problem for ref in changes.refs if ref.problem is not None]
-    indexed = len(changes.refs) - len(problems)
-    changed = sum(changes.refs[position].problem is None for position in changes.changed)
-    return BuildResult(
-        inputs=changes.inputs,
-        indexed=indexed,
-        duplicates=changes.duplicates,
-        failed=len(problems),
-        failed_by_reason={reason: problems.count(reason) for reason in sorted(set(problems))},
-        rows=len(changes.refs),
-        shards=-(-len(changes.refs) // manifest.spec.shard_size),
-        first_row=None,
-        snapshot=manifest.snapshot.number,
-        seconds=time.monotonic() - started,
-        ignored=changes.ignored,
-        unchanged=changes.unchanged,
-        new=indexed - changed,
-        changed=changed,
-        vanished=changes.vanished,
-        deleted=len(changes.deleted),
-        dry_run=True,
+        dry_run=dry_run,
     )
 
 

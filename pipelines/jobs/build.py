@@ -1,4 +1,4 @@
-"""Builds an index of images."""
+"""Builds an index of images, and shows beforehand what a build would do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipelines.environment import free_disk
 from pipelines.jobs.encode import encode_rows
 from pipelines.jobs.plan import (
     SHARD_SIZE,
@@ -23,7 +24,14 @@ from pipelines.jobs.plan import (
     stopping_on_full_disk,
     store_inputs,
 )
-from pipelines.jobs.resources import check_ann_memory, check_index_size, check_workers
+from pipelines.jobs.resources import (
+    check_ann_memory,
+    check_disk,
+    check_workers,
+    disk_need,
+    usable_memory,
+    workers_memory,
+)
 from pipelines.progress.events import Bottleneck, Event, OnEvent, ShouldStop, StatusMessage, bottleneck
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
@@ -279,19 +287,11 @@ def build_index(
                 raise nothing_to_index(settings.sources, stored["ignored"])
             spec = IndexSpec(rows, shard_size, info.block_shape, info.embed_dim, settings.precisions)
             plan = Plan(spec, model_record(info), settings, digest.hexdigest(), **stored)
-            check_index_size(out, spec, memory)
+            check_ann_memory(spec, memory)
+            check_disk(out, spec, memory)
             change.store_plan(plan.to_json())
         begin_index(out, plan.spec)
-        receipts, speed = encode_rows(
-            change,
-            plan,
-            engine=engine,
-            workers=workers,
-            address=address,
-            max_failed=max_failed,
-            on_event=on_event,
-            should_stop=should_stop,
-        )
+        receipts, speed = encode_rows(change, plan, engine, workers, address, max_failed, on_event, should_stop)
         on_event(StatusMessage("building the nearest-neighbour index"))
         ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
         provenance = Provenance(
@@ -300,6 +300,85 @@ def build_index(
         manifest = new_manifest(change.layout, plan.spec, receipts, provenance, ann, plan.columns)
         change.commit(manifest)
     return result_of(manifest, plan, receipts, manifest.counts, 0, speed, started)
+
+
+def try_build(
+    sources: str | Path | Sequence[str | Path],
+    out: str | Path,
+    model: str | Path,
+    *,
+    engine: str = "ray",
+    workers: int | None = None,
+    address: str | None = None,
+    memory: int | None = None,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Return what `pipelines.build_index` would do with the same arguments. The sources are listed again.
+
+    Returns:
+        The numbers of `inputs`, `duplicates`, `rows`, `shards`, `finished_shards` and `workers`; `failed_by_reason`,
+        the inputs that already failed while they were listed; `ignored`, the entries of the sources that are not
+        inputs; and in bytes, `disk_bytes` and `memory_bytes` by purpose, `free_disk_bytes` and `free_memory_bytes`.
+
+    Raises:
+        UsageError: the build would refuse the settings, the sources or this machine.
+        ModelError: the model bundle cannot be used.
+        CorruptIndexError: the index or the plan is damaged.
+        JobStopped: `should_stop()` returned True.
+    """
+    from edje_index.bundles.info import read_bundle_info
+    from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
+    from storage_formats.change import check_free, is_unfinished
+    from storage_formats.format.receipts import read_receipts
+
+    root, info = local_path(out), read_bundle_info(local_path(model))
+    requested = {"sources": source_names(sources), **settings}
+    finished_shards, failed, ignored = 0, Counter[str](), dict[str, int]()
+    if Layout(root).manifest.exists():
+        manifest = check_finished(root, info, requested, should_stop)
+        chosen, spec, finished_shards = settings_of(root, manifest), manifest.spec, manifest.spec.shards
+        inputs, duplicates = manifest.counts.inputs, manifest.counts.duplicates
+    else:
+        check_free(Layout(root))
+        journal = is_unfinished(root)
+        stored = Plan.from_json(journal.plan) if journal is not None and journal.plan else None
+        chosen = BuildSettings.choose(None if stored is None else stored.settings, **requested)
+        if stored is not None:
+            refuse_differences(root, stored.model, stored.settings, info, chosen)
+            finished_shards = len(read_receipts(Layout(root), stored.shards, stored.fingerprint))
+        opened = open_sources(chosen.sources, chosen.column, clips=chosen.frames is not None)
+        refs = digested(iter_all(opened), hashlib.sha256(), on_event, should_stop)
+        inputs = duplicates = 0
+        for ref in mark_duplicates(refs) if chosen.dedupe else refs:
+            inputs += 1
+            if ref.problem is not None:
+                failed[ref.problem] += 1
+            elif ref.duplicate_of is not None:
+                duplicates += 1
+        ignored = count_ignored(opened)
+        if not inputs:
+            raise nothing_to_index(chosen.sources, ignored)
+        spec = IndexSpec(inputs, chosen.shard_size, info.block_shape, info.embed_dim, chosen.precisions)
+        check_ann_memory(spec, memory)
+        if stored is None:
+            check_disk(root, spec, memory)
+    workers = check_workers(chosen, info, engine=engine, workers=workers, address=address, memory=memory)
+    return {
+        "inputs": inputs,
+        "duplicates": duplicates,
+        "failed_by_reason": dict(sorted(failed.items())),
+        "ignored": ignored,
+        "rows": spec.rows,
+        "shards": spec.shards,
+        "finished_shards": finished_shards,
+        "workers": workers,
+        "disk_bytes": disk_need(spec, memory),
+        "free_disk_bytes": free_disk(root),
+        "memory_bytes": workers_memory(workers, chosen, info),
+        "free_memory_bytes": usable_memory(memory),
+    }
 
 
 def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:

@@ -54,27 +54,19 @@ class FailedInputsError(EdjeError):
 def encode_rows(
     change: Change,
     plan: Plan,
-    *,
     engine: str,
     workers: int | None,
     address: str | None,
     max_failed: float | None,
-    needs_one: bool = True,
     on_event: OnEvent,
     should_stop: ShouldStop,
+    *,
+    needs_one: bool = True,
 ) -> tuple[list[ShardReceipt], float]:
     """Encode the shards of `plan` that earlier runs of `change` did not finish.
 
-    Args:
-        change: the change, which holds the lock of the index.
-        plan: the rows to encode.
-        engine: "ray" or "inline".
-        workers: number of worker processes; None lets the Ray cluster choose the number.
-        address: address of the Ray cluster; None starts Ray on this machine.
-        max_failed: largest share of inputs that may fail, 0 to 1. None allows 1 %, but at least `ALWAYS_ALLOWED`.
-        needs_one: whether it is an error if no input can be indexed.
-        on_event: receives the events of the job.
-        should_stop: called often; the job stops once it returns True.
+    `pipelines.build_index` describes the other arguments, but `workers` is the result of `check_workers`. `needs_one`
+    says whether it is an error if no input can be indexed.
 
     Returns:
         The receipts of all shards, in the order of the shards, and the rows that this run encoded per second.

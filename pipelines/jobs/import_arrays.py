@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.jobs.build import ignore, never
-from pipelines.jobs.resources import check_index_size
+from pipelines.jobs.resources import check_ann_memory, check_disk
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
@@ -74,7 +74,8 @@ def import_arrays(
     _, m, d = blocks.shape
     spec = IndexSpec(len(blocks), shard_size, (m, d), vectors.shape[1], tuple(precisions))
     parts = _row_parts(rows, spec.rows)
-    check_index_size(out, spec)
+    check_ann_memory(spec, None)
+    check_disk(out, spec)
     with IndexWriter.create(
         out,
         block_shape=spec.block_shape,

@@ -78,9 +78,7 @@ def repair_index(
     Args:
         index: directory of the index.
         model: directory of the model bundle; None selects the bundle that built the index.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`. `should_stop` is called after each progress event, and between
-            batches of images.
+        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`.

@@ -87,15 +87,6 @@ def workers_memory(workers: int | None, settings: BuildSettings, info: BundleInf
     return {name: (workers or 1) * size for name, size in parts.items()}
 
 
-def check_index_size(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
-    """Raise UsageError if the disk is too small for the index, or the memory for its nearest-neighbour index.
-
-    For the arguments, see `check_ann_memory` and `check_disk`.
-    """
-    check_ann_memory(spec, memory)
-    check_disk(root, spec, memory)
-
-
 def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
     """Raise UsageError if the memory is too small to build the nearest-neighbour index.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
@@ -136,14 +135,6 @@ def test_what_cannot_be_copied_is_refused(index, tmp_path, run):
     code, _, err = run("copy", index, tmp_path / "copy", "--snapshot", 9)
     assert code == 2
     assert "--snapshot: " in err
-
-
-def test_the_command_prints_what_it_copied(index, tmp_path, run):
-    code, out, _ = run("copy", index, tmp_path / "copy", "--json")
-    assert code == 0
-    assert json.loads(out)["snapshot"] == 1
-    code, out, _ = run("copy", index, tmp_path / "other")
-    assert f"{tmp_path / 'other'}: snapshot 1 in " in out
 
 
 def test_a_url_without_obstore_names_the_extra(index, monkeypatch):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipelines.jobs.dry_run import try_build
+from pipelines.jobs.build import try_build
 from pipelines.jobs.resources import disk_need
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout

@@ -16,7 +16,7 @@ from edje_index.images.input_lists import read_shard_inputs
 from pipelines.jobs import plan as planning
 from pipelines.jobs import resources
 from pipelines.jobs.plan import BuildSettings, Plan
-from pipelines.jobs.resources import check_index_size, check_workers, disk_need, workers_memory
+from pipelines.jobs.resources import check_ann_memory, check_workers, disk_need, workers_memory
 from pipelines.progress.events import JobStopped
 from storage_formats.change import read_journal
 from storage_formats.errors import UsageError
@@ -76,24 +76,24 @@ def test_indexes_of_earlier_versions_have_the_settings_that_they_do_not_record(c
         assert dataclasses.replace(made, settings=changed).fingerprint != made.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"shard_size": 5}, "shard_size 4 in the index, 5 requested"),
-        ({"batch_size": 3}, "batch_size 2 in the index, 3 requested"),
-        ({"threads": 2}, "threads 1 in the index, 2 requested"),
-        ({"dedupe": True}, "dedupe False in the index, True requested"),
-        ({"max_pixels": 100}, "max_pixels .* in the index, 100 requested"),
-        ({"truncated": "load"}, "truncated fail in the index, load requested"),
-        ({"dtype": "bfloat16"}, "dtype float32 in the index, bfloat16 requested"),
-    ],
-)
+OTHER_SETTINGS = [
+    ({"shard_size": 5}, "shard_size 4 in the index, 5 requested"),
+    ({"batch_size": 3}, "batch_size 2 in the index, 3 requested"),
+    ({"threads": 2}, "threads 1 in the index, 2 requested"),
+    ({"dedupe": True}, "dedupe False in the index, True requested"),
+    ({"max_pixels": 100}, "max_pixels .* in the index, 100 requested"),
+    ({"truncated": "load"}, "truncated fail in the index, load requested"),
+    ({"dtype": "bfloat16"}, "dtype float32 in the index, bfloat16 requested"),
+]
+
+
 @pytest.mark.parametrize("finished", [False, True])
-def test_other_settings_are_refused(config, change, words, finished):
+def test_other_settings_are_refused(config, finished):
     run_build(config()) if finished else plan(config())
-    with pytest.raises(UsageError, match=words) as caught:
-        run_build(config(**change))
-    assert caught.value.parameter in change
+    for change, words in OTHER_SETTINGS:
+        with pytest.raises(UsageError, match=words) as caught:
+            run_build(config(**change))
+        assert caught.value.parameter in change
 
 
 def test_another_model_is_refused_with_both_fingerprints(config, tmp_path):
@@ -184,17 +184,17 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(config, tiny_bundle
             workers(**refused)
 
 
-def test_the_memory_limit_chooses_the_nearest_neighbour_index(config, monkeypatch):
+def test_the_memory_limit_chooses_the_nearest_neighbour_index(monkeypatch):
     monkeypatch.setattr(resources, "free_disk", lambda _: 10**15)
     monkeypatch.setattr(resources, "available_memory", lambda: 10**12)
     spec = IndexSpec(10_000_000, 1024, (4, 16), 384)
     assert disk_need(spec)["ann"] == int(10_000_000 * 104 * 1.02)
     assert disk_need(spec, memory=10**9)["ann"] == int(10_000_000 * 56 * 1.02)
-    check_index_size(config().out, spec, memory=10**9)
-    for parameter, change in (("memory", {"memory": 10**8}), ("sources", {})):
+    check_ann_memory(spec, 10**9)
+    for parameter, limit in (("memory", 10**8), ("sources", None)):
         monkeypatch.setattr(resources, "available_memory", lambda: 10**8 + 1)
         with pytest.raises(UsageError, match=r"neighbour index [\d.]+ [MG]B\) of memory, but only 100\.0 MB") as error:
-            check_index_size(config().out, spec, **change)
+            check_ann_memory(spec, limit)
         assert error.value.parameter == parameter
 
 

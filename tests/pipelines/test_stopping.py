@@ -86,26 +86,3 @@ def test_verify_stops_after_the_shards_that_are_being_checked(tmp_path, monkeypa
     code, out, _ = run("verify", tmp_path / "index", "--json")
     assert (code, json.loads(out)["error"]) == (1, "stopped; not all files were checked")
     assert len(checked) < 20
-
-
-HUNG_CHECK = """
-import os, signal, sys, threading, time
-from storage_formats import verify
-from pipelines.cli import main
-
-def hang(*_):
-    for _ in range(3):
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
-
-verify.check_shard = hang
-main(["verify", sys.argv[1]])
-"""
-
-
-@pytest.mark.slow
-def test_a_third_signal_ends_a_verification_that_hangs(tmp_path):
-    write_random_index(tmp_path / "index", IndexSpec(rows=1, shard_size=1, block_shape=(1, 4), embed_dim=2))
-    done = subprocess.run([sys.executable, "-c", HUNG_CHECK, tmp_path / "index"], check=False, timeout=30)
-    assert done.returncode == 1
