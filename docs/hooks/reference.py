@@ -1,4 +1,4 @@
-"""MkDocs hook: generates pages: commands, Python interface and error messages from the code, and the notebooks."""
+"""MkDocs hook: generates pages: commands and Python interface from the code, and the notebooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from error_messages import errors_page
 from mkdocs.structure.files import File, Files
 
 from pipelines.cli.main import SECTIONS, cli
@@ -78,8 +77,7 @@ def pages() -> dict[str, str]:
     """Generated pages by path."""
     generated = {section_path(heading): section_page(heading) for heading in SECTIONS}
     generated |= {f"reference/{package}.md": package_page(package) for package in PACKAGES}
-    generated |= {f"notebooks/{path.stem}.md": notebook_page(path) for path in NOTEBOOKS}
-    return generated | {"reference/errors.md": errors_page()}
+    return generated | {f"notebooks/{path.stem}.md": notebook_page(path) for path in NOTEBOOKS}
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,25 +20,57 @@ from numpy.typing import NDArray
 
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.decoded_input import DecodeSettings, decode_input
+from edje_index.images.input_lists import read_shard_inputs
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
-from edje_index.indexing.shard_task import Encoder, ShardTask
 from edje_index.progress import ShardProgress
 from storage_formats.errors import EdjeError
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table, with_source_values
+from storage_formats.format.source_columns import SourceColumn
 from storage_formats.writing.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     import torch
 
+    from edje_index.indexing.image_encoder import ImageEncoder
     from storage_formats.codecs import Blocks
 
 _REMOTE_THREADS = 16  # requests for remote inputs that run at the same time
 _BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being decoded, one ready
 _IMAGES_AHEAD = 32  # at least as many may wait, so that the requests for remote inputs overlap
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One shard to encode. The task and the encoder determine the contents of the shard.
+
+    Attributes:
+        root: directory of the index.
+        shard: shard number.
+        spec: shape of the index.
+        plan: fingerprint of the build plan.
+        batch_size: number of images, or of frames of clips, per forward pass.
+        decoding: settings of decoding.
+        decode_threads: number of threads that read and decode images. This number does not affect the result.
+        columns: source columns of the rows table.
+    """
+
+    root: str
+    shard: int
+    spec: IndexSpec
+    plan: str
+    batch_size: int
+    decoding: DecodeSettings
+    decode_threads: int
+    columns: tuple[SourceColumn, ...] = ()
+
+    @property
+    def inputs_per_batch(self) -> int:
+        """Number of inputs per forward pass. An input with more frames than `batch_size` gets a pass of its own."""
+        return max(1, self.batch_size // (self.decoding.frames or 1))
 
 
 class EncodingInterrupted(EdjeError):
@@ -46,7 +79,7 @@ class EncodingInterrupted(EdjeError):
 
 def encode_shard(
     task: ShardTask,
-    encoder: Encoder,
+    encoder: ImageEncoder,
     on_progress: Callable[[ShardProgress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     *,
@@ -68,18 +101,22 @@ def encode_shard(
         TransientInputError: an input cannot be read or decoded now, because of the machine and not of the input.
         OSError: the index cannot be written.
     """
-    layout, refs = task.layout, task.refs()
+    layout = Layout(Path(task.root))
+    refs = read_shard_inputs(layout, task.spec, task.shard)
     first_row = task.spec.shard_rows(task.shard).start
     images = [_Image(ref, _row_entry(first_row + position, ref)) for position, ref in enumerate(refs)]
     entries = [image.entry for image in images]
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
+    is_remote_shard = any(is_remote(ref.path) for ref in refs)
+    threads = max(task.decode_threads, _REMOTE_THREADS) if is_remote_shard else task.decode_threads
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard, machine, alive) as attempt,
-        _decode_pool(_threads(task, refs), one_at_a_time=attempt.careful) as pool,
+        OneAtATime() if attempt.careful else ThreadPoolExecutor(threads, "edje-decode") as pool,
+        _dropping_waiting_images(pool),
     ):
         done = 0
-        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.decoding)
+        prepare = functools.partial(_prepare, encoder, task.decoding, attempt=attempt, first_row=first_row)
         for batch in _batches_ahead(task, images, prepare, pool):
             if should_stop():
                 raise EncodingInterrupted(
@@ -87,11 +124,12 @@ def encode_shard(
                 )
             with _timed(stages, "wait"):
                 ready = [image for image in (future.result() for future in batch) if image.pixels is not None]
-            with _timed(stages, "encode"):
-                tokens, embeddings = _encode(encoder, ready) if ready else _no_blocks(task.spec)
-            with _timed(stages, "write"):
-                positions = np.array([image.entry.row_id - first_row for image in ready], dtype=np.int64)
-                writer.put(positions, tokens, embeddings)
+            if ready:
+                with _timed(stages, "encode"):
+                    tokens, embeddings = _encode(encoder, ready)
+                with _timed(stages, "write"):
+                    positions = np.array([image.entry.row_id - first_row for image in ready], dtype=np.int64)
+                    writer.put(positions, tokens, embeddings)
             done += len(batch)
             failed = sum(entry.status == FAILED for entry in entries[:done])
             on_progress(ShardProgress(task.shard, done, failed, dict(stages)))
@@ -102,28 +140,13 @@ def encode_shard(
     return receipt
 
 
-def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
-    import ml_dtypes
-
-    return np.empty((0, *spec.block_shape), ml_dtypes.bfloat16), np.empty((0, spec.embed_dim), np.float32)
-
-
-def _threads(task: ShardTask, refs: Sequence[InputRef]) -> int:
-    """Return the number of threads that read and decode. For inputs at URLs, it is at least `_REMOTE_THREADS`."""
-    if any(is_remote(ref.path) for ref in refs):
-        return max(task.decode_threads, _REMOTE_THREADS)
-    return task.decode_threads
-
-
 @contextlib.contextmanager
-def _decode_pool(threads: int, *, one_at_a_time: bool) -> Iterator[Executor]:
-    """Context with an executor that reads and decodes images. After an exception, waiting images are dropped."""
-    with OneAtATime() if one_at_a_time else ThreadPoolExecutor(threads, "edje-decode") as pool:
-        try:
-            yield pool
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+def _dropping_waiting_images(pool: Executor) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=True, cancel_futures=True)
+        raise
 
 
 @dataclass
@@ -158,21 +181,27 @@ def _batches_ahead(
     yield from pending
 
 
-def _prepare_watched(
-    attempt: Attempt, first_row: int, encoder: Encoder, settings: DecodeSettings, image: _Image
+def _prepare(
+    encoder: ImageEncoder,
+    settings: DecodeSettings,
+    image: _Image,
+    *,
+    attempt: Attempt | None = None,
+    first_row: int = 0,
 ) -> _Image:
-    """Prepare an image. If the image has ended too many worker processes, mark its row as failed instead."""
-    position = image.entry.row_id - first_row
-    if attempt.ended_workers(position):
-        image.entry.fail("worker-died", f"{DEATHS} worker processes died or hung while they read or decoded the image")
-        return image
-    with attempt.preparing(position):
-        return _prepare(encoder, settings, image)
+    """Read, decode and preprocess one image. If this fails, mark the row of the image as failed.
 
+    The row fails as well if the image has ended too many worker processes in earlier attempts.
+    """
+    import torch
 
-def _prepare(encoder: Encoder, settings: DecodeSettings, image: _Image) -> _Image:
-    """Read, decode and preprocess one image. If this fails, mark the row of the image as failed."""
     entry = image.entry
+    if attempt is not None:
+        if attempt.ended_workers(entry.row_id - first_row):
+            entry.fail("worker-died", f"{DEATHS} worker processes died or hung while they read or decoded the image")
+            return image
+        with attempt.preparing(entry.row_id - first_row):
+            return _prepare(encoder, settings, image)
     if entry.status != INDEXED:
         return image
     started = time.perf_counter()
@@ -185,21 +214,14 @@ def _prepare(encoder: Encoder, settings: DecodeSettings, image: _Image) -> _Imag
         started = time.perf_counter()
         decoded = decode_input(data, entry.uri, settings, encoder.preprocess)
         (entry.width, entry.height), entry.detail = decoded.size, decoded.truncation
-        image.pixels = decoded.pixels if settings.frames is None else stacked(decoded.frames)
+        image.pixels = decoded.pixels if settings.frames is None else torch.stack(decoded.frames)
         entry.decode_seconds = time.perf_counter() - started
     except ImageError as error:
         entry.fail(error.reason, error.detail)
     return image
 
 
-def stacked(frames: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return the frames of a clip as one tensor [f, 3, h, w]."""
-    import torch
-
-    return torch.stack(frames)
-
-
-def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:
+def _encode(encoder: ImageEncoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:
     """Run the model on `images`.
 
     If an output is not finite, mark the row as failed and remove the image from `images`.
@@ -208,7 +230,8 @@ def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.
 
     started = time.perf_counter()
     tokens, embeddings = encoder.encode(torch.stack([image.pixels for image in images if image.pixels is not None]))
-    finite = np.isfinite(embeddings).all(axis=1) & ~_has_non_finite(tokens)
+    bits = tokens.view(np.uint16).reshape(len(tokens), -1)
+    finite = np.isfinite(embeddings).all(axis=1) & ((bits & 0x7F80) != 0x7F80).all(axis=1)  # bfloat16
     for image, good in zip(list(images), finite, strict=True):
         image.pixels = None
         image.entry.encode_seconds = (time.perf_counter() - started) / len(finite)
@@ -219,7 +242,7 @@ def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.
 
 
 def encode_inputs(
-    refs: Sequence[InputRef], encoder: Encoder, settings: DecodeSettings
+    refs: Sequence[InputRef], encoder: ImageEncoder, settings: DecodeSettings
 ) -> tuple[dict[int, Blocks], dict[int, str]]:
     """Encode one batch of inputs as `encode_shard` does, and write nothing.
 
@@ -234,12 +257,6 @@ def encode_inputs(
     tokens = _encode(encoder, ready)[0] if ready else ()
     blocks = {image.entry.row_id: block for image, block in zip(ready, tokens, strict=True)}
     return blocks, {image.entry.row_id: str(image.entry.reason) for image in images if image.entry.status == FAILED}
-
-
-def _has_non_finite(tokens: Blocks) -> NDArray[np.bool_]:
-    """Return which blocks contain a NaN or an infinity, bool [b]."""
-    bits = tokens.view(np.uint16).reshape(len(tokens), -1)
-    return np.asarray(((bits & 0x7F80) == 0x7F80).any(axis=1))
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ _MAX_POLL_SECONDS = 2.0  # a longer pause of this process (Ctrl-Z) does not coun
 _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
+_START_SECONDS = 60.0
 _NEW_FOLDER_SECONDS = 3600.0  # a folder is locked soon after it is made
 _CLUSTER = "edje-index"  # namespace of workers that run on a cluster
 _FOLDER_PREFIX = "edje-ray-"
@@ -115,7 +116,8 @@ def run_on_ray(
         actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(_WorkerActor)
         waiting = deque((task, 1) for task in tasks)  # and the number of the next attempt
         jobs: dict[Any, _Job] = {}  # by the reference of the actor's answer
-        lost_starts, deadline, polled_at = 0, float("inf"), time.monotonic()
+        deadline, polled_at = float("inf"), time.monotonic()
+        failing_since: float | None = None  # since then, actors die while they start
         while (waiting or jobs) and time.monotonic() < deadline:
             if deadline == float("inf") and should_stop():
                 deadline = time.monotonic() + _STOP_GRACE_SECONDS
@@ -144,17 +146,22 @@ def run_on_ray(
                         raise error.cause from error
                     raise TaskFailedError(describe_error(error.cause or error), job.task) from error
                 except ray.exceptions.RayError as error:  # the actor has died
-                    lost_starts += job.attempt == 0
-                    if job.attempt == ATTEMPTS or lost_starts == ATTEMPTS:
+                    if job.attempt == 0:  # it died while it started, perhaps on a lost node that Ray has not noticed
+                        failing_since = failing_since or time.monotonic()
+                        if time.monotonic() - failing_since > _START_SECONDS:
+                            raise EdjeError(
+                                f"worker processes die while they start: {describe_error(error)}"
+                            ) from error
+                    elif job.attempt == ATTEMPTS:
                         raise TaskFailedError(
                             f"{ATTEMPTS} worker processes died (killed, out of memory, or a crash in native code) or "
                             f"made no progress for {duration(stall_seconds)} while running this task",
-                            job.task or waiting[0][0],
+                            job.task,
                         ) from error
-                    if job.attempt and not stop:
+                    elif not stop:
                         waiting.appendleft((job.task, job.attempt + 1))
                     continue
-                lost_starts = 0
+                failing_since = None
                 if waiting and len(jobs) < limit:
                     task, attempt = waiting.popleft()
                     jobs[job.actor.run.remote(task)] = _Job(job.actor, task, attempt)

@@ -24,7 +24,7 @@ from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
-    from edje_index.indexing.shard_task import ShardTask
+    from edje_index.indexing.shard_encoding import ShardTask
     from edje_index.progress import ShardProgress
     from storage_formats.change import Change
     from storage_formats.format.receipts import ShardReceipt
@@ -154,7 +154,7 @@ def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
 def encoding_task(root: Path, plan: Plan, shard: int, threads: int = 1) -> ShardTask:
     """Return the task that encodes `shard`, with `threads` threads that decode images."""
     from edje_index.images.decoded_input import DecodeSettings
-    from edje_index.indexing.shard_task import ShardTask
+    from edje_index.indexing.shard_encoding import ShardTask
 
     return ShardTask(
         root=str(root.absolute()),

@@ -23,8 +23,7 @@ from edje_index.images.input_lists import write_input_lists
 from edje_index.images.inputs import InputRef
 from edje_index.images.transient import TransientInputError
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
-from edje_index.indexing.shard_task import ShardTask
+from edje_index.indexing.shard_encoding import EncodingInterrupted, ShardTask, encode_shard
 from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import read_receipt
