@@ -1,4 +1,4 @@
-"""The Ray engine in a cluster whose nodes are killed and replaced during a run."""
+"""The Ray engine in a cluster that is already running, whose nodes are killed and replaced during a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,24 @@ import dataclasses, functools, json, sys
 from pipelines.engines.ray_engine import run_on_ray
 from tests.pipelines.engine_tasks import Job, run_jobs
 
-run = functools.partial(run_on_ray, address=sys.argv[1], wait_seconds=float(sys.argv[4]))
+run = functools.partial(run_on_ray, address=sys.argv[1], **json.loads(sys.argv[4]))
+jobs = [Job(*job) for job in json.loads(sys.argv[3])]
 show = lambda event: print(json.dumps(dataclasses.asdict(event)), flush=True)
-for result in run_jobs(run, sys.argv[2], [Job(7, sys.argv[3])], on_event=show):
+for result in run_jobs(run, sys.argv[2], jobs, on_event=show):
     print(result)
 """
+OCCUPY = """
+import sys, time, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+Occupant = ray.remote(num_cpus=1)(type("Occupant", (), {"wait": lambda self: None}))
+occupants = [Occupant.remote() for _ in range(2)]
+ray.get([occupant.wait.remote() for occupant in occupants])
+print("occupied", flush=True)
+time.sleep(300)
+"""
 RUN_SECONDS = 300
+SIX = [[name] for name in range(1, 7)]
+RESULTS = [10, 20, 30, 40, 50, 60]
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +51,11 @@ def nodes(cluster):
     cluster.remove_all()
 
 
-def start(nodes: RayNodes, folder: Path, action: str, *, node_wait_seconds: float = 600) -> subprocess.Popen:
-    """Start a run of one task. The cluster must have a node already, because a run without room is refused."""
+def start(nodes: RayNodes, folder: Path, jobs: list, *, token: str | None = None, **options: int) -> subprocess.Popen:
+    """Start a run. The cluster must have a node already, because a run without room is refused."""
     return subprocess.Popen(
-        [sys.executable, "-c", RUN, nodes.address, str(folder), action, str(node_wait_seconds)],
-        env=nodes.environment,
+        [sys.executable, "-c", RUN, nodes.address, str(folder), json.dumps(jobs), json.dumps(options)],
+        env={**nodes.environment, **({"RAY_AUTH_TOKEN": token} if token else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,14 +71,14 @@ def wait_for_attempts(run: subprocess.Popen, folder: Path, attempts: int) -> Non
 
 
 def end(run: subprocess.Popen) -> tuple[list, str]:
-    """The messages and the result of a run, and its standard error."""
+    """The messages and the results of a run, and its standard error."""
     out, err = run.communicate(timeout=RUN_SECONDS)
     return [json.loads(line) for line in out.splitlines()], err
 
 
 def test_the_task_of_a_lost_node_runs_again_on_a_node_that_joins(nodes, tmp_path):
     nodes.add(2)
-    with start(nodes, tmp_path, "wait_for_go") as run:
+    with start(nodes, tmp_path, [[7, "wait_for_go"]]) as run:
         for lost, end_node in ((2, nodes.kill), (3, nodes.stop)):
             wait_for_attempts(run, tmp_path, lost - 1)
             nodes.add(lost + 1)
@@ -83,10 +95,31 @@ def test_the_task_of_a_lost_node_runs_again_on_a_node_that_joins(nodes, tmp_path
 
 def test_a_run_waits_for_a_node_only_so_long(nodes, tmp_path):
     nodes.add(2)
-    with start(nodes, tmp_path, "wait_for_go", node_wait_seconds=3) as run:
+    with start(nodes, tmp_path, [[7, "wait_for_go"]], wait_seconds=3) as run:
         wait_for_attempts(run, tmp_path, 1)
         nodes.kill(2)
         items, err = end(run)
     assert run.returncode == 1
     assert "EdjeError: for 3s, the Ray cluster has had room for only 0 of 1 worker; add nodes" in err
     assert [item["text"] for item in items] == ["node 127.0.0.2 left the cluster, which now has room for 0 workers"]
+
+
+def test_more_workers_than_the_cluster_has_room_for(nodes, tmp_path):
+    nodes.add(2, cpus=3)
+    items, err = end(start(nodes, tmp_path, SIX, workers=20, cpus=2))
+    assert sorted(items) == RESULTS, err
+    assert len(list(tmp_path.glob("worker-*"))) == 1
+    _, err = end(start(nodes, tmp_path, SIX, workers=1, cpus=4))
+    assert "a worker needs 4 CPUs and 0 GPUs on one node, but the nodes of the Ray cluster have room" in err
+    _, err = end(start(nodes, tmp_path, SIX, workers=1, token="f" * 64))
+    assert f"cannot join the Ray cluster at {nodes.address}" in err
+
+
+def test_a_busy_cluster_delays_some_workers_only(nodes, tmp_path):
+    nodes.add(2, cpus=3)
+    command = [sys.executable, "-c", OCCUPY, nodes.address]
+    with subprocess.Popen(command, env=nodes.environment, stdout=subprocess.PIPE) as occupant:
+        assert occupant.stdout.readline() == b"occupied\n"
+        items, err = end(start(nodes, tmp_path, SIX, workers=3))
+        occupant.kill()
+    assert sorted(items) == RESULTS, err
