@@ -34,7 +34,7 @@ _ADVICE = (
 
 
 class TransientInputError(EdjeError):
-    """An input cannot be read or decoded now, because of the machine and not of the input.
+    """The machine, and not the input, is the reason why an input cannot be read or decoded now.
 
     A later attempt may succeed.
     """

@@ -98,7 +98,7 @@ def encode_shard(
 
     Raises:
         EncodingInterrupted: `should_stop` returned True. The shard begins anew in the next run.
-        TransientInputError: an input cannot be read or decoded now, because of the machine and not of the input.
+        TransientInputError: an input cannot be read or decoded because of a problem of the machine.
         OSError: the index cannot be written.
     """
     layout = Layout(Path(task.root))
@@ -250,7 +250,7 @@ def encode_inputs(
         The blocks [m, d], and for inputs that cannot be encoded the reasons. The keys are positions in `refs`.
 
     Raises:
-        TransientInputError: an input cannot be read or decoded now, because of the machine and not of the input.
+        TransientInputError: an input cannot be read or decoded because of a problem of the machine.
     """
     images = [_prepare(encoder, settings, _Image(ref, _row_entry(position, ref))) for position, ref in enumerate(refs)]
     ready = [image for image in images if image.pixels is not None]

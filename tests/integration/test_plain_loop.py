@@ -22,9 +22,9 @@ TOLERANCE = 1e-4
 
 
 def check_same(root: Path, model: Path, texts: list[str], pool: int) -> None:
-    """Parts are equal to 1e-4, and every query has the same order.
+    """Every query has the same order of rows, and parts of scores that are equal to 1e-4.
 
-    The final score is a sum of weighted parts, each of which float32 holds to 6 or 7 digits.
+    A final score is a sum of weighted parts in float32, so its error grows with the size of the terms.
     """
     loop, index = PlainLoop(root, model), TokenIndex.open(root, model)
     for text, hits in zip(texts, index.search(texts, pool, pool), strict=True):
