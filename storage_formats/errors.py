@@ -127,8 +127,12 @@ class CorruptIndexError(EdjeError):
         self.row_ids = row_ids
 
 
+class TaskInterrupted(Exception):
+    """A task on a shard has stopped early, because its `should_stop()` returned True."""
+
+
 class MachineError(EdjeError):
-    """The machine cannot read a file of the index. The file itself may be sound, so try again after the remedy.
+    """This machine cannot read a file of the index now, but the file may be undamaged. Remove the cause and try again.
 
     Example:
         >>> import errno

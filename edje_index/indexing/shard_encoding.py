@@ -25,7 +25,7 @@ from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from edje_index.progress import ShardProgress
-from storage_formats.errors import EdjeError
+from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table, with_source_values
@@ -73,10 +73,6 @@ class ShardTask:
         return max(1, self.batch_size // (self.decoding.frames or 1))
 
 
-class EncodingInterrupted(EdjeError):
-    """Encoding was stopped by `should_stop`. A later call encodes the shard anew."""
-
-
 def encode_shard(
     task: ShardTask,
     encoder: ImageEncoder,
@@ -97,7 +93,7 @@ def encode_shard(
         alive: ids of the machines that are not lost.
 
     Raises:
-        EncodingInterrupted: `should_stop` returned True. The shard begins anew in the next run.
+        TaskInterrupted: `should_stop` returned True. The shard begins anew in the next run.
         TransientInputError: an input cannot be read or decoded because of a problem of the machine.
         OSError: the index cannot be written.
     """
@@ -119,9 +115,7 @@ def encode_shard(
         prepare = functools.partial(_prepare, encoder, task.decoding, attempt=attempt, first_row=first_row)
         for batch in _batches_ahead(task, images, prepare, pool):
             if should_stop():
-                raise EncodingInterrupted(
-                    f"the encoding stopped inside shard {task.shard}; run the same command again to resume"
-                )
+                raise TaskInterrupted
             with _timed(stages, "wait"):
                 ready = [image for image in (future.result() for future in batch) if image.pixels is not None]
             if ready:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pipelines.collector import paused_collector
 from pipelines.progress.events import OnEvent, ShouldStop
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, TaskInterrupted
 
 Task = Any
 OnProgress = Callable[[Any], None]
@@ -22,10 +22,6 @@ Worker = Callable[[Task, OnProgress, ShouldStop], Any]
 """`worker(task, on_progress, should_stop) -> result`. Raises `TaskInterrupted` if `should_stop()` returned True."""
 WorkerFactory = Callable[[], Worker]
 """Function that is called in the worker's process and returns the worker. The function must be picklable."""
-
-
-class TaskInterrupted(Exception):
-    """Raised by a task that ended early, because `should_stop()` returned True."""
 
 
 class EngineUnavailableError(EdjeError):

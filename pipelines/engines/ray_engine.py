@@ -35,7 +35,6 @@ from pipelines.engines.base import (
     OnProgress,
     Task,
     TaskFailedError,
-    TaskInterrupted,
     Worker,
     WorkerFactory,
     build_worker,
@@ -44,7 +43,7 @@ from pipelines.engines.base import (
 )
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted, duration
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
 
 ATTEMPTS = 5
 """A task fails if so many workers died or stalled while running it.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import TaskInterrupted, open_engine
+from pipelines.engines.base import open_engine
 from pipelines.environment import free_disk
 from pipelines.jobs.build import ignore, never
 from pipelines.jobs.plan import (
@@ -454,16 +454,11 @@ def copy_shards(
     Raises:
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
     """
-    from storage_formats.writing.copying import CopyInterrupted
-
     receipts = change.receipts(shards, plan)
     on_event(PlanReady(rows, len(shards), len(receipts)))
 
     def run(shard: _Shard, on_progress: Callable[[Any], None], should_stop: ShouldStop) -> ShardReceipt:
-        try:
-            return copy_shard(shard.shard, lambda done: on_progress(ShardProgress(shard.shard, done)), should_stop)
-        except CopyInterrupted as error:
-            raise TaskInterrupted from error
+        return copy_shard(shard.shard, lambda done: on_progress(ShardProgress(shard.shard, done)), should_stop)
 
     finished = run_shards(
         "copying",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.engines.base import TaskInterrupted, Worker, WorkerFactory, open_engine
+from pipelines.engines.base import Worker, WorkerFactory, open_engine
 from pipelines.jobs.plan import Plan
 from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop
@@ -177,14 +177,11 @@ class EncodeWorker:
     def __call__(
         self, task: ShardTask, on_progress: Callable[[ShardProgress], None], should_stop: ShouldStop
     ) -> ShardReceipt:
-        from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
+        from edje_index.indexing.shard_encoding import encode_shard
         from pipelines.engines.ray_engine import worker_machine
 
         machine, alive = worker_machine()
-        try:
-            return encode_shard(task, self.encoder, on_progress, should_stop, machine=machine, alive=alive)
-        except EncodingInterrupted as error:
-            raise TaskInterrupted from error
+        return encode_shard(task, self.encoder, on_progress, should_stop, machine=machine, alive=alive)
 
 
 def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import TaskInterrupted, Worker, open_engine
+from pipelines.engines.base import Worker, open_engine
 from pipelines.environment import free_disk
 from pipelines.jobs.build import ignore, never
 from pipelines.jobs.encode import on_shared_directory
@@ -232,9 +232,6 @@ def open_converter() -> Worker:
 
 def convert(task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]) -> ShardReceipt:
     """Convert one shard. This is the worker of an engine."""
-    from storage_formats.writing.conversion import ConversionInterrupted, convert_shard
+    from storage_formats.writing.conversion import convert_shard
 
-    try:
-        return convert_shard(task, lambda done: on_progress(ShardProgress(task.shard, done)), should_stop)
-    except ConversionInterrupted as error:
-        raise TaskInterrupted from error
+    return convert_shard(task, lambda done: on_progress(ShardProgress(task.shard, done)), should_stop)

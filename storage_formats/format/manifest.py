@@ -189,7 +189,14 @@ class Manifest:
         try:
             current = cls._read(layout, layout.manifest)
         except FileNotFoundError:
-            raise _absent(layout) from None
+            if layout.build.is_dir():
+                raise IncompleteIndexError(
+                    f"the index at {root} is unfinished; if no process is writing it, run the same command again to "
+                    "finish it, or delete the directory"
+                ) from None
+            if layout.root.exists():
+                raise UsageError(f"{root} is not an EDJE index (it has no index.json)") from None
+            raise UsageError(f"there is no index at {root}") from None
         number = current.snapshot.number if snapshot is None else as_count(snapshot, "snapshot", least=0)
         if number == current.snapshot.number:
             return current
@@ -362,17 +369,6 @@ def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
     return sorted(number for number in numbers if number < current.snapshot.number)
 
 
-def _absent(layout: Layout) -> Exception:
-    if layout.build.is_dir():
-        return IncompleteIndexError(
-            f"the index at {layout.root} is unfinished; if no process is writing it, run the same command again to "
-            "finish it, or delete the directory"
-        )
-    if layout.root.exists():
-        return UsageError(f"{layout.root} is not an EDJE index (it has no index.json)")
-    return UsageError(f"there is no index at {layout.root}")
-
-
 def _parse(where: IndexLocation, value: Any) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise UsageError(f"{where} is not the manifest of an EDJE index; give the path of an EDJE index")
@@ -411,7 +407,7 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
 
 
 def _from_members(value: dict[str, Any]) -> Manifest:
-    m, d = value["block_shape"]
+    (m, d), counts = value["block_shape"], value["counts"]
     segments = [
         (Segment(int(each["first_row"]), int(each["rows"])), FileEntry.from_json(each["shard_table"]))
         for each in value.get("segments", [])
@@ -426,7 +422,12 @@ def _from_members(value: dict[str, Any]) -> Manifest:
     )
     return Manifest(
         spec=spec,
-        counts=_counts_from_json(value["counts"]),
+        counts=Counts(
+            int(counts["inputs"]),
+            int(counts["indexed"]),
+            int(counts["duplicates"]),
+            {str(reason): int(count) for reason, count in counts["failed"].items()},
+        ),
         model=dict(value["model"]),
         settings=dict(value["settings"]),
         plan=str(value["plan"]),
@@ -444,11 +445,6 @@ def _from_members(value: dict[str, Any]) -> Manifest:
         columns=columns_from_json(value.get("columns", [])),
         row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
     )
-
-
-def _counts_from_json(value: dict[str, Any]) -> Counts:
-    inputs, indexed, duplicates = (int(value[name]) for name in ("inputs", "indexed", "duplicates"))
-    return Counts(inputs, indexed, duplicates, {str(reason): int(count) for reason, count in value["failed"].items()})
 
 
 def _checked_ann(value: dict[str, Any]) -> dict[str, Any]:

@@ -21,18 +21,22 @@ _ARRAY = {
 
 def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, dict[str, Any]]:
     """Return the contents of each `zarr.json` of an index, keyed by path."""
-    embeddings = embedding_array_metadata(spec)
-    tokens = [token_array_metadata(spec, name) for name in spec.precisions]
-    return dict(zip(layout.zarr_files(spec.precisions), (group_metadata(), embeddings, *tokens), strict=True))
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {"edje": {"format_version": FORMAT_VERSION}}}
+    embeddings = {
+        **_ARRAY,
+        "shape": [spec.rows, spec.embed_dim],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [spec.shard_size, spec.embed_dim]}},
+        "fill_value": "NaN",
+        "codecs": [_LITTLE_ENDIAN],
+        "dimension_names": ["row", "dimension"],
+        "attributes": {"edje": {"format_version": FORMAT_VERSION, "normalised": "l2"}},
+    }
+    tokens = [_token_array(spec, name) for name in spec.precisions]
+    return dict(zip(layout.zarr_files(spec.precisions), (group, embeddings, *tokens), strict=True))
 
 
-def group_metadata() -> dict[str, Any]:
-    """Return the contents of `tokens/zarr.json`."""
-    return {"zarr_format": 3, "node_type": "group", "attributes": {"edje": {"format_version": FORMAT_VERSION}}}
-
-
-def token_array_metadata(spec: IndexSpec, precision: str) -> dict[str, Any]:
-    """Return the contents of `tokens/<precision>/zarr.json`."""
+def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
     token_codec = codec(precision, spec.block_shape)
     bytes_codec = _LITTLE_ENDIAN if token_codec.zarr_dtype != "uint8" else {"name": "bytes"}
     sharding = {
@@ -62,18 +66,4 @@ def token_array_metadata(spec: IndexSpec, precision: str) -> dict[str, Any]:
         "codecs": [sharding],
         "dimension_names": names,
         "attributes": {"edje": attributes},
-    }
-
-
-def embedding_array_metadata(spec: IndexSpec) -> dict[str, Any]:
-    """Return the contents of `embeddings/zarr.json`."""
-    return {
-        **_ARRAY,
-        "shape": [spec.rows, spec.embed_dim],
-        "data_type": "float32",
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [spec.shard_size, spec.embed_dim]}},
-        "fill_value": "NaN",
-        "codecs": [_LITTLE_ENDIAN],
-        "dimension_names": ["row", "dimension"],
-        "attributes": {"edje": {"format_version": FORMAT_VERSION, "normalised": "l2"}},
     }

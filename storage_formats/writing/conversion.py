@@ -15,20 +15,15 @@ import numpy as np
 
 from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import BF16, Blocks, codec
-from storage_formats.errors import EdjeError
+from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.publish import check_receipts, write_shard_tables
-from storage_formats.writing.shard_writer import open_tokens, stage_tokens
 from storage_formats.writing.staging import StagedFiles
 
 _PIECE_BYTES = 8 << 20
-
-
-class ConversionInterrupted(EdjeError):
-    """The caller stopped the conversion of a shard. The unfinished files of this shard were removed."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ def convert_shard(
 
     Raises:
         CorruptIndexError: a block does not match its checksum, or a file cannot be read.
-        ConversionInterrupted: `should_stop` returned True.
+        TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
         OSError: a file cannot be written.
     """
     layout = Layout(Path(task.root))
@@ -75,21 +70,19 @@ def convert_shard(
         stack.callback(staged.remove)
         files = {}
         for name in task.targets:
-            files[name] = open_tokens(staged, task.spec, task.shard, name)
+            files[name] = staged.open_tokens(task.spec, name)
             stack.callback(files[name].close)
         holes = done = 0
         for first, blocks in stack.enter_context(contextlib.closing(_read_ahead(_blocks(task)))):
             if should_stop():
-                raise ConversionInterrupted(
-                    f"the conversion stopped at shard {task.shard}; run the same command again to resume"
-                )
+                raise TaskInterrupted
             kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
             for file in files.values():
                 file.put(kept + first, file.codec.encode(blocks if len(kept) == len(blocks) else blocks[kept]))
             done, holes = first + len(blocks), holes + len(blocks) - len(kept)
             on_progress(done)
-        for name, file in files.items():
-            stage_tokens(staged, layout, task.shard, name, file)
+        for file in files.values():
+            staged.add_tokens(file)
         committed = staged.commit()
         failed = {"hole": holes} if holes else {}
         receipt = ShardReceipt(task.shard, task.plan, done, done - holes, 0, failed, committed, {})

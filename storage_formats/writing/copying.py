@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from storage_formats.atomic import naming
 from storage_formats.codecs import codec
-from storage_formats.errors import CorruptIndexError, EdjeError, cannot_read
+from storage_formats.errors import CorruptIndexError, TaskInterrupted, cannot_read
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import open_index_file, read_index_file
@@ -29,16 +29,13 @@ from storage_formats.format.rows import (
     DUPLICATE,
     FAILED,
     INDEXED,
-    failures_by_reason,
     read_index_rows,
     read_shard_rows,
-    write_rows,
 )
 from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import EXCHANGED, FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.token_store import TokenStore
-from storage_formats.writing.shard_writer import open_tokens, stage_tokens
 from storage_formats.writing.staging import StagedFiles
 
 PIECE_BYTES = 8 << 20
@@ -46,10 +43,6 @@ _LOST_ORIGINAL = ("original-deleted", "the original of this duplicate was delete
 _NO_COPY_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 Ints = NDArray[np.int64]
 Stop = Callable[[], bool]
-
-
-class CopyInterrupted(EdjeError):
-    """The caller stopped the copy of a shard. The unfinished files of this shard were removed."""
 
 
 class RowCopier:
@@ -85,7 +78,7 @@ class RowCopier:
 
         Raises:
             CorruptIndexError: a record or a file of the source is damaged.
-            CopyInterrupted: `should_stop` returned True.
+            TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
             OSError: a file of the target cannot be written.
         """
         new_ids, first = self._spec.shard_rows(shard), self._spec.used_segments[-1].first_row
@@ -99,23 +92,19 @@ class RowCopier:
         with contextlib.ExitStack() as stack:
             stack.callback(staged.remove)
             for number, (name, store) in enumerate(self._stores.items()):
-                file = open_tokens(staged, self._spec, shard, name)
+                file = staged.open_tokens(self._spec, name)
                 stack.callback(file.close)
                 step = max(1, PIECE_BYTES // file.codec.record_bytes)
                 for start in range(0, len(indexed), step):
                     if should_stop():
-                        raise CopyInterrupted(f"the copy of shard {shard} was stopped; run the same command again")
+                        raise TaskInterrupted
                     piece = indexed[start : start + step]
                     file.put(piece, store.fetch_records(old_ids[piece]))
                 on_progress(len(new_ids) * (number + 1) // len(self._stores))
-                stage_tokens(staged, self._target, shard, name, file)
+                staged.add_tokens(file)
             embeddings = self._embeddings(old_ids, indexed)
             staged.add_bytes("embeddings", self._target.embedding_shard(shard), embeddings.tobytes())
-            write_rows(staged.path("rows"), rows)
-            staged.add("rows", self._target.rows_file(shard))
-            receipt = _receipt(shard, self._plan, rows, staged.commit())
-            staged.commit_receipt(receipt)
-        return receipt
+            return staged.commit_rows(rows, self._plan)
 
     def _embeddings(self, old_ids: Ints, indexed: Ints) -> NDArray[np.float32]:
         """Return the embeddings of a new shard, float32 [shard_size, embed_dim]. Positions not in `indexed` are NaN."""
@@ -178,13 +167,9 @@ class ShardCopier:
             originals = [-1 if row is None else row + self._offset for row in table["duplicate_of"].to_pylist()]
             rows = spec.shard_rows(shard)
             table = with_row_ids(table, range(rows.start + self._offset, rows.stop + self._offset), originals)
-            write_rows(staged.path("rows"), table)
-            staged.add("rows", self._target.rows_file(moved))
-            receipt = _receipt(moved, self._plan, table, staged.commit())
-            staged.commit_receipt(receipt)
+            return staged.commit_rows(table, self._plan)
         finally:
             staged.remove()
-        return receipt
 
     def _entry(self, layout: Layout, path: Path) -> FileEntry:
         name = layout.relative(path)
@@ -199,12 +184,6 @@ def _array_files(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[Path]:
     for name in spec.precisions:
         yield layout.token_shard(name, shard, len(codec(name, spec.block_shape).record_shape))
         yield layout.checksums(name, shard)
-
-
-def _receipt(shard: int, plan: str, rows: pa.Table, files: tuple[FileEntry, ...]) -> ShardReceipt:
-    statuses = rows["status"].to_pylist()
-    counts = statuses.count(INDEXED), statuses.count(DUPLICATE), failures_by_reason(rows)
-    return ShardReceipt(shard, plan, len(rows), *counts, files, seconds={})
 
 
 def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> pa.Table:

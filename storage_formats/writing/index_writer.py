@@ -141,12 +141,23 @@ class IndexWriter:
         first = len(self)
         done = 0
         while done < len(blocks):
-            self._commit_full_shard()
+            if self._held == self._spec.shard_size:  # an error has kept it from being committed
+                self._commit_shard()
             stop = min(len(blocks), done + self._spec.shard_size - self._held)
-            columns = {name: column[done:stop] for name, column in given.items()}
-            self._hold(blocks[done:stop], embeddings[done:stop], columns)
-            done = stop
-        self._commit_full_shard()
+            row, held = len(self), self._held + stop - done
+            self._blocks[self._held : held] = _as_bf16(blocks[done:stop], row)
+            self._embeddings[self._held : held] = _as_unit_vectors(embeddings[done:stop], row)
+            row_ids, columns = range(row, row + stop - done), {name: each[done:stop] for name, each in given.items()}
+            defaults = {
+                "row_id": list(row_ids),
+                "uri": [str(row_id) for row_id in row_ids],
+                "status": [INDEXED] * len(row_ids),
+            }
+            nulls = {field.name: pa.nulls(len(row_ids), field.type) for field in ROW_SCHEMA}
+            self._tables.append(pa.table({**nulls, **defaults, **columns}, schema=ROW_SCHEMA))
+            self._held, done = held, stop
+            if self._held == self._spec.shard_size:
+                self._commit_shard()
         return range(first, first + len(blocks))
 
     def finish(self, build_ann: BuildAnn | None = None) -> Manifest:
@@ -162,18 +173,28 @@ class IndexWriter:
         """
         self._check_open()
         try:
-            manifest = self._commit_index(build_ann)
-        except BaseException:
+            root = self._layout.root
+            if not len(self):
+                raise UsageError(f"no row was appended to {root}; append at least one row before you finish the index")
+            if self._held:
+                self._commit_shard()
+            spec = self._spec_of(sum(receipt.rows for receipt in self._receipts))
+            begin_index(root, spec)
+            fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
+            provenance = Provenance({"encoder": self._encoder, "fingerprint": fingerprint}, {}, self._plan)
+            ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
+            return self._change.commit(new_manifest(self._layout, spec, self._receipts, provenance, ann)).manifest
+        finally:
             self.abort()
-            raise
-        self._close()
-        return manifest
 
     def abort(self) -> None:
         """Remove all written files and close the writer. Does nothing if the writer is closed."""
-        if not self._open:
-            return
-        self._close()
+        if self._open:
+            self._open = False
+            self._blocks, self._embeddings = self._blocks[:0], self._embeddings[:0]
+            self._tables.clear()
+            self._change.abandon()  # a committed change stays
+            self._held_change.close()
 
     def __enter__(self) -> Self:
         return self
@@ -191,18 +212,6 @@ class IndexWriter:
         spec = self._spec
         return IndexSpec(rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions)
 
-    def _hold(self, blocks: NDArray[Any], embeddings: NDArray[Any], columns: dict[str, Any]) -> None:
-        """Check rows and add them to the current shard in memory. The shard must have room for all rows."""
-        first, stop = len(self), self._held + len(blocks)
-        self._blocks[self._held : stop] = _as_bf16(blocks, first)
-        self._embeddings[self._held : stop] = _as_unit_vectors(embeddings, first)
-        self._tables.append(_rows_table(columns, range(first, first + len(blocks))))
-        self._held = stop
-
-    def _commit_full_shard(self) -> None:
-        if self._held == self._spec.shard_size:
-            self._commit_shard()
-
     def _commit_shard(self) -> None:
         first = len(self._receipts) * self._spec.shard_size
         positions = np.arange(self._held, dtype=np.int64)
@@ -212,19 +221,6 @@ class IndexWriter:
         self._receipts.append(receipt)
         self._tables.clear()
         self._held = 0
-
-    def _commit_index(self, build_ann: BuildAnn | None) -> Manifest:
-        root = self._layout.root
-        if not len(self):
-            raise UsageError(f"no row was appended to {root}; append at least one row before you finish the index")
-        if self._held:
-            self._commit_shard()
-        spec = self._spec_of(sum(receipt.rows for receipt in self._receipts))
-        begin_index(root, spec)
-        fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
-        provenance = Provenance({"encoder": self._encoder, "fingerprint": fingerprint}, {}, self._plan)
-        ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
-        return self._change.commit(new_manifest(self._layout, spec, self._receipts, provenance, ann)).manifest
 
     def _check_open(self) -> None:
         if not self._open:
@@ -247,13 +243,6 @@ class IndexWriter:
             raise UsageError(
                 f"embeddings must be floating-point numbers, got {embeddings.dtype}; convert the embeddings first"
             )
-
-    def _close(self) -> None:
-        self._open = False
-        self._blocks, self._embeddings = self._blocks[:0], self._embeddings[:0]
-        self._tables.clear()
-        self._change.abandon()
-        self._held_change.close()
 
 
 def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
@@ -309,9 +298,3 @@ def _column(field: pa.Field, values: Any) -> Any:
     if not field.nullable and column.null_count:
         raise UsageError(f"column {field.name} of rows has {column.null_count} nulls; give every row a value")
     return column
-
-
-def _rows_table(columns: dict[str, Any], row_ids: range) -> pa.Table:
-    defaults = {"row_id": list(row_ids), "uri": [str(row) for row in row_ids], "status": [INDEXED] * len(row_ids)}
-    arrays = {field.name: pa.nulls(len(row_ids), field.type) for field in ROW_SCHEMA}
-    return pa.table({**arrays, **defaults, **columns}, schema=ROW_SCHEMA)

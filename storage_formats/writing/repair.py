@@ -19,7 +19,6 @@ from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import FileEntry
-from storage_formats.writing.shard_writer import open_tokens
 from storage_formats.writing.staging import StagedFiles
 
 EncodeAgain = Callable[[NDArray[np.int64]], Mapping[int, Blocks]]
@@ -162,7 +161,7 @@ class ShardRepair:
     def _restore(self, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
         """Write the `damaged` files from `records`. Return False if the result differs from the committed files."""
         staged = StagedFiles(self._layout, self._shard)
-        file = open_tokens(staged, self._spec, self._shard, token_codec.name)
+        file = staged.open_tokens(self._spec, token_codec.name)
         try:
             present = np.flatnonzero((records != fill_record(token_codec)).any(axis=1))
             file.put(present, records[present])

@@ -10,13 +10,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.codecs import Blocks, codec
+from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, write_rows
 from storage_formats.writing.staging import StagedFiles
-from storage_formats.writing.token_shard import TokenShardFile
 
 
 class ShardWriter:
@@ -55,7 +53,7 @@ class ShardWriter:
         self._next = 0
         self._staged = StagedFiles(self._layout, shard)
         self._embeddings = np.full((spec.shard_size, spec.embed_dim), np.nan, dtype="<f4")
-        self._files = {name: open_tokens(self._staged, spec, shard, name) for name in spec.precisions}
+        self._files = [self._staged.open_tokens(spec, name) for name in spec.precisions]
 
     def put(self, positions: NDArray[np.int64], tokens: Blocks, embeddings: NDArray[np.float32]) -> None:
         """Add blocks and embeddings to the shard. Skipped positions become holes.
@@ -85,7 +83,7 @@ class ShardWriter:
             )
         self._next = int(positions[-1]) + 1
         self._embeddings[positions] = embeddings
-        for file in self._files.values():
+        for file in self._files:
             file.put(positions, file.codec.encode(tokens))
 
     def commit(self, rows: pa.Table, plan: str, seconds: dict[str, float]) -> ShardReceipt:
@@ -106,34 +104,16 @@ class ShardWriter:
                 f"shard {self._shard} has {len(self._rows)} rows, but the rows table has {len(rows)}; give "
                 "one line per row"
             )
-        for name, file in self._files.items():
-            stage_tokens(self._staged, self._layout, self._shard, name, file)
+        for file in self._files:
+            self._staged.add_tokens(file)
         self._staged.add_bytes("embeddings", self._layout.embedding_shard(self._shard), self._embeddings.tobytes())
-        write_rows(self._staged.path("rows"), rows)
-        self._staged.add("rows", self._layout.rows_file(self._shard))
-        files = self._staged.commit()
-        statuses = rows["status"].to_pylist()
-        receipt = ShardReceipt(
-            shard=self._shard,
-            plan=plan,
-            rows=len(self._rows),
-            indexed=statuses.count(INDEXED),
-            duplicates=statuses.count(DUPLICATE),
-            failed=failures_by_reason(rows),
-            truncated=sum(
-                status == INDEXED and detail is not None
-                for status, detail in zip(statuses, rows["detail"].to_pylist(), strict=True)
-            ),
-            files=files,
-            seconds=seconds,
-        )
-        self._staged.commit_receipt(receipt)
+        receipt = self._staged.commit_rows(rows, plan, seconds)
         self.abort()
         return receipt
 
     def abort(self) -> None:
         """Remove the uncommitted files. Does not change committed files."""
-        for file in self._files.values():
+        for file in self._files:
             file.close()
         self._staged.remove()
 
@@ -144,19 +124,3 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
-
-
-def open_tokens(staged: StagedFiles, spec: IndexSpec, shard: int, precision: str) -> TokenShardFile:
-    """Create a private token file of a shard for one precision."""
-    token_codec = codec(precision, spec.block_shape)
-    path = staged.path(f"tokens-{precision}")
-    return TokenShardFile(path, token_codec, len(spec.shard_rows(shard)), spec.shard_size)
-
-
-def stage_tokens(staged: StagedFiles, layout: Layout, shard: int, precision: str, file: TokenShardFile) -> None:
-    """Finish the token file of a shard, write the checksum file, and stage both files for the commit."""
-    crc, checksums = file.finish()
-    file.close()
-    final = layout.token_shard(precision, shard, len(file.codec.record_shape))
-    staged.add(file.path.name, final, file.length, crc)
-    staged.add_bytes(f"checksums-{precision}", layout.checksums(precision, shard), checksums.tobytes())

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import shutil
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+
 from storage_formats.atomic import fsync_paths, json_bytes, naming
+from storage_formats.codecs import codec
 from storage_formats.format.checksum import crc32c, crc32c_file
-from storage_formats.format.layout import Layout
+from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, write_rows
 from storage_formats.format.shard_table import FileEntry
-
-
-@dataclass(frozen=True)
-class _StagedFile:
-    path: Path
-    final: Path
-    entry: FileEntry
+from storage_formats.writing.token_shard import TokenShardFile
 
 
 class StagedFiles:
@@ -38,7 +35,8 @@ class StagedFiles:
                 shutil.rmtree(removed, ignore_errors=True)
         self._folder = layout.staging / f"{shard:08d}-{uuid.uuid4().hex}"
         self._folder.mkdir(parents=True)
-        self._files: list[_StagedFile] = []
+        self._files: list[tuple[Path, Path, FileEntry]] = []  # private path, final path, entry
+        self._shard = shard
 
     def path(self, name: str) -> Path:
         """Return the path of the private file `name`."""
@@ -51,7 +49,7 @@ class StagedFiles:
         """
         if length is None or crc is None:
             length, crc = crc32c_file(self.path(name))
-        self._files.append(_StagedFile(self.path(name), final, FileEntry(self._layout.relative(final), length, crc)))
+        self._files.append((self.path(name), final, FileEntry(self._layout.relative(final), length, crc)))
 
     def add_bytes(self, name: str, final: Path, data: bytes) -> None:
         """Write `data` to the private file `name`, and stage the file, see `add`."""
@@ -59,14 +57,58 @@ class StagedFiles:
             self.path(name).write_bytes(data)
         self.add(name, final, len(data), crc32c(data))
 
+    def open_tokens(self, spec: IndexSpec, precision: str) -> TokenShardFile:
+        """Create the private token file of the shard for one precision."""
+        rows = len(spec.shard_rows(self._shard))
+        return TokenShardFile(
+            self.path(f"tokens-{precision}"), codec(precision, spec.block_shape), rows, spec.shard_size
+        )
+
+    def add_tokens(self, file: TokenShardFile) -> None:
+        """Finish a token file, write its checksum file, and stage both files."""
+        crc, checksums = file.finish()
+        file.close()
+        name, ndim = file.codec.name, len(file.codec.record_shape)
+        self.add(file.path.name, self._layout.token_shard(name, self._shard, ndim), file.length, crc)
+        self.add_bytes(f"checksums-{name}", self._layout.checksums(name, self._shard), checksums.tobytes())
+
     def commit(self) -> tuple[FileEntry, ...]:
         """Flush all staged files and rename each file to its final path. Return the file entries."""
-        fsync_paths(file.path for file in self._files)
-        for file in self._files:
-            file.final.parent.mkdir(parents=True, exist_ok=True)
-            file.path.replace(file.final)
-        fsync_paths(file.final.parent for file in self._files)
-        return tuple(file.entry for file in self._files)
+        fsync_paths(path for path, _, _ in self._files)
+        for path, final, _ in self._files:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(final)
+        fsync_paths(final.parent for _, final, _ in self._files)
+        return tuple(entry for _, _, entry in self._files)
+
+    def commit_rows(self, rows: pa.Table, plan: str, seconds: dict[str, float] | None = None) -> ShardReceipt:
+        """Write the rows table of the shard, and commit all staged files and the receipt. Return the receipt.
+
+        Args:
+            rows: rows table of the shard.
+            plan: see `ShardReceipt`.
+            seconds: see `ShardReceipt`.
+
+        Raises:
+            FileNotFoundError: a later attempt at the shard has begun.
+        """
+        write_rows(self.path("rows"), rows)
+        self.add("rows", self._layout.rows_file(self._shard))
+        statuses = rows["status"].to_pylist()
+        notes = zip(statuses, rows["detail"].to_pylist(), strict=True)
+        receipt = ShardReceipt(
+            shard=self._shard,
+            plan=plan,
+            rows=len(rows),
+            indexed=statuses.count(INDEXED),
+            duplicates=statuses.count(DUPLICATE),
+            failed=failures_by_reason(rows),
+            files=self.commit(),
+            seconds=seconds or {},
+            truncated=sum(status == INDEXED and detail is not None for status, detail in notes),
+        )
+        self.commit_receipt(receipt)
+        return receipt
 
     def commit_receipt(self, receipt: ShardReceipt) -> None:
         """Write the receipt, which commits the shard.

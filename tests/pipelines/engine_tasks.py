@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.engines.base import TaskInterrupted
+from storage_formats.errors import TaskInterrupted
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import zarr
 
 from pipelines import quantize_index
 from storage_formats import CorruptIndexError, EdjeError, TokenStore, UsageError, codec, precisions, verify_index
+from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.rows import read_index_rows
 from storage_formats.writing.conversion import (
-    ConversionInterrupted,
     ConversionTask,
     convert_shard,
     with_precisions,
@@ -96,7 +96,7 @@ def test_stopping_leaves_nothing_behind(built):
     root, _ = built
     Layout(root).staging.mkdir(parents=True)
     task = ConversionTask(str(root), 0, SPEC, "bf16", ("fp8",), "plan")
-    with pytest.raises(ConversionInterrupted):
+    with pytest.raises(TaskInterrupted):
         convert_shard(task, should_stop=lambda: True)
     assert list(Layout(root).staging.iterdir()) == []
 

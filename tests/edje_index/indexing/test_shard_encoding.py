@@ -23,8 +23,9 @@ from edje_index.images.input_lists import write_input_lists
 from edje_index.images.inputs import InputRef
 from edje_index.images.transient import TransientInputError
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.indexing.shard_encoding import EncodingInterrupted, ShardTask, encode_shard
+from edje_index.indexing.shard_encoding import ShardTask, encode_shard
 from storage_formats.change import begin_index
+from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import read_receipt
 from storage_formats.format.rows import TIMING_COLUMNS, read_shard_rows
@@ -167,7 +168,7 @@ def test_progress_counts_up_to_the_shard(case, encoder):
 def test_stopping_leaves_no_shard_and_no_threads(case, encoder):
     task, _ = case
     answers = iter([False, True])
-    with pytest.raises(EncodingInterrupted):
+    with pytest.raises(TaskInterrupted):
         encode_shard(task, encoder, should_stop=lambda: next(answers))
     assert not _layout(task).token_shard("bf16", 0).exists()
     assert list(_layout(task).staging.iterdir()) == []
@@ -282,6 +283,6 @@ def test_a_stopped_attempt_keeps_what_is_known_about_deaths(case, encoder):
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_text(content)
-        with pytest.raises(EncodingInterrupted):
+        with pytest.raises(TaskInterrupted):
             encode_shard(task, encoder, should_stop=lambda: True)
         assert path.exists() == remains
