@@ -22,9 +22,6 @@ from PIL import Image
 
 from edje_index.indexing.faiss_index import AnnIndex
 from storage_formats import (
-    CorruptIndexError,
-    DeletedRowError,
-    IndexSpec,
     Manifest,
     RowIdError,
     TokenStore,
@@ -139,13 +136,6 @@ class Model:
         new = {offset + position: photo for position, photo in enumerate(photos) if photo not in held}
         deleted = self.now.deleted + len(photos) - len(new)
         return replace(self.now, photos={**rows, **new}, rows=offset + len(photos), first=0, deleted=deleted)
-
-    def joined(self, left: IndexSpec, right: IndexSpec) -> State:
-        """The state of a merge of two parts of this index, whose rows move towards 0."""
-        first, cut = left.used_segments[0].first_row, right.used_segments[0].first_row
-        start = -(-(left.rows - first) // SHARD) * SHARD
-        rows = {row - first if row < cut else row - cut + start: photo for row, photo in self.now.photos.items()}
-        return replace(self.now, photos=rows, rows=start + right.rows - cut, first=0)
 
     def commit(self, state: State) -> None:
         self.next_shard = max(self.next_shard, -(-state.rows // SHARD))
@@ -432,24 +422,3 @@ def test_two_hundred_changes_of_which_many_are_killed(cli, tmp_path, tiny_bundle
     assert trial.model.commits > 80
     assert trial.merges > 2
     assert sum(trial.model.killed.values()) > 20, trial.model.killed
-
-
-def test_a_store_reads_the_snapshot_that_it_opened(cli, tmp_path, tiny_bundle):
-    build(cli, write_photos(tmp_path / "first", list(range(6))), tmp_path / "index", tiny_bundle)
-    with TokenStore.open(tmp_path / "index") as store:
-        blocks = store.fetch(range(6))
-        assert cli.run("delete", tmp_path / "index", "--rows", 2) == 0
-        assert same_bits(store.fetch(range(6)), blocks)
-        assert same_bits(TokenStore.open(tmp_path / "index", snapshot=0).fetch([2]), blocks[[2]])
-        assert store.refresh() == 1
-        with pytest.raises(DeletedRowError, match="row 2 was deleted"):
-            store.fetch([1, 2])
-        assert same_bits(store.fetch([1, 3]), blocks[[1, 3]])
-    assert cli.run("gc", tmp_path / "index", "--keep", 1) == 0
-    with pytest.raises(Exception, match="has no snapshot 0; choose one of: 1"):
-        TokenStore.open(tmp_path / "index", snapshot=0)
-    tombstones = next((tmp_path / "index/manifest").glob("deleted-*"))
-    tombstones.write_bytes(bytes(len(tombstones.read_bytes())))
-    with pytest.raises(CorruptIndexError, match="deleted-"):
-        TokenStore.open(tmp_path / "index")
-    assert [problem.code for problem in verify_index(tmp_path / "index")] == ["deleted-rows"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines import quantize_index
 from pipelines.jobs.quantize import precision_to_read
-from pipelines.jobs.snapshots import remove_snapshots
-from storage_formats import EdjeError, UsageError, codec, verify_index
+from storage_formats import UsageError, codec, verify_index
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from tests.command_line import run_here, run_process
@@ -74,13 +71,6 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
     assert quantize_index(tmp_path / "a", ["fp8"]).added == ("fp8",)
 
 
-def test_the_most_faithful_precision_is_converted_from(tmp_path):
-    write_random_index(tmp_path, replace(SPEC, precisions=("mxfp8", "fp8", "int8")))
-    manifest = Manifest.load(tmp_path)
-    assert precision_to_read(tmp_path, manifest, None) == "int8"
-    assert precision_to_read(tmp_path, manifest, "fp8") == "fp8"
-
-
 def convert(root, *names, **options):
     return quantize_index(root, names, **options)
 
@@ -101,20 +91,6 @@ def test_a_lossy_precision_does_not_pass_for_the_original(tmp_path):
     assert Manifest.load(tmp_path).encoded_from == {"bf16": ("bf16", "int8"), "fp8": ("bf16", "int8", "bf16")}
     with pytest.raises(UsageError, match="'fp16' would be larger but not more accurate"):
         convert(tmp_path, "fp16")
-
-
-def test_a_conversion_of_the_same_index_is_resumed_and_no_other_begins(tmp_path):
-    write_random_index(tmp_path, SPEC)
-    stop_after_one_shard(quantize_index, tmp_path, ["fp8"])
-    with pytest.raises(EdjeError, match=r"'quantize' of .* has not finished \(1 finished shard\)"):
-        convert(tmp_path, "int8")
-    plans = []
-    quantize_index(tmp_path, ["fp8"], on_event=plans.append)
-    assert plans[0].finished_shards == 1
-    stop_after_one_shard(quantize_index, tmp_path, ["int8"])
-    remove_snapshots(tmp_path, None)
-    assert convert(tmp_path, "sign1").precisions == ("bf16", "fp8", "sign1")
-    assert verify_index(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -142,21 +142,6 @@ def test_the_shard_of_a_lost_node_runs_again(case, nodes, tmp_path, how):
             assert "node 127.0.0.3 left the cluster, which now has room for 1 worker" in run.messages()
 
 
-def test_a_killed_driver_and_node_are_no_reason_to_fail_an_image(case, nodes, tmp_path):
-    nodes.add(2)
-    nodes.add(3)
-    with Build(case, tmp_path / "index", nodes) as run:
-        run.freeze(3)
-        finished = len(run.events("shard"))
-        run.wait_until(lambda: len(run.events("shard")) > finished)
-        run.process.kill()
-        nodes.kill(3)
-    with Build(case, tmp_path / "index", nodes) as run:
-        result = run.result()
-        assert run.events("plan")[-1]["finished_shards"] > 0
-        check(result, case, run.out)
-
-
 def test_a_node_without_the_index_directory_is_named(case, nodes, tmp_path):
     (tmp_path / "shared").mkdir()
     nodes.add(2, hidden=tmp_path / "shared")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines import compact_index, copy_index, delete_rows
+from pipelines import copy_index
 from storage_formats import IndexSpec, TokenStore, UsageError
 from storage_formats.reading import block_cache
 from storage_formats.reading.block_cache import CacheFiles, cache_bytes, cache_files
@@ -163,33 +162,6 @@ def test_a_full_disk_and_lost_rights_are_no_errors(proxy, whole, tmp_path, monke
         assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
 
 
-class RefreshingRowIds:
-    """Row ids that refresh a store while a method of the store reads them, as another thread may do."""
-
-    def __init__(self, row_ids: list[int], store: TokenStore) -> None:
-        self._row_ids, self._store = row_ids, store
-
-    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
-        self._store.refresh()
-        return np.array(self._row_ids)
-
-
-@slow
-def test_a_fetch_during_a_refresh_reads_the_old_snapshot(proxy, tmp_path):
-    url = f"s3://bucket/compacted-{next(numbers)}.edje"
-    blocks = write_random_index(tmp_path / "index", SPEC)
-    copy_index(tmp_path / "index", url)
-    with TokenStore.open(url) as store:
-        store.fetch([0, 5])
-        delete_rows(tmp_path / "index", rows=[1])
-        compact_index(tmp_path / "index")
-        copy_index(tmp_path / "index", url, replace=True)
-        assert same_bits(store.fetch(RefreshingRowIds([0, 5], store)), blocks[[0, 5]])
-        current = store.translate([0, 5])
-        assert current.min() > 5
-        assert same_bits(store.fetch(current), blocks[[0, 5]])
-
-
 _READER = """
 import sys, numpy as np
 from storage_formats import TokenStore
@@ -249,53 +221,3 @@ def test_a_limit_that_is_no_number_of_bytes_is_refused(monkeypatch, value):
     monkeypatch.setenv("EDJE_CACHE_BYTES", value)
     with pytest.raises(UsageError, match="EDJE_CACHE_BYTES must be a number of bytes, not '"):
         cache_bytes()
-
-
-def test_a_limit_beyond_the_size_of_the_disk_keeps_the_files(tmp_path):
-    root = tmp_path / "blocks"
-    CacheFiles(root, 1 << 30).write("index/0", 0, memoryview(b"content"))
-    CacheFiles(root, 20 * shutil.disk_usage(tmp_path).total).write("index/1", 0, memoryview(b"content"))
-    assert {path.name for path in (root / "index").iterdir()} == {"0", "1"}
-
-
-def test_entries_that_are_no_files_neither_count_nor_stop_the_cache(tmp_path):
-    files, folder = CacheFiles(tmp_path / "blocks", 1 << 20), tmp_path / "blocks/index"
-    (folder / "directory").mkdir(parents=True)
-    (tmp_path / "blocks/README").write_text("made by hand")
-    os.mkfifo(folder / "fifo")
-    (folder / "link").symlink_to("/dev/zero")
-    for path in folder.iterdir():
-        os.utime(path, (0, 0), follow_symlinks=False)  # the first to be removed, if they were files
-    for number in range(60):
-        files.write(f"index/{number}", 0, memoryview(bytes(50_000)))
-    assert {"directory", "fifo", "link", "59"} <= {path.name for path in folder.iterdir()}
-    assert len(list(folder.iterdir())) < 21 + 3
-    assert (tmp_path / "blocks/README").exists()
-
-
-def test_files_that_cannot_be_removed_keep_their_share_of_the_limit(tmp_path, monkeypatch):
-    def refused(path: str) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted", path)
-
-    files, folder = CacheFiles(tmp_path / "blocks", 1 << 20), tmp_path / "blocks/index"
-    monkeypatch.setattr(os, "unlink", refused)
-    for number in range(60):
-        files.write(f"index/{number}", 0, memoryview(bytes(50_000)))
-    assert 4 < len(list(folder.iterdir())) < 21
-    monkeypatch.undo()
-    CacheFiles(tmp_path / "blocks", 1 << 20).write("index/new", 0, memoryview(bytes(50_000)))
-    assert (folder / "new").exists()
-
-
-def test_a_file_that_vanishes_or_cannot_be_opened_is_no_error(tmp_path, monkeypatch):
-    files = CacheFiles(tmp_path / "blocks", 1 << 20)
-    assert files.open("index/0") is None
-    files.write("index/0", 0, memoryview(b"content"))
-    monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")))
-    assert files.open("index/0") is None
-    files.write("index/1", 0, memoryview(b"content"))
-    monkeypatch.undo()
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(tmp_path / "blocks/index/1")
-    files.write("index/1", 0, memoryview(b"content"))  # the cache pauses after an error
-    assert not (tmp_path / "blocks/index/1").exists()

@@ -21,7 +21,6 @@ from storage_formats.change import (
     is_unfinished,
     locked,
     read_journal,
-    remove_build,
 )
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -49,31 +48,6 @@ def test_two_drivers_never_share_an_index(tmp_path):
         pass
 
 
-def test_an_ending_job_leaves_the_lock_of_its_successor(tmp_path):
-    root = tmp_path / "index"
-    root.mkdir()
-    first, second = locked(root), locked(root)
-    first.__enter__()
-    Layout(root).lock.unlink()  # as if the whole directory was removed while the first job ran
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert Layout(root).lock.exists()
-    with pytest.raises(EdjeError, match="is working on"), locked(root):
-        pass
-    second.__exit__(None, None, None)
-    assert not Layout(root).build.exists()
-
-
-def test_removing_the_build_folder_keeps_the_lock(tmp_path):
-    layout = Layout(tmp_path / "index")
-    with locked(layout.root):
-        layout.staging.mkdir()
-        layout.journal.write_text("{}")
-        remove_build(layout)
-        assert [path.name for path in layout.build.iterdir()] == ["lock"]
-    assert not layout.root.exists()
-
-
 def test_directories_of_a_new_index_survive_a_loss_of_power(tmp_path, monkeypatch):
     flushed = []
     fsync = os.fsync
@@ -81,15 +55,6 @@ def test_directories_of_a_new_index_survive_a_loss_of_power(tmp_path, monkeypatc
     with locked(tmp_path / "a/b/index"):
         pass
     assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")} <= set(flushed)
-
-
-def test_a_change_without_work_leaves_nothing(index):
-    root, _ = index
-    before = set(root.rglob("*"))
-    with begin_change(root, "delete"):
-        (root / "manifest").mkdir(exist_ok=True)
-        (root / "manifest/deleted-00c0ffee.bin").write_bytes(b"left")
-    assert set(root.rglob("*")) == before
 
 
 def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index, capsys):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 
 import numpy as np
 import pytest
 
 from storage_formats import CorruptIndexError, TokenStore, codec
-from storage_formats.codecs import BF16
 from storage_formats.format.checksum import crc32c_rows
 from storage_formats.format.layout import Layout
-from storage_formats.reading import checksums, destination, loops, memory
+from storage_formats.reading import destination, loops, memory
 from tests.conftest import same_bits
 from tests.storage_formats.reading_cases import ALL, SPEC
 
@@ -93,26 +91,6 @@ def test_lost_checksums_are_an_error_of_checked_reads(index, whole, harm):
         store.fetch([3, 70])
 
 
-def test_few_checksums_are_kept_and_those_of_other_shards_are_not_read(many_shards, monkeypatch):
-    root, expected = many_shards
-    monkeypatch.setattr(checksums, "_KEPT_BYTES", 2 * 4 * 4)  # of two shards of four rows
-    monkeypatch.setattr(checksums, "_OPEN_FILES", 3)
-    loaded, load = [], checksums.BlockChecksums._load
-    monkeypatch.setattr(
-        checksums.BlockChecksums, "_load", lambda self, shards: (loaded.append(shards), load(self, shards))[1]
-    )
-    store = TokenStore.open(root)
-    for _ in range(2):
-        assert same_bits(store.fetch([0, 59, 3]), expected[[0, 59, 3]])
-    assert loaded == [[0, 14]]
-    loaded.clear()
-    assert same_bits(store.fetch(range(60)), expected)
-    assert [len(shards) for shards in loaded] == [3, 3, 3, 3, 1]
-    assert len(store._view.checksums._kept) == 2
-    store.close()
-    assert not store._view.checksums._kept
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 64, 65, 200, 13_824])
 @pytest.mark.parametrize("count", [1, 2, 3, 10])
@@ -130,36 +108,3 @@ def test_memory_is_copied_and_checked(compiled, size, count):
         assert (actual == expected).all()
         assert (target[:count] == (data if copies else 0)).all()
         assert not target[count].any()
-
-
-@pytest.mark.parametrize(("offset", "large"), [(0, True), (1, True), (0, False)])
-def test_only_large_outputs_of_whole_cache_lines_use_nontemporal_stores(built, monkeypatch, offset, large):
-    memory_of_out = np.zeros(10 * 256 + 32, dtype=BF16)
-    first = -memory_of_out.ctypes.data % 64 // 2 + offset
-    out = memory_of_out[first : first + 9 * 256].reshape(9, 8, 32)
-    used = []
-
-    def noting(sources, targets, size, checksums, copies, start, stop):
-        used.append(copies)
-        destination._plain_loop(sources, targets, size, checksums, copies, start, stop)
-
-    monkeypatch.setattr(destination, "_loop", lambda _: noting)
-    monkeypatch.setattr(destination, "_NONTEMPORAL_FROM", 9 * 512 + (not large))
-    assert same_bits(TokenStore.open(built[0], engine="mapped").fetch(range(1, 10), out=out), built[1][1:10])
-    is_nontemporal = large and not offset
-    assert set(used) == {loops.COPY_NONTEMPORAL if is_nontemporal else loops.COPY}
-
-
-def test_the_instruction_is_not_used_in_code_for_another_processor(monkeypatch):
-    monkeypatch.setattr(loops.config, "CPU_NAME", "generic")
-    assert destination._compiled_loop.__wrapped__() is destination._plain_loop
-
-
-def test_numba_is_used_once_it_is_loaded_or_many_bytes_have_been_checked(monkeypatch):
-    assert destination._loop(1) is destination._compiled_loop()
-    monkeypatch.delitem(sys.modules, "numba")  # as before the first conversion
-    monkeypatch.setattr(destination, "_plainly_checked_bytes", 0)
-    assert destination._loop(1) is destination._plain_loop
-    assert destination._loop(1 << 30) is destination._compiled_loop()
-    monkeypatch.setattr(destination, "_plainly_checked_bytes", 5 << 30)
-    assert destination._loop(1) is destination._compiled_loop()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import ml_dtypes
 import numba
 import numpy as np
@@ -12,8 +9,7 @@ import pytest
 
 from storage_formats import UsageError, codec, precisions
 from storage_formats.codecs import fill_record, kernel_compiler
-from storage_formats.threads import run_chunks
-from tests.conftest import REPO, same_bits
+from tests.conftest import same_bits
 
 BF16 = ml_dtypes.bfloat16
 SHAPE = (6, 64)
@@ -146,37 +142,6 @@ def test_results_do_not_depend_on_threads(name):
     for count in (2, 5):
         assert (entry.encode(blocks, threads=count) == records).all()
         assert same_bits(entry.decode(records, threads=count), decoded)
-
-
-def test_an_error_in_a_thread_reaches_the_caller():
-    def fail(start: int, stop: int) -> None:
-        raise ValueError(start)
-
-    with pytest.raises(ValueError, match=r"\d"):
-        run_chunks(fail, 100, 1 << 20, threads=2)
-
-
-def run_python(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.mark.slow  # starts a process
-def test_a_forked_process_converts():
-    script = """
-import os, numpy as np, ml_dtypes
-from storage_formats.codecs import codec
-entry = codec("fp8")
-blocks = np.ones((100, 64, 384), ml_dtypes.bfloat16)
-entry.encode(blocks, threads=2)
-child = os.fork()
-if child == 0:
-    same = (entry.decode(entry.encode(blocks, threads=2), threads=2) == blocks).all()
-    os._exit(0 if same else 1)
-print(os.waitpid(child, 0)[1])
-"""
-    assert run_python(script).endswith("0")
 
 
 def test_a_kernel_that_cannot_be_cached_is_compiled():

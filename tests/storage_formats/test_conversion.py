@@ -2,20 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tensorstore as ts
-import zarr
 
 from pipelines import quantize_index
-from storage_formats import CorruptIndexError, EdjeError, TokenStore, UsageError, codec, precisions, verify_index
-from storage_formats.errors import TaskInterrupted
+from storage_formats import EdjeError, TokenStore, UsageError, codec, precisions, verify_index
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.rows import read_index_rows
-from storage_formats.writing.conversion import (
-    ConversionTask,
-    convert_shard,
-    with_precisions,
-)
+from storage_formats.format.manifest import Manifest
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 64), embed_dim=6)
@@ -46,31 +37,6 @@ def test_every_precision_holds_the_records_of_its_codec(built):
         assert set(np.flatnonzero(store.holes(blocks))) == HOLES
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_stock_readers_return_the_records(built, name):
-    root, expected = built
-    convert(root, [name])
-    entry = codec(name, SPEC.block_shape)
-    kept = np.array([row for row in range(SPEC.rows) if row not in HOLES])
-    path = str(root / "tokens" / name)
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
-    for values in (zarr.open_array(path, mode="r")[...], ts.open(spec, read=True).result().read().result()):
-        values = np.ascontiguousarray(values)
-        assert (values[kept].view(np.uint8).reshape(len(kept), -1) == entry.encode(expected[kept])).all()
-        assert (values[sorted(HOLES)] == entry.fill_value).all()
-
-
-def test_building_a_precision_and_converting_to_it_give_the_same_bytes(tmp_path):
-    from dataclasses import replace
-
-    write_random_index(tmp_path / "both", replace(SPEC, precisions=("bf16", "nvfp4")), failed=HOLES)
-    write_random_index(tmp_path / "one", SPEC, failed=HOLES)
-    convert(tmp_path / "one", ["nvfp4"])
-    for path in sorted((tmp_path / "both").rglob("*nvfp4*/*")):
-        other = tmp_path / "one" / path.relative_to(tmp_path / "both")
-        assert path.read_bytes() == other.read_bytes(), path
-
-
 def test_damage_is_never_copied(built):
     root, _ = built
     path = Layout(root).token_shard("bf16", 1)
@@ -80,25 +46,6 @@ def test_damage_is_never_copied(built):
     with pytest.raises(EdjeError, match="row 10"):
         convert(root, ["fp8"])
     assert Manifest.load(root).spec.precisions == ("bf16",)
-
-
-def test_index_is_readable_and_sound_while_it_is_converted(built):
-    root, expected = built
-    Layout(root).staging.mkdir(parents=True)
-    convert_shard(ConversionTask(str(root), 1, SPEC, "bf16", ("fp8",), "plan"))
-    assert verify_index(root) == []
-    assert same_bits(TokenStore.open(root).fetch(range(21)), expected)
-    with pytest.raises(CorruptIndexError, match="3 shards need one receipt each, but there are receipts for 0"):
-        with_precisions(CommittedIndex.open(root), ["fp8"], [], source="bf16")
-
-
-def test_stopping_leaves_nothing_behind(built):
-    root, _ = built
-    Layout(root).staging.mkdir(parents=True)
-    task = ConversionTask(str(root), 0, SPEC, "bf16", ("fp8",), "plan")
-    with pytest.raises(TaskInterrupted):
-        convert_shard(task, should_stop=lambda: True)
-    assert list(Layout(root).staging.iterdir()) == []
 
 
 def test_dropping_a_precision(built):
@@ -114,13 +61,3 @@ def test_dropping_a_precision(built):
     entry = codec("fp8", SPEC.block_shape)
     kept = np.array([row for row in range(SPEC.rows) if row not in HOLES])
     assert same_bits(TokenStore.open(root, "fp8").fetch(kept), entry.decode(entry.encode(expected[kept])))
-
-
-def test_what_was_opened_before_a_conversion_is_read_after_it(built):
-    root, expected = built
-    opened = CommittedIndex.open(root)
-    with TokenStore(opened) as store:
-        convert(root, ["fp8"])
-        assert same_bits(store.fetch(range(SPEC.rows)), expected)
-        assert read_index_rows(opened)["row_id"].to_pylist() == list(range(SPEC.rows))
-    assert verify_index(root) == []

@@ -8,10 +8,9 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_formats.errors import CorruptIndexError, RowIdError
+from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.reading import embeddings
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
@@ -32,12 +31,6 @@ def test_embeddings_of_any_rows_in_any_order(index, rows):
     stored = zarr.open_array(index / "embeddings", mode="r")[:]
     np.testing.assert_array_equal(found, stored[rows])
     assert (found.dtype, found.shape) == (np.float32, (len(rows), 12))
-
-
-@pytest.mark.parametrize("rows", [[0, 150], [-1], [10**9]])
-def test_row_ids_out_of_range_are_refused(index, rows):
-    with pytest.raises(RowIdError, match="the index has the row ids 0 to 149"):
-        read_embeddings(CommittedIndex.open(index), np.array(rows))
 
 
 @pytest.mark.parametrize("rows", [[70], list(range(64, 128))])
@@ -81,14 +74,3 @@ def test_a_file_other_than_the_committed_one_is_noticed(tmp_path, rows, damage, 
         read_embeddings(index, rows)
     assert str(path) in str(caught.value)
     assert caught.value.row_ids == tuple(range(64, 128))
-
-
-def test_single_rows_of_a_large_index_are_read_alone(index, monkeypatch):
-    monkeypatch.setattr(embeddings, "_COMPARED_BYTES", 4 * SPEC.rows * SPEC.embed_dim - 1)
-    opened = CommittedIndex.open(index)
-    expected = read_embeddings(opened, range(SPEC.rows))
-    monkeypatch.setattr(embeddings, "_compared", set())
-    np.testing.assert_array_equal(read_embeddings(opened, [70, 3]), expected[[70, 3]])
-    assert not embeddings._compared
-    read_embeddings(opened, range(64))
-    assert len(embeddings._compared) == 1

@@ -13,7 +13,6 @@ from storage_formats import TokenStore, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.reading import engines, files
 from storage_formats.reading.batch import Batch
-from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.local_reads import cache_room
 from tests.conftest import same_bits
 from tests.storage_formats.reading_cases import ALL, SPEC, evict, linux, without_queues
@@ -72,14 +71,6 @@ def test_cold_shards_bypass_the_page_cache_and_cached_ones_are_copied(built, sto
     assert chosen(store, [1, 9]) == {"mapped": 2}
 
 
-def test_a_shard_that_the_kernel_has_dropped_is_read_directly_again(built, store, monkeypatch):
-    monkeypatch.setattr(files, "_TRUSTED_SECONDS", 1000)
-    Layout(built[0]).token_shard("bf16", 0).read_bytes()
-    assert chosen(store, [1, 9]) == {"mapped": 2}
-    evict(built[0])
-    assert chosen(store, [1, 9]) == {"direct": 2}
-
-
 def test_shards_that_are_read_repeatedly_enter_the_page_cache(built, store):
     for _ in range(2 * 64 // 32 + 1):
         assert chosen(store, range(0, 64, 2)) == {"direct": 32}
@@ -96,17 +87,3 @@ def test_shards_that_do_not_fit_in_memory_never_enter_the_page_cache(built, stor
     monkeypatch.setattr("storage_formats.reading.local_reads.cache_room", lambda: 10_000)
     for _ in range(20):
         assert chosen(store, range(0, 64, 2)) == {"direct": 32}
-
-
-def test_repeated_reads_use_the_page_cache_if_the_kernel_does_not_tell_its_state(store, monkeypatch):
-    monkeypatch.setattr(files.ShardFile, "cached_share", lambda *_: None)
-    seen = [chosen(store, range(0, 64, 2)) for _ in range(10)]
-    assert seen == [{"direct": 32}] * 4 + [{"portable": 32}] * 6
-
-
-def test_the_share_of_a_file_in_the_page_cache(built, store):
-    opened = ShardFiles(lambda shard: Layout(built[0]).token_shard("bf16", shard), 512)
-    file = opened.get(0)
-    assert file.cached_share(0, file.size) == 0
-    file.path.read_bytes()
-    assert file.cached_share(0, file.size) == file.cached_share(100, 5000) == 1

@@ -67,15 +67,6 @@ def test_block_types(tmp_path, dtype):
     assert read_rows(tmp_path / "index")["uri"].to_pylist() == ["0", "1", "2"]
 
 
-def test_blocks_may_be_a_memory_map_of_several_shards(tmp_path):
-    blocks, embeddings = arrays(12)
-    np.save(tmp_path / "blocks.npy", blocks)
-    mapped = np.load(tmp_path / "blocks.npy", mmap_mode="r")
-    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
-        writer.append(mapped, embeddings)
-    assert same_bits(TokenStore.open(tmp_path / "index").fetch(range(12)), blocks.astype(ml_dtypes.bfloat16))
-
-
 @pytest.mark.parametrize(
     "rows",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import subprocess
 import sys
@@ -36,25 +35,6 @@ def test_a_file_that_cannot_be_opened_is_not_called_damaged(built, monkeypatch, 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(MachineError, match=rf"cannot read .*{folder}.*: {os.strerror(number)}; "):
         read_embeddings(index, np.arange(SPEC.rows)) if folder == "embeddings" else store.fetch([1, 70])
-
-
-@linux
-@pytest.mark.parametrize("number", TROUBLES, ids=errno.errorcode.get)
-def test_a_checksum_file_that_cannot_be_read_is_named(built, monkeypatch, number):
-    store = TokenStore.open(built[0])
-    store.fetch([70])
-
-    class Refusing(io.FileIO):
-        def readinto(self, buffer, /):
-            if "checksums" in os.readlink(f"/proc/self/fd/{self.fileno()}"):
-                if number == errno.EAGAIN:
-                    return None
-                raise OSError(number, os.strerror(number))
-            return super().readinto(buffer)
-
-    monkeypatch.setattr(io, "FileIO", Refusing)
-    with pytest.raises(MachineError, match=r"cannot read /.*checksums/bf16/.*; "):
-        store.fetch([1])
 
 
 _FEW_DESCRIPTORS = """

@@ -7,7 +7,6 @@ import ctypes
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -22,8 +21,8 @@ from hypothesis import strategies as st
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
 from storage_formats.format.layout import Layout
 from storage_formats.reading import direct, queues
-from storage_formats.reading.batch import PIECE_RECORDS, Batch
-from storage_formats.reading.files import ShardFiles, sector_bytes
+from storage_formats.reading.batch import PIECE_RECORDS
+from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.queues import Queue, QueuePool
 from tests.conftest import REPO, same_bits
 from tests.storage_formats import reading_cases
@@ -60,34 +59,6 @@ def test_records_that_are_not_whole_sectors(odd, precision, engine):
     assert same_bits(TokenStore.open(odd[0], precision, engine).fetch(ids), expected)
     if precision == "bf16":
         assert same_bits(expected, odd[1][ids])
-
-
-@linux
-@needs_queues
-@pytest.mark.parametrize(
-    ("records", "reads"), [(0, [(0, 1), (2, 1), (5, 1), (6, 1)]), (1, [(0, 3), (5, 2)]), (2, [(0, 7)])]
-)
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_small_gaps_are_read_to_save_requests(built, whole, precision, records, reads, monkeypatch):
-    """Reads rows 0, 2, 5 and 6. The last two are apart in memory."""
-    if sector_bytes(Layout(built[0]).token_shard("bf16", 0)) != 512:
-        pytest.skip("records of this test are no whole sectors here")
-    size = codec(precision, SPEC.block_shape).record_bytes
-    monkeypatch.setattr(direct, "_GAP_BYTES", records * size)
-    monkeypatch.setattr(direct, "_FEWER_REQUESTS", 1)
-    asked, ids, real = [], [6, 0, 5, 2], Queue.put
-
-    def put(self, fds, offsets, addresses, lengths, tags):
-        asked.extend(zip((offsets + size - 1) // size, lengths // size, strict=True))
-        return real(self, fds, offsets, addresses, lengths, tags)
-
-    monkeypatch.setattr(Queue, "put", put)
-    with TokenStore.open(built[0], precision, "direct") as store:
-        assert same_bits(store.fetch(ids), whole[precision][ids])
-    if size % 512 == 0 and records:
-        assert asked == reads
-    else:
-        assert len(asked) == len(reads) - (not records)  # 5 and 6 are neighbours in the buffer
 
 
 @needs_queues
@@ -175,19 +146,6 @@ def test_a_file_that_shrank_while_it_was_open_is_an_error(built, tmp_path, engin
     assert done.stdout.splitlines()[-1] == "(64, 8, 32)"
 
 
-@linux
-@pytest.mark.parametrize("engine", ALL)
-def test_an_error_leaves_no_file_open(built, tmp_path, engine):
-    shutil.copytree(built[0], tmp_path, dirs_exist_ok=True)
-    store = TokenStore.open(tmp_path, engine=engine)
-    os.truncate(Layout(tmp_path).token_shard("bf16", 1), 0)
-    with pytest.raises(CorruptIndexError):
-        store.fetch(range(SPEC.rows))  # three pieces
-    store.close()
-    opened = [os.readlink(path.path) for path in os.scandir("/proc/self/fd") if os.path.exists(path.path)]
-    assert not [name for name in opened if name.startswith(str(tmp_path))]
-
-
 def test_queues_are_small_if_the_kernel_has_few_entries_left(monkeypatch):
     asked = []
 
@@ -257,23 +215,6 @@ def test_threads_share_a_store_that_another_thread_closes(built, whole, engine):
             closing.join()
 
 
-@linux
-@pytest.mark.parametrize("engine", ALL)
-def test_signals_do_not_disturb_reads(built, whole, engine):
-    """A signal handler runs every half millisecond. Interrupted system calls are resumed."""
-    fired = []
-    previous = signal.signal(signal.SIGALRM, lambda *_: fired.append(1))
-    store = TokenStore.open(built[0], "fp8", engine)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
-        while len(fired) < 50:
-            evict(built[0], "fp8")
-            assert same_bits(store.fetch(range(SPEC.rows)), whole["fp8"])
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
 def test_reads_served_in_part_are_continued(built, monkeypatch):
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:100]], offset))
@@ -317,19 +258,3 @@ def test_a_store_works_after_a_fork(built, whole, engine):
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert same_bits(store.fetch(range(SPEC.rows)), whole["fp8"])
-
-
-@given(
-    positions=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), min_size=1, unique=True).map(sorted),
-    gap=st.integers(0, 3),
-    size=st.sampled_from([1 << 10, 1 << 18, 1 << 21]),
-)
-def test_runs_cover_every_record_once_and_cross_no_shard(positions, gap, size):
-    shards, places = np.array(positions).T
-    batch = Batch(shards, places, np.arange(len(shards)))
-    covered = [range(first, first + count) for first, count in zip(*batch.runs(size, gap=gap), strict=True)]
-    assert [index for run in covered for index in run] == list(range(len(batch)))
-    for run in covered:
-        assert len(set(shards[run])) == 1
-        assert (np.diff(places[run]) <= gap + 1).all()
-        assert len(run) == 1 or len(run) * size <= 1 << 20

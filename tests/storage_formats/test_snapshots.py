@@ -6,14 +6,10 @@ import contextlib
 import json
 import os
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipelines import delete_rows
 from pipelines.jobs.snapshots import remove_snapshots, roll_back
@@ -31,7 +27,7 @@ from storage_formats import (
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.tombstones import Tombstones, live_rows, rows_in_use
+from storage_formats.format.tombstones import live_rows
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(rows=40, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
@@ -46,39 +42,6 @@ def index(tmp_path):
 def delete(root, rows):
     delete_rows(root, rows)
     return Manifest.load(root)
-
-
-@given(
-    shard_size=st.integers(1, 20),
-    batches=st.lists(st.lists(st.integers(0, 200), max_size=20), max_size=5),
-    asked=st.lists(st.integers(0, 200)),
-)
-def test_tombstones_are_a_set_of_rows(shard_size, batches, asked):
-    tombstones, rows = Tombstones.none(shard_size), set()
-    for batch in batches:
-        tombstones, rows = tombstones.with_rows(batch), rows | set(batch)
-    spec = IndexSpec(rows=201, shard_size=shard_size, block_shape=(2, 8), embed_dim=4)
-    stored = Tombstones.from_bytes(tombstones.to_bytes(), spec)
-    assert stored.row_ids().tolist() == sorted(rows)
-    assert len(stored) == len(rows)
-    assert stored.contain(np.array(asked, dtype=np.int64)).tolist() == [row in rows for row in asked]
-    assert len(tombstones.to_bytes()) == len({row // shard_size for row in rows}) * (8 + -(-shard_size // 8))
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=6), shard=st.integers(1, 9)
-)
-def test_segments_cover_the_rows_in_use(sizes, shard):
-    segments, next_shard = [], 0
-    for rows, gap in sizes:
-        segments.append(Segment((next_shard + gap) * shard, rows))
-        next_shard = -(-segments[-1].stop // shard)
-    spec = IndexSpec(segments[-1].stop, shard, (2, 8), 4, segments=tuple(segments))
-    used = [row for segment in segments for row in range(segment.first_row, segment.stop)]
-    assert np.flatnonzero(rows_in_use(np.arange(spec.rows), spec)).tolist() == used
-    assert [row for number in range(spec.shards) for row in spec.shard_rows(number)] == used
-    assert list(spec.shard_numbers()) == sorted({row // shard for row in used})
-    assert spec.used_rows == len(used)
 
 
 @pytest.mark.parametrize(
@@ -121,30 +84,6 @@ def test_deleted_rows_are_not_returned(index):
     assert Manifest.load(root).format_version == "1.1"
 
 
-def test_of_two_refreshes_at_the_same_time_the_newer_snapshot_stays(index, monkeypatch):
-    root, _ = index
-    store, has_read, may_go_on = TokenStore.open(root), threading.Event(), threading.Event()
-
-    def slow_at_first(location):
-        opened = CommittedIndex.open(location)
-        if not has_read.is_set():
-            has_read.set()
-            assert may_go_on.wait(30)
-        return opened
-
-    monkeypatch.setattr("storage_formats.token_store.open_index", slow_at_first)
-    with ThreadPoolExecutor(2) as pool:
-        slow = pool.submit(store.refresh)
-        assert has_read.wait(30)
-        delete(root, [3])
-        fast = pool.submit(store.refresh)
-        wait([fast], timeout=0.2)
-        may_go_on.set()
-        assert (slow.result(), fast.result()) == (0, 1)
-    with pytest.raises(DeletedRowError):
-        store.fetch([3])
-
-
 def test_deletions_of_rows_that_cannot_be_deleted(index):
     root, _ = index
     delete(root, [5])
@@ -176,21 +115,6 @@ def test_rollback_and_removal(index):
     assert (removal.snapshots, removal.files) == ((2,), 1)
     assert verify_index(root) == []
     assert live_rows(CommittedIndex.open(root)).tolist() == [0, *range(2, 40)]
-
-
-def test_a_change_that_dies_before_its_commit_leaves_the_snapshot(index, monkeypatch):
-    root, blocks = index
-    manifest = (root / "index.json").read_bytes()
-    monkeypatch.setattr(Manifest, "write", lambda *_: (_ for _ in ()).throw(OSError("killed")))
-    with pytest.raises(OSError, match="killed"):
-        delete(root, [1])
-    monkeypatch.undo()
-    assert (root / "index.json").read_bytes() == manifest
-    with TokenStore.open(root) as store:
-        assert same_bits(store.fetch(range(40)), blocks)
-    assert delete(root, [2]).snapshot.number == 1
-    remove_snapshots(root, 1)
-    assert verify_index(root) == []
 
 
 def test_a_stock_reader_sees_all_rows(index):

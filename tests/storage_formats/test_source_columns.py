@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from storage_formats import CorruptIndexError, Manifest, UsageError, read_rows, verify_index
 from storage_formats.change import begin_index
-from storage_formats.format.column_types import ARROW_TYPES
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import read_table
 from storage_formats.format.rows import (
-    ROW_SCHEMA,
     RowEntry,
     read_shard_rows,
     rows_table,
@@ -32,10 +30,7 @@ from storage_formats.format.source_columns import (
     SourceColumn,
     as_type,
     columns_from_json,
-    is_allowed,
     kind_of,
-    merge_columns,
-    stored_name,
 )
 from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
@@ -213,26 +208,6 @@ def test_a_long_text_that_lists_repeat_is_refused(tmp_path):
         read_table((tmp_path / "bomb.parquet").read_bytes())
 
 
-@given(st.text(max_size=12), st.text(max_size=12))
-def test_two_names_never_become_one(left, right):
-    names = [name for name in (left, right, f"source_{left}", "uri", "source_uri", "edje_x") if is_allowed(name)]
-    stored = {name: stored_name(name, ROW_SCHEMA.names) for name in names}
-    assert len(set(stored.values())) == len(stored)
-    assert not set(stored.values()) & set(ROW_SCHEMA.names)
-
-
-@pytest.mark.parametrize("name", ["", " ", "a\nb", "\x00", "é" * 65, "\ud800"])
-def test_names_that_are_not_allowed(name):
-    assert not is_allowed(name)
-
-
-def test_merged_columns_do_not_depend_on_the_order():
-    left = [SourceColumn("a", ("int",), 2), SourceColumn("b", ("bool",), 1)]
-    right = [SourceColumn("a", ("float",), 3)]
-    assert set(merge_columns(left, right)) == set(merge_columns(right, left))
-    assert merge_columns(left, right)[0] == SourceColumn("a", ("float", "int"), 5)
-
-
 GOOD = {"name": "a", "type": "int64", "kinds": ["int"], "values": 1}
 
 
@@ -248,7 +223,3 @@ def test_a_manifest_with_invalid_columns_is_refused(entries):
     with pytest.raises((ValueError, KeyError, TypeError)):
         columns_from_json(entries)
     assert columns_from_json([GOOD])[0].to_json() == GOOD
-
-
-def test_every_type_has_an_arrow_type():
-    assert set(ARROW_TYPES) == {"bool", "int64", "float64", "string", "timestamp", "list<string>"}

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -24,7 +21,7 @@ from storage_formats.codecs import codec
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.reading.embeddings import read_embeddings
-from tests.conftest import REPO, write_random_index
+from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(4, 16), embed_dim=6)
 
@@ -143,34 +140,3 @@ def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
     tracemalloc.stop()
     assert len(store) == rows
     assert peak < 1_000_000
-
-
-LIGHT = """
-import json, sys
-from storage_formats import TokenStore
-store = TokenStore.open(sys.argv[1])
-block = store.fetch([1, 0])
-heavy = {"torch", "ray", "faiss", "click", "open_clip", "zarr", "numba"} & set(sys.modules)
-print(json.dumps({"shape": list(block.shape), "heavy": sorted(heavy)}))
-"""
-
-
-def test_a_reader_needs_neither_torch_nor_ray_nor_faiss(built, tmp_path):
-    """Runs in an environment with only the dependencies of the reader."""
-    import google_crc32c
-    import pyarrow
-
-    for module in (np, ml_dtypes, pyarrow, google_crc32c):
-        site = os.path.dirname(os.path.dirname(module.__file__))
-        name = os.path.basename(os.path.dirname(module.__file__))
-        for entry in os.listdir(site):
-            if entry.startswith(name) and not (tmp_path / entry).exists():
-                (tmp_path / entry).symlink_to(os.path.join(site, entry))
-    (tmp_path / "storage_formats").symlink_to(REPO / "storage_formats")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{LIGHT}"
-    command = [sys.executable, "-I", "-S", "-c", code, str(built[0])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"shape": [2, 4, 16], "heavy": []}
-    refused = subprocess.run([*command[:4], "import torch"], capture_output=True, text=True, check=False)
-    assert "No module named 'torch'" in refused.stderr

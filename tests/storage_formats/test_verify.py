@@ -8,7 +8,6 @@ import threading
 import time
 from dataclasses import replace
 
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import Manifest, Snapshot
 from storage_formats.format.rows import RowEntry
-from storage_formats.format.shard_table import read_shard_table, write_shard_table
 from storage_formats.shard_check import check_shard
 from storage_formats.verify import sampled_shards
 from tests.conftest import write_random_index
@@ -139,14 +137,6 @@ def test_rows_that_contradict_the_data_are_found(tmp_path, monkeypatch):
     assert {code for _, code in codes(tmp_path)} == {"shard-index", "embedding"}
 
 
-def test_edited_manifest_is_found(copy):
-    path = copy / "index.json"
-    value = json.loads(path.read_text())
-    value["counts"]["indexed"] += 1
-    path.write_text(json.dumps(value))
-    assert codes(copy) == {("index.json", "manifest")}
-
-
 def test_an_index_that_changes_during_verification_is_not_called_damaged(copy):
     def change(done, of):
         if done == of:
@@ -174,11 +164,6 @@ def test_a_sample_has_the_requested_number_of_different_shards_of_the_segments(s
     assert set(shards) <= set(spec.shard_numbers())
 
 
-def test_every_shard_can_be_drawn():
-    spec = segmented_spec()
-    assert {shard for _ in range(200) for shard in sampled_shards(spec, 1)} == set(spec.shard_numbers())
-
-
 @pytest.mark.parametrize("sample", [0, -1, -0.5, math.nan, math.inf])
 def test_a_sample_that_is_not_positive_is_refused(sound, sample):
     with pytest.raises(UsageError, match="sample must be above 0, got"):
@@ -196,60 +181,6 @@ def test_a_sample_finds_damage_in_its_shards_only(copy, monkeypatch):
         problems = verify_index(copy, lambda done, of, steps=steps: steps.append((done, of)), sample=1)
         assert {problem.path for problem in problems} == paths
         assert steps == [(1, 1)]
-
-
-def test_a_sample_of_all_shards_finds_what_a_full_check_finds_in_shards(copy, monkeypatch):
-    monkeypatch.setattr("storage_formats.format.committed_files._SHARDS_PER_READ", 2)
-    for path in (Layout(copy).embedding_shard(0), Layout(copy).checksums("bf16", 2)):
-        data = bytearray(path.read_bytes())
-        data[3] ^= 1
-        path.write_bytes(data)
-    problems = verify_index(copy)
-    assert {problem.path for problem in problems} >= {"embeddings/c.0.0", "checksums/bf16/00000002.crc32c"}
-    assert verify_index(copy, sample=3) == problems
-
-
-def test_a_sample_reads_only_its_entries_of_the_shard_table(tmp_path, monkeypatch):
-    spec = IndexSpec(200, 1, (1, 16), 6)
-    write_random_index(tmp_path, spec)
-    manifest = Manifest.load(tmp_path)
-    monkeypatch.setattr("storage_formats.format.shard_table._TABLE_GROUP_LINES", 8)
-    table = write_shard_table(Layout(tmp_path), read_shard_table(tmp_path, manifest.shard_table))
-    replace(manifest, shard_table=table).write(Layout(tmp_path))
-    groups = []
-    read_row_group = pq.ParquetFile.read_row_group
-
-    def noted(file, group, **options):
-        groups.append(group)
-        return read_row_group(file, group, **options)
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
-    monkeypatch.setattr("random.sample", lambda population, count: [17, 150])
-    assert verify_index(tmp_path, sample=2) == []
-    assert groups[:2] == [8, 75]
-
-
-def test_shards_are_checked_at_the_same_time_and_reported_in_order(copy, monkeypatch):
-    for shard in range(3):
-        Layout(copy).token_shard("bf16", shard).unlink()
-    expected = verify_index(copy)
-    barrier, ended, last = threading.Barrier(3), [], threading.Event()
-
-    def run_together(layout, manifest, shard, files):
-        barrier.wait(timeout=30)
-        if not shard:
-            assert last.wait(30)
-        checked = check_shard(layout, manifest, shard, files)
-        ended.append(shard)
-        if len(ended) == 2:
-            last.set()
-        return checked
-
-    monkeypatch.setattr("storage_formats.verify.check_shard", run_together)
-    steps = []
-    assert verify_index(copy, lambda done, of: steps.append((done, of))) == expected
-    assert [each.path for each in expected] == [f"tokens/bf16/c.{shard}.0.0" for shard in range(3)]
-    assert (ended[-1], steps) == (0, [(1, 3), (2, 3), (3, 3)])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
