@@ -9,8 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -71,32 +69,15 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case]]:
+def benches(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bench]]:
+    """A bench for each case on a server that has loaded the libraries of every command."""
     folder = tmp_path_factory.mktemp("faults")
-    return folder, make_cases(folder)
-
-
-def start(stack: ExitStack, shim: Path, cases: tuple[Path, dict[str, Case]], name: str) -> dict[str, Bench]:
-    """A server that has loaded the libraries of every command, as a bench for each case."""
-    folder, by_name = cases
-    index = folder / name
-    server = stack.enter_context(fault_server(shim, folder.parent / f"{folder.name}-{name}.log"))
-    for case in by_name.values():
-        case.prepare(index)
-        server.load([*case.arguments(index), "--quiet"])
-    return {key: Bench.of(case, server, folder, index) for key, case in by_name.items()}
-
-
-@pytest.fixture(scope="module")
-def benches(shim, cases) -> Iterator[dict[str, Bench]]:
-    with ExitStack() as stack:
-        yield start(stack, shim, cases, "first")
-
-
-@pytest.fixture(scope="module")
-def more_benches(shim, cases) -> Iterator[dict[str, Bench]]:
-    with ExitStack() as stack:
-        yield start(stack, shim, cases, "second")
+    index, cases = folder / "index", make_cases(folder)
+    with fault_server(shim, folder.parent / f"{folder.name}.log") as server:
+        for case in cases.values():
+            case.prepare(index)
+            server.load([*case.arguments(index), "--quiet"])
+        yield {name: Bench.of(case, server, folder, index) for name, case in cases.items()}
 
 
 def wrong_end(fault: Fault, outcome: Outcome) -> str | None:
@@ -159,12 +140,8 @@ def test_a_fault_costs_no_more_than_another_run(benches, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_at_every_operation(benches, more_benches, name, kind):
-    def problems_of(half: int) -> list[str]:
-        bench = (benches, more_benches)[half][name]
-        problems = (problem_at(bench, kind, at) for at in bench.places(FAULTS[kind])[half::2])
-        return [problem for problem in problems if problem]
-
-    with ThreadPoolExecutor(2) as pool:
-        problems = [problem for half in pool.map(problems_of, range(2)) for problem in half]
+def test_a_fault_at_every_operation(benches, name, kind):
+    problems = [
+        problem for at in benches[name].places(FAULTS[kind]) if (problem := problem_at(benches[name], kind, at))
+    ]
     assert not problems, f"{len(problems)} problems, the first: {problems[0]}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines import quantize_index
 from pipelines.jobs.quantize import precision_to_read
-from storage_formats import UsageError, codec, verify_index
+from storage_formats import EdjeError, TokenStore, UsageError, codec, precisions, verify_index
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from tests.command_line import run_here, run_process
-from tests.conftest import write_random_index
+from tests.conftest import same_bits, write_random_index
 from tests.integration.builds import contents, make_photos
 from tests.pipelines.conftest import stop_after_one_shard
 
@@ -71,26 +72,46 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
     assert quantize_index(tmp_path / "a", ["fp8"]).added == ("fp8",)
 
 
-def convert(root, *names, **options):
-    return quantize_index(root, names, **options)
+def test_every_precision_holds_the_records_of_its_codec(tmp_path):
+    expected = write_random_index(tmp_path, SPEC, failed=frozenset({3}))
+    targets = [name for name in precisions() if name != "bf16"]
+    quantize_index(tmp_path, targets)
+    assert verify_index(tmp_path) == []
+    kept = [row for row in range(SPEC.rows) if row != 3]
+    for name in targets:
+        entry, store = codec(name, SPEC.block_shape), TokenStore.open(tmp_path, name)
+        blocks = store.fetch(range(SPEC.rows))
+        assert same_bits(blocks[kept], entry.decode(entry.encode(expected[kept])))
+        assert np.flatnonzero(store.holes(blocks)).tolist() == [3]
+
+
+def test_damage_is_never_copied(tmp_path):
+    write_random_index(tmp_path, SPEC)
+    path = Layout(tmp_path).token_shard("bf16", 1)
+    data = bytearray(path.read_bytes())
+    data[2 * 256 + 7] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(EdjeError, match="row 6"):
+        quantize_index(tmp_path, ["fp8"])
+    assert Manifest.load(tmp_path).spec.precisions == ("bf16",)
 
 
 def test_a_lossy_precision_does_not_pass_for_the_original(tmp_path):
     write_random_index(tmp_path, SPEC)
-    convert(tmp_path, "int8", drop=("bf16",))
+    quantize_index(tmp_path, ["int8"], drop=("bf16",))
     assert Manifest.load(tmp_path).encoded_from == {"int8": ("bf16",)}
     with pytest.raises(UsageError, match="'bf16' would be larger but not more accurate") as caught:
-        convert(tmp_path, "bf16")
+        quantize_index(tmp_path, ["bf16"])
     assert caught.value.parameter == "source"
-    convert(tmp_path, "bf16", source="int8")
+    quantize_index(tmp_path, ["bf16"], source="int8")
     manifest = Manifest.load(tmp_path)
     assert manifest.encoded_from == {"int8": ("bf16",), "bf16": ("bf16", "int8")}
     assert precision_to_read(tmp_path, manifest, None) == "int8"
     assert verify_index(tmp_path) == []
-    convert(tmp_path, "fp8", source="bf16", drop=("int8",))
+    quantize_index(tmp_path, ["fp8"], source="bf16", drop=("int8",))
     assert Manifest.load(tmp_path).encoded_from == {"bf16": ("bf16", "int8"), "fp8": ("bf16", "int8", "bf16")}
     with pytest.raises(UsageError, match="'fp16' would be larger but not more accurate"):
-        convert(tmp_path, "fp16")
+        quantize_index(tmp_path, ["fp16"])
 
 
 @pytest.mark.parametrize(

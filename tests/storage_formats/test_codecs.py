@@ -87,45 +87,6 @@ def test_values_that_are_not_finite_turn_their_group_into_nan(name, value):
     assert same_bits(decoded, expected.view(BF16))
 
 
-@EVERY
-def test_scatter_decodes_records_at_any_offset_to_any_block(name):
-    entry = codec(name, SHAPE)
-    records = entry.encode(gaussian(5))
-    starts = 3 + np.array([2, 0, 4, 1, 3]) * (entry.record_bytes + 2)  # with gaps, at odd addresses
-    memory = np.full(3 + 5 * (entry.record_bytes + 2), 255, dtype=np.uint8)
-    for start, record in zip(starts, records, strict=True):
-        memory[start : start + entry.record_bytes] = record
-    out = gaussian(9)
-    expected = out.copy()
-    places = [8, 0, 3, 2, 5]
-    expected[places] = entry.decode(records)
-    starts.flags.writeable = False
-    entry.scatter(memory, starts, out, places, threads=2)
-    assert same_bits(out, expected)
-    with pytest.raises(UsageError, match=r"indices must be in 0\.\.8"):
-        entry.scatter(memory, starts, out, [0, 1, 2, 3, 9])
-    with pytest.raises(UsageError, match="offsets must be in"):
-        entry.scatter(memory, starts + 3, out, places)
-    with pytest.raises(UsageError, match="must have the same length, got 5 and 4"):
-        entry.scatter(memory, starts, out, places[:4])
-    with pytest.raises(UsageError, match="contiguous uint8"):
-        entry.scatter(memory[::2], starts, out, places)
-    assert same_bits(out, expected)
-
-
-@EVERY
-def test_arrays_of_the_wrong_type_or_shape_are_refused(name):
-    entry = codec(name, SHAPE)
-    with pytest.raises(UsageError, match="blocks must be bfloat16"):
-        entry.encode(np.zeros((1, *SHAPE), np.float32))
-    with pytest.raises(UsageError, match="blocks must be bfloat16"):
-        entry.encode(np.zeros((1, *SHAPE[::-1]), BF16))
-    with pytest.raises(UsageError, match="records must be uint8"):
-        entry.decode(np.zeros((1, entry.record_bytes + 1), np.uint8))
-    with pytest.raises(UsageError, match="out must be"):
-        entry.decode(np.zeros((1, entry.record_bytes), np.uint8), out=np.zeros((2, *SHAPE), BF16))
-
-
 @pytest.mark.parametrize(("name", "multiple"), [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16), ("sign1", 8)])
 def test_width_that_cannot_be_grouped_is_refused(name, multiple):
     assert codec(name, (3, multiple)).record_bytes > 0

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from storage_formats.format.receipts import ShardReceipt, read_receipt
 from storage_formats.format.rows import RowEntry, rows_table
 from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
-from storage_formats.writing.staging import StagedFiles
 from tests.conftest import random_blocks
 
 SPEC = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=6)
@@ -58,18 +56,6 @@ def test_an_attempt_that_was_thought_dead_cannot_commit(tmp_path):
     assert {path: path.read_bytes() for path in committed} == committed
     other.put(np.array([0]), random_blocks(np.random.default_rng(0), 1, SPEC), np.ones((1, 6), np.float32))
     other.commit(table_of(SPEC, 1), "plan", {})  # the private files of other shards stay
-
-
-def test_an_attempt_that_was_thought_dead_does_not_replace_the_receipt(tmp_path):
-    begin_index(tmp_path, SPEC)
-    layout = Layout(tmp_path)
-    late = StagedFiles(layout, 0)
-    late.add_bytes("rows", layout.rows_file(0), b"late")
-    files = late.commit()
-    receipt = commit_shard(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        late.commit_receipt(replace(receipt, files=files))
-    assert read_receipt(layout, 0, "plan") == receipt
 
 
 def test_finishing_needs_every_shard(tmp_path):
