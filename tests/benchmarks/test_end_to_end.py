@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.end_to_end import SYSTEMS, Collection, bench_end_to_end, figures, report_lines, write_collection
+from benchmarks.end_to_end import SYSTEMS, Collection, bench_end_to_end, report_lines, write_collection
 from benchmarks.report import write_report
 from edje_index.search.token_index import TokenIndex
 from storage_formats import UsageError
@@ -51,14 +50,6 @@ def test_a_whole_pool_gives_the_exact_order(collection, tmp_path, name):
         found = system.search(query, 3, len(collection.tokens))
         assert found == exact
         assert len(system.search(query, 3, 3)) == 3
-
-
-def test_figures(collection):
-    queries = [collection.queries[0]._replace(relevant=7)] * 2
-    searched = {"positions": [[1, 7], [2, 3]], "milliseconds": [1.0, 3.0], "peak_bytes": 2, "libraries_bytes": 1}
-    result = figures(searched, replace(collection, queries=queries), [[1, 7], [3, 4]])
-    assert result["recall"] == {"1": 0, "5": 50, "10": 50}
-    assert (result["of_exact"], result["p50_ms"]) == (75, 2)
 
 
 @pytest.mark.slow  # starts six processes

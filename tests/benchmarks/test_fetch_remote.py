@@ -42,18 +42,3 @@ def test_readers_are_measured_side_by_side(tmp_path, monkeypatch, run):
     assert 1 <= result["requests_per_query"] <= 2  # two shards, whose gaps are read too
     assert result["dollars_per_million_queries"] == pytest.approx(0.4 * result["requests_per_query"])
     assert proxy.count("GET", "tokens/fp8/c.") >= 10 * result["requests_per_query"]  # 5 queries, twice
-
-
-@pytest.mark.slow  # it starts a server
-def test_a_cache_that_does_not_hold_all_blocks_is_not_measured(tmp_path, monkeypatch, run):
-    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("EDJE_CACHE_BYTES", "1")
-    write_random_index(tmp_path / "photos.edje", SPEC)
-    with s3_server() as server:
-        use_endpoint(monkeypatch, server)
-        copy_index(tmp_path / "photos.edje", URL)
-        monkeypatch.setattr(remote, "_QUERIES", 5)
-        code, out, err = run("bench", "fetch", URL, "--pool", 20, "--repeats", 1, "--json")
-    assert code == 0, err
-    assert set(json.loads(out)["readers"]) == {"edje"}
-    assert "'edje, cached' is left out, because the block cache did not hold all blocks; raise EDJE_CACHE_BYTES" in err

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from benchmarks.paper import experiments
-from benchmarks.paper.experiments import EXPERIMENTS, Experiment, Values, measured, report_lines
-from benchmarks.paper.study import LANGUAGES, MAIN_LANGUAGE, MAIN_TOWER, TOWERS, MissingDataError, Study
+from benchmarks.paper.experiments import EXPERIMENTS, measured
+from benchmarks.paper.study import LANGUAGES, MAIN_LANGUAGE, MAIN_TOWER, TOWERS, Study
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.cli.main import cli
 from storage_formats.errors import EdjeError
@@ -124,25 +124,6 @@ def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(tm
     moved = Study(tmp_path, tmp_path / "b", lines.append)
     assert moved.command("count", "info", moved.folder / "model")[1] == {"x": 1}
     assert len(lines) == 2
-
-
-def test_a_table_shows_own_figures_beside_those_of_the_paper(tmp_path):
-    def missing(study: Study) -> Values:
-        raise MissingDataError("towers/x is missing; make this bundle")
-
-    rows = [("first", (50.0,), lambda study: (12.345, None), ()), ("second", (None, 49), missing, ())]
-    table = Experiment("Title", "Table 9", ("R@1", "kB"), rows, notes=("note",))
-    report = measured(table, Study(tmp_path, tmp_path, print))
-    assert list(report_lines(report))[1:] == [
-        "|  | R@1 | kB |",
-        "| --- | --- | --- |",
-        "| first | 12.3 (50) | - |",
-        "| second | - | - (49) |",
-        "",
-        "- note",
-        "- second was not measured: towers/x is missing; make this bundle",
-    ]
-    assert report["state"] == "partial"
 
 
 @pytest.mark.slow

@@ -3,11 +3,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from benchmarks.rerank import bench_rerank
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.models import bert
 from pipelines.cli import main
 
 
@@ -28,20 +26,6 @@ def test_every_setting_of_a_bundle_is_measured(model):
     assert found["median"][found["best"]] == max(found["median"].values())
     assert found["tokens_per_pair"] >= 14 + 3 + 4  # words of the caption, marks, image; rare words are several
     assert "query" not in report
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pairs_are_scored_in_the_type_asked_for(model, monkeypatch, dtype):
-    seen = set()
-    attention = bert._attention
-
-    def watched(query, *options):
-        seen.add(query.dtype)
-        return attention(query, *options)
-
-    monkeypatch.setattr(bert, "_attention", watched)
-    bench_rerank(model, batch_sizes=(2,), threads=(1,), repeats=1, device="cpu", dtype=dtype)
-    assert seen == {getattr(torch, dtype)}
 
 
 def test_the_command_prints_one_object(model, capsys):

@@ -6,7 +6,6 @@ import errno
 import functools
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,9 +108,6 @@ class FileWorker:
             on_progress(Report(job.name, step, os.getpid()))
             time.sleep(0.1)
         return job.name * 10
-
-    def return_unpicklable(self, job, on_progress, should_stop):
-        return threading.Lock()
 
 
 def broken_worker():

@@ -1,4 +1,4 @@
-"""Builds, retries and thumbnails of images in zips, compressed tars and Parquet files."""
+"""Builds and retries of images in zips, compressed tars and Parquet files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from edje_index.images.thumbnails import read_thumbnails
 from pipelines import update_index
 from pipelines.cli.changes import failed_rows
 from storage_formats import TokenStore, read_rows, verify_index
@@ -64,13 +63,3 @@ def test_failed_members_are_retried(tmp_path: Path, photos: Path, packed: Path, 
     result = update_index(request.out, retry_failed=True, engine="inline")
     assert (result.deleted, result.new) == (3, 3)
     assert list(failed_rows(request.out)) == []
-
-
-def test_thumbnails_of_packed_photos(tmp_path: Path, packed: Path, config: Callable[..., Any]) -> None:
-    request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
-    run_build(request, lambda event: None)
-    tar, member, cell = read_thumbnails(request.out, [1, 11, 21])
-    assert tar.jpeg is None
-    assert "compressed tar" in tar.problem
-    assert member.jpeg is not None
-    assert member.jpeg == cell.jpeg

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from edje_index.indexing import ann_kind, shard_encoding
-from pipelines import append_index, quantize_index, update_index
+from pipelines import append_index, update_index
 from pipelines.jobs.plan import Plan
-from pipelines.jobs.snapshots import history
 from pipelines.progress.events import JobStopped, PlanReady
 from storage_formats import verify_index
-from storage_formats.change import is_unfinished, read_journal
+from storage_formats.change import read_journal
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.rows import read_rows
@@ -44,18 +41,6 @@ def test_lists_of_inputs_that_were_swapped_or_lost_are_one_clear_error(config):
         run_build(config())
 
 
-def test_lists_are_not_needed_once_all_shards_are_finished(config, monkeypatch):
-    def fail(*_, **__):
-        raise OSError("no space")
-
-    monkeypatch.setattr("edje_index.indexing.faiss_index.build_ann", fail)
-    with pytest.raises(JobStopped):
-        run_build(config())
-    monkeypatch.undo()
-    Layout(config().out).input_list(0).unlink()
-    assert finished_before(config()) == 3
-
-
 @pytest.mark.parametrize("damage", ["indexed", "crc32c"])
 def test_a_shard_with_a_damaged_receipt_is_encoded_again(config, damage):
     stop_after_one_shard(run_build, config())
@@ -67,47 +52,6 @@ def test_a_shard_with_a_damaged_receipt_is_encoded_again(config, damage):
         receipt["files"][0]["crc32c"] = "00000000"
     path.write_text(json.dumps(receipt))
     assert finished_before(config()) == 0
-
-
-def test_an_intact_receipt_counts(config):
-    stop_after_one_shard(run_build, config())
-    assert finished_before(config()) == 1
-
-
-def test_a_later_build_ends_one_that_was_killed_after_its_commit(config, monkeypatch):
-    monkeypatch.setattr("storage_formats.change.remove_build", lambda layout: None)
-    run_build(config())
-    monkeypatch.undo()
-    layout = Layout(config().out)
-    assert layout.journal.exists()
-    assert run_build(config()).already_finished
-    assert not layout.build.exists()
-
-
-def test_a_later_build_keeps_a_conversion_that_can_be_resumed(config):
-    run_build(config())
-    stop_after_one_shard(quantize_index, config().out, ["fp8"])
-    assert run_build(config()).already_finished
-    assert is_unfinished(config().out).kind == "quantize"
-
-
-def test_the_advice_on_a_stopped_append_discards_it_and_keeps_the_index(config, run, tmp_path):
-    run_build(config())
-    root = config().out
-    assert run("delete", root, "--rows", 0)[0] == 0
-    for seed in range(10, 18):
-        write_photo(tmp_path / "new" / f"{seed}.jpg", seed)
-    write_photo(tmp_path / "newer" / "18.jpg", 18)
-    stop_after_one_shard(append_index, root, tmp_path / "new", engine="inline")
-    code, _, message = run("append", root, tmp_path / "newer", "--engine", "inline")
-    advised = re.search("'edje-index (gc .*)'", message)
-    assert (code, bool(advised)) == (1, True), message
-    assert run(*shlex.split(advised[1]))[0] == 0
-    assert not Layout(root).build.exists()
-    assert [entry.kind for entry in history(root)] == ["build", "delete"]
-    assert verify_index(root) == []
-    assert run("append", root, tmp_path / "newer", "--engine", "inline")[0] == 0
-    assert [entry.rows for entry in history(root)] == [10, 9, 10]
 
 
 def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_encodes(

@@ -45,16 +45,6 @@ def test_a_build_stops_at_lasting_trouble_and_resumes(number, run, build, photos
     assert json.loads(out)["failed_by_reason"] == {"not-an-image": 1}
 
 
-def test_a_file_that_stays_unreadable_can_be_moved_away(run, build, photos, tmp_path, monkeypatch):
-    break_reads(monkeypatch, photos / "05.jpg", errno.EIO)
-    assert "if only this file is unreadable, move it away" in run(*build)[2]
-    (photos / "05.jpg").rename(tmp_path / "unreadable.jpg")
-    monkeypatch.undo()
-    code, out, _ = run(*build, "--json")
-    assert code == 0
-    assert json.loads(out)["failed_by_reason"] == {"missing": 1, "not-an-image": 1}
-
-
 def test_photos_that_vanish_after_the_plan(run, build, photos, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         break_reads(patched, photos / "05.jpg", errno.EIO)

@@ -59,32 +59,29 @@ def captions_of(world, splits) -> list[tuple[int, str]]:
     return pairs
 
 
-def by_hand(
-    world, bundle, *, candidates, queries, captions, pool, precision="bf16", rerank=True, score="bundle", best=1000
-):
-    """R@k of both directions in percent, one query and one pair at a time. Only the `best` pairs get a logit."""
+def by_hand(world, bundle, *, candidates, queries, captions, pool, precision="bf16", rerank=True):
+    """R@k of both directions in percent, one query and one pair at a time."""
     model = ModelBundle.load(bundle)
     embeddings = read_embeddings(CommittedIndex.open(world / "index"), np.arange(10))
     blocks = TokenStore.open(world / "index").fetch(range(10))
     tokens = codec(precision, blocks.shape[1:])
     text = {caption: model.text.encode([caption])[0] for _, caption in captions}
-    weights = {direction: parse_score(score, model.score.of(direction)) for direction in ("t2i", "i2t")}
+    weights = {direction: parse_score("bundle", model.score.of(direction)) for direction in ("t2i", "i2t")}
     models = model.score_models
 
-    def final(caption, row, direction, *, without=None):
+    def final(caption, row, direction):
         block = tokens.decode(tokens.encode(blocks[row : row + 1]))
         similarity = np.array([text[caption] @ embeddings[row]])
         candidate = embeddings[row : row + 1] if direction == "t2i" else text[caption][None]
         pair = Pairs([caption], block, similarity, candidate)
-        used = {part: w for part, w in weights[direction].by_part().items() if w and part != without}
+        used = {part: w for part, w in weights[direction].by_part().items() if w}
         return sum(w * float(models.part(part, pair, direction, weights[direction])[0]) for part, w in used.items())
 
     def ranks(pairs, right):
         order = sorted(pairs, key=lambda pair: -float(text[pair[0]] @ embeddings[pair[1]]))
         if rerank:
             direction = "t2i" if len({caption for caption, _ in pairs}) == 1 else "i2t"
-            cheap = sorted(order[:pool], key=lambda pair: -final(*pair, direction, without="logit"))
-            order[:pool] = sorted(cheap[:best], key=lambda pair: -final(*pair, direction)) + cheap[best:]
+            order[:pool] = sorted(order[:pool], key=lambda pair: -final(*pair, direction))
         return next(at for at, pair in enumerate(order) if pair in right)
 
     asked = [ranks([(caption, row) for row in candidates], [(caption, right)]) for right, caption in queries]
@@ -129,48 +126,21 @@ def test_recall_equals_brute_force(run, world, tiny_bundle):
     assert report["unit"] == "percent"
 
 
-@pytest.mark.parametrize("score", ["bundle", pytest.param("late=2,pooled=1,hubness=1", marks=pytest.mark.slow)])
-def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_path, score):
+def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_path):
     bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
-    options = ("--split", "dev", "--model", tmp_path / "model", "--pool", 6, "--bootstrap", 0, "--score", score)
+    options = ("--split", "dev", "--model", tmp_path / "model", "--pool", 6, "--bootstrap", 0)
     options += ("--precision", "sign1", "--precision", "bf16", "--json")
     report = json.loads(run(*arguments(world, *options))[1])
-    weights = report["systems"][0]["weights"]
-    assert score != "bundle" or weights == WEIGHTS.to_json()
+    assert report["systems"][0]["weights"] == WEIGHTS.to_json()
     dev = captions_of(world, ["dev"])
     known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 6}
     for precision in ("bf16", "sign1"):
-        ranks_by_hand = by_hand(world, tmp_path / "model", **known, precision=precision, score=score)
+        ranks_by_hand = by_hand(world, tmp_path / "model", **known, precision=precision)
         for direction, ranks in zip(("t2i", "i2t"), ranks_by_hand, strict=True):
             assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
     sign1 = next(each for each in report["results"] if each.get("precision") == "sign1")
     assert (sign1["simulated_from"], sign1["change_from"]) == ("bf16", "bf16")
     assert sign1["bytes_per_image"] == codec("sign1", (4, 16)).record_bytes
-
-
-def test_the_joint_encoder_scores_the_best_of_each_pool(run, world, tiny_bundle, tmp_path):
-    joint_pool = 3
-    bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
-    score = "logit=2000,late=1,pooled=1,embedding=1,hubness=1"  # the tiny model's logits differ by little
-    options = ("--split", "dev", "--model", tmp_path / "model", "--pool", 2, "--pool", 5, "--bootstrap", 0)
-    options += ("--score", score, "--joint-pool", joint_pool, "--json")
-    report = json.loads(run(*arguments(world, *options))[1])
-    assert report["joint_pool"] == joint_pool
-    dev = captions_of(world, ["dev"])
-    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "score": score}
-    for pool in (2, 5):
-        ranks_by_hand = by_hand(world, tmp_path / "model", **known, pool=pool, best=joint_pool)
-        for direction, ranks in zip(("t2i", "i2t"), ranks_by_hand, strict=True):
-            assert recall_of(report, direction, precision="bf16", pool=pool) == percent(ranks, (1, 5, 10))
-
-
-def test_parts_are_cached_one_by_one(run, world, tiny_bundle, tmp_path, monkeypatch):
-    bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
-    options = ("--split", "dev", "--model", tmp_path / "model", "--cache", tmp_path / "scores", "--json", "--score")
-    assert run(*arguments(world, *options, "logit"))[0] == 0
-    monkeypatch.setattr("edje_index.models.joint_scorer.JointScorer.score", None)
-    assert run(*arguments(world, *options, "logit=1,late=3"))[0] == 0, "logits are not computed again"
-    assert sorted(path.name.split("-")[0] for path in (tmp_path / "scores").iterdir()) == ["late", "logit"]
 
 
 def test_the_full_protocol(run, world, tiny_bundle):
@@ -237,16 +207,10 @@ def test_a_sample_of_queries_without_reranking(run, world, tmp_path):
     assert (tmp_path / "out/report.md").read_text() == run(*arguments(world, *options))[1]
 
 
-def test_captions_of_other_images_are_refused(run, world, tmp_path):
-    code, out, err = run(*arguments(world, "--images", tmp_path, "--json"))
-    assert code == 2
-    assert "none of the 10 captioned images" in json.loads(out)["error"]
-    assert "give the right base directory of the image paths" in err
-
-
 def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for options, words in (
+        (["--images", tmp_path], "none of the 10 captioned images"),
         (["--split", "test"], "no captions of the split 'test'"),
         (["--precision", "fp3"], "unknown precision"),
         (["--score", "joint"], "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT"),

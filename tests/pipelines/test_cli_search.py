@@ -84,6 +84,8 @@ def test_options_of_a_text_search(run, root):
     (exact,) = hits_of(run, *command)
     assert exact["hits"] == hits_of(run, *command, "--precision", "bf16")[0]["hits"]
     assert exact["hits"] == hits_of(run, *command, "--joint-pool", 100)[0]["hits"]
+    (rounded,) = hits_of(run, *command, "--dtype", "bfloat16")
+    assert [hit["score"] for hit in rounded["hits"]] != [hit["score"] for hit in exact["hits"]]
     assert exact["stages_ms"]["total"] >= exact["stages_ms"]["joint_encoder"] > 0
     (answer,) = hits_of(run, *command, "--joint-pool", 2)
     assert ["logit" in hit["parts"] for hit in answer["hits"]] == [True, True, False, False]

@@ -142,15 +142,6 @@ def test_damage_is_never_copied(index, file):
     assert verify_index(root) == []
 
 
-def test_damage_of_a_deleted_row_does_not_matter(index):
-    root, blocks = index
-    delete_rows(root, rows=[8])
-    flip(root / "tokens/bf16/c.1.0.0", 3)
-    assert compact_index(root).rows == 36
-    with TokenStore.open(root) as store:
-        assert same_bits(store.fetch(store.translate([7, 9])), blocks[[7, 9]])
-
-
 def stopping_after(calls: int):
     """Return a `ShouldStop` that returns True from the call number `calls` on."""
     counted = iter(range(10**9))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import faiss
 import pytest
 
-from edje_index.indexing.faiss_index import AnnRequest, add_ann, default_position
+from edje_index.indexing.faiss_index import AnnRequest, add_ann
 from pipelines import compact_index, delete_rows, merge_indexes
 from pipelines.progress.events import StatusMessage
 from storage_formats import Manifest, verify_index
-from storage_formats.format.layout import IndexSpec, Segment
+from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(1, 2), embed_dim=16)
@@ -69,29 +67,6 @@ def test_merges_keep_a_kind_that_all_indexes_have(root, left, right, factory, me
     assert ann.get("recall", {"target": 0.9})["target"] == 0.9
     texts = [event.text for event in events if isinstance(event, StatusMessage) and "kinds" in event.text]
     assert len(texts) == message
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows", "appended", "position"),
-    [
-        ("Flat", [100_000], 0, 0),
-        ("Flat", [100_001], 0, None),
-        ("Flat", [100_000, 500], 1, 0),
-        ("Flat", [100_000, 500], 0, None),
-        ("IVF1000,PQ8x4fs", [1_000_000], 0, 0),
-        ("IVF1000,PQ4x4fs", [1_000_000], 0, 1),  # of a build with less memory
-        ("IVF1000,PQ2x4fs", [1_000_000], 0, None),
-        ("IVF1000,PQ8x4fs", [900_000, 100_000, 300_000], 1, 0),
-        ("IVF1000,PQ8x4fs", [900_000, 100_000, 300_000], 2, None),
-    ],
-)
-def test_a_default_kind_is_known_from_the_rows_that_it_was_built_from(root, kind, rows, appended, position):
-    manifest = add_ann(root)
-    segments = tuple(Segment(number * 1_000_000, count) for number, count in enumerate(rows))
-    spec = replace(SPEC, rows=segments[-1].stop, segments=segments)
-    name = "flat" if kind == "Flat" else "ivf-pq"
-    ann = {**manifest.ann, "kind": name, "factory": kind, "files": manifest.ann["files"] * (appended + 1)}
-    assert default_position(replace(manifest, spec=spec, ann=ann)) == position
 
 
 def test_copies_keep_the_small_codes_of_a_default_kind(root, monkeypatch):

@@ -14,7 +14,6 @@ import pytest
 from pipelines import JobStopped, copy_index, delete_rows
 from storage_formats import CorruptIndexError, IncompleteIndexError, IndexSpec, TokenStore, UsageError, verify_index
 from storage_formats.change import write_array_shapes
-from storage_formats.extras import MissingExtraError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
@@ -135,10 +134,3 @@ def test_what_cannot_be_copied_is_refused(index, tmp_path, run):
     code, _, err = run("copy", index, tmp_path / "copy", "--snapshot", 9)
     assert code == 2
     assert "--snapshot: " in err
-
-
-def test_a_url_without_obstore_names_the_extra(index, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
-    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
-    with pytest.raises(MissingExtraError, match=r"edje-index\[remote\]"):
-        copy_index(index, "s3://bucket/photos.edje")

@@ -72,27 +72,10 @@ def check_equal(url: str, index: Path, tmp_path: Path) -> None:
     assert verify_index(back) == []
 
 
-def test_an_index_returns_unchanged(index, url, tmp_path):
-    result = copy_index(index, url)
-    assert result.copied_files == result.files
-    check_equal(url, index, tmp_path)
-    assert copy_index(index, url).copied_files == 0
-    assert set(ObjectFolder.open(url).list_sizes()) == set(contents(index))
-
-
 def test_large_files_are_sent_in_parts(tmp_path, url, proxy):
     write_random_index(tmp_path / "large", LARGE)
     copy_index(tmp_path / "large", url)
     assert proxy.count("PUT", "partNumber") >= 2
-    check_equal(url, tmp_path / "large", tmp_path)
-
-
-def test_the_number_of_parts_is_limited(tmp_path, url, proxy, monkeypatch):
-    write_random_index(tmp_path / "large", LARGE)
-    monkeypatch.setattr(object_store, "_MAX_PARTS", 1)
-    copy_index(tmp_path / "large", url)
-    assert proxy.count("PUT", "partNumber=1") == 1
-    assert proxy.count("PUT", "partNumber=2") == 0
     check_equal(url, tmp_path / "large", tmp_path)
 
 

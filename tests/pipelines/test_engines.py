@@ -72,10 +72,6 @@ def test_a_worker_that_cannot_be_built_is_one_clear_error(engine):
         list(engine(broken_worker, [Job(1)], **ignore))
 
 
-def test_no_tasks_have_no_results(engine, tmp_path):
-    assert list(run_jobs(engine, tmp_path, [])) == []
-
-
 def test_a_stop_reaches_running_tasks_and_begins_no_others(engine, workers, tmp_path):
     reports = []
     jobs = [Job(name, "until_stopped") for name in range(6)]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from pipelines import JobStopped, compact_index, copy_index, delete_rows, quanti
 from pipelines.jobs.ann import run_ann_build
 from pipelines.jobs.snapshots import history, remove_snapshots
 from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
-from storage_formats.change import write_array_shapes
 from storage_formats.format import object_store
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
@@ -27,8 +24,7 @@ from storage_formats.format.object_store import ObjectFolder
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import read_index_rows
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
-from storage_formats.verify import Problem
-from storage_formats.writing.index_copy import begin_remote_copy, files_to_copy, is_data
+from storage_formats.writing.index_copy import begin_remote_copy
 from tests.conftest import write_random_index
 from tests.pipelines.test_copy import contents
 
@@ -92,14 +88,6 @@ def test_an_index_returns_unchanged_and_only_changes_are_copied(index, tmp_path,
     assert [entry.kind for entry in history(URL)] == ["build", "delete"]
     copy_index(URL, f"{URL}-2")
     check_equal(index, tmp_path, f"{URL}-2")
-
-
-def test_a_copy_during_an_append_describes_its_own_rows(index, tmp_path):
-    expected = contents(index)
-    write_array_shapes(Layout(index), replace(SPEC, rows=1000))  # an append does so before it writes index.json
-    copy_index(index, URL)
-    copy_index(URL, tmp_path / "back")
-    assert contents(tmp_path / "back") == expected
 
 
 def test_another_index_is_refused_or_replaced_on_request(index, other, tmp_path, folder):
@@ -172,20 +160,6 @@ def test_a_commit_never_takes_the_place_of_another(index, other, tmp_path, folde
         with pytest.raises(EdjeError, match=r"another writer removed .*claim.json during the copy, so the copy did"):
             begun.commit()
     check_equal(index, tmp_path)
-
-
-def test_two_copies_of_one_snapshot_and_a_later_writer(index, folder):
-    opened = CommittedIndex.open(index)
-    entries = files_to_copy(opened)
-    with begin_remote_copy(opened, folder, replace=True) as begun:
-        copy_index(index, URL)  # the same copy by another process ends first, with the claim that both share
-        put(CLAIM, json.dumps({"writer": "a later one"}).encode())
-        put("tokens/int8/c.0.0", b"new")
-        begun.commit()
-        begun.remove_others(entries)
-    assert {CLAIM, "tokens/int8/c.0.0"} <= folder.list_sizes().keys()
-    assert is_data("snapshots/12.json")
-    assert not is_data("snapshots/12.json/x")
 
 
 def test_damage_is_not_copied(index, tmp_path, folder):
@@ -343,40 +317,7 @@ def test_what_cannot_be_verified_is_an_error(local, monkeypatch, run):
         verify_index("s3://bucket/nothing")
     with pytest.raises(UsageError, match="copy the index to a directory"):
         verify_index("https://example.invalid/photos.edje")
-    with pytest.raises(UsageError, match="can only be read"):
-        copy_index(local, "https://example.invalid/photos.edje")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr("storage_formats.verify._download_as_it_is", full)
-        with pytest.raises(UsageError, match=r"cannot write to .*No space left.* set EDJE_CACHE"):
-            verify_index(URL)
     monkeypatch.setenv("EDJE_CACHE", "/proc/nowhere")
     code, out, error = run("verify", URL, "--json")
     assert (code, set(json.loads(out))) == (2, {"error", "exit_code"}), error
     assert "cannot write to /proc/nowhere" in out
-
-
-def test_changes_during_the_check_are_named(local, monkeypatch, folder):
-    read, list_sizes = ObjectFolder.read, ObjectFolder.list_sizes
-
-    def racing(self, key, max_bytes):
-        if key == "snapshots/00000000.json":
-            folder.delete([key])
-        return read(self, key, max_bytes)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ObjectFolder, "read", racing)
-        assert verify_index(URL) == []
-
-    def appearing(self, below=None):  # the objects of another process appear and disappear
-        if below is None:
-            put("rows/00000009.parquet", b"new")
-            put("snapshots/00000009.json", b"new")
-        return list_sizes(self, below)
-
-    monkeypatch.setattr(ObjectFolder, "list_sizes", appearing)
-    message = "changed while the index was verified; verify the index again"
-    assert verify_index(URL) == [Problem("index.json", "changed", message)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines import JobStopped, compact_index, delete_rows, merge_indexes, quantize_index
+from pipelines import JobStopped, compact_index, delete_rows, merge_indexes
 from storage_formats import IncompleteIndexError, IndexSpec, Manifest, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
@@ -88,22 +88,6 @@ def test_three_indexes_and_one_that_was_compacted(pair, tmp_path):
     # The contents of the rows 0, 1, 5 and 9 of the third index come from the right one, all others from the left one.
     assert result.inputs[2]["duplicates"] == 21
     check_part(tmp_path / "merged", left, Manifest.load(left).spec, live_rows(CommittedIndex.open(left)).tolist(), -24)
-
-
-def test_changes_of_a_merged_index(pair, tmp_path):
-    left, right, _, others = pair
-    out = tmp_path / "merged"
-    merge_indexes([left, right], out)
-    delete_rows(out, rows=[OFFSET + 26])
-    compact_index(out)
-    assert verify_index(out) == []
-    with TokenStore.open(out) as store:
-        old = [OFFSET + 21, OFFSET + 26, OFFSET + 27]
-        new = store.translate(old)
-        assert new[1] == -1
-        assert same_bits(store.fetch(new[[0, 2]]), others[[21, 27]])
-    quantize_index(out, drop=["fp8"])
-    assert verify_index(out) == []
 
 
 def rewrite(root: Path, **members: object) -> None:

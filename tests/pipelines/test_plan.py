@@ -58,13 +58,6 @@ def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(
     assert plan(config(engine="ray", workers=2, memory=10**10)) == made, "they do not determine the bytes"
 
 
-def test_duplicates_are_decided_in_the_plan(config):
-    made = plan(config(dedupe=True))
-    refs = read_shard_inputs(Layout(config().out), made.spec, 0)
-    assert [ref.duplicate_of for ref in refs] == [None, None, None, 1]
-    assert made.duplicates == 1
-
-
 def test_indexes_of_earlier_versions_have_the_settings_that_they_do_not_record(config):
     made = plan(config())
     settings = json.loads(json.dumps(dataclasses.asdict(made.settings)))
@@ -233,9 +226,3 @@ def test_a_stop_while_listing_leaves_nothing(config):
     with pytest.raises(JobStopped, match="stopped while listing the sources"):
         run_build(config(), should_stop=lambda: True)
     assert not config().out.exists()
-
-
-def test_disk_need_is_what_the_files_take():
-    need = disk_need(IndexSpec(2500, 1024, (64, 384), 512))
-    assert need["tokens"] == pytest.approx(2500 * 64 * 384 * 2 * 1.02, rel=0.002)
-    assert need["embeddings"] == int(3 * 1024 * 512 * 4 * 1.02)

@@ -1,4 +1,4 @@
-"""Displays and logs of events, and the sum of all shards' progress."""
+"""Displays and logs of events."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import io
 import json
 import logging
 import re
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from edje_index.progress import ShardProgress
 from pipelines.cli.output import running_job
-from pipelines.progress.display import Display, describe_plan, describe_progress, log_file, progress_display
+from pipelines.progress.display import Display, log_file, progress_display
 from pipelines.progress.events import (
     JobStopped,
     PlanReady,
     Progress,
-    ShardMeter,
     StatusMessage,
-    progress_callback,
 )
 from storage_formats.errors import UsageError
 
@@ -45,23 +41,6 @@ class Clock:
         return self.now
 
 
-def test_progress_in_words():
-    assert describe_progress(PROGRESS, speed=41.25, seconds_left=193) == (
-        "2,048/10,000, 41.2/s, 3m13s left, shards 2/10, 3 failed, bottleneck decode"
-    )
-    assert describe_progress(Progress("listing", 7)) == "7"
-
-
-def test_plan_in_words():
-    assert describe_plan(PLAN) == [
-        "10,000 inputs in 10 shards, 1 worker",
-        "12 duplicates of earlier inputs will not be encoded again",
-        "ignored 6 other files: .txt 5, .xml 1",
-        "resuming: 2 of 10 shards finished",
-    ]
-    assert describe_plan(PlanReady(1, 1)) == ["1 input in 1 shard"]
-
-
 def test_plain_lines_do_not_flood():
     clock, stream = Clock(), io.StringIO()
     show = Display(stream, clock=clock)
@@ -73,16 +52,6 @@ def test_plain_lines_do_not_flood():
     assert lines[-1].startswith("indexing: ")
     assert "10.0/s, 15m" in lines[-1]
     assert "\x1b" not in stream.getvalue()
-
-
-def test_plain_lines_show_the_beginning_and_the_end_of_every_activity():
-    stream = io.StringIO()
-    on_progress = progress_callback(Display(stream, clock=Clock()))
-    for activity in ("reading", "scoring"):
-        for done in range(5):
-            on_progress(activity, done, 4)
-    lines = [line.partition(",")[0] for line in stream.getvalue().splitlines()]
-    assert lines == ["reading: 0/4", "reading: 4/4", "scoring: 0/4", "scoring: 4/4"]
 
 
 def test_a_terminal_shows_the_same_words_in_place():
@@ -150,21 +119,6 @@ def test_the_end_says_how_a_run_ended(tmp_path):
         assert lines(log)[-1]["error"]
 
 
-def test_progress_does_not_flood_the_log(tmp_path):
-    clock = Clock()
-    with log_file(tmp_path / "log", "build"):
-        show = Display(io.StringIO(), quiet=True, clock=clock)
-        for step in range(1001):
-            clock.now += 0.1
-            show(Progress("indexing", step, 1000))
-        show(Progress("merging", 1, 5))
-        show(StatusMessage("a node was lost", is_warning=True))
-    *progress, message = lines(tmp_path / "log")[1:-1]
-    assert 10 <= len(progress) <= 13
-    assert [(each["activity"], each["done"]) for each in progress[-2:]] == [("indexing", 1000), ("merging", 1)]
-    assert (message["level"], message["text"]) == ("warning", "a node was lost")
-
-
 def test_a_log_that_cannot_be_opened_is_wrong_usage(run, tmp_path):
     with pytest.raises(UsageError, match="cannot write the log"), log_file(tmp_path / "absent" / "log", "build"):
         pass
@@ -191,16 +145,3 @@ def test_a_program_can_log_events_with_its_own_handler(caplog):
     with caplog.at_level(logging.INFO, "edje_index.job"), progress_display(quiet=True) as on_event:
         on_event(PLAN)
     assert (caplog.records[0].msg, caplog.records[0].fields["inputs"]) == ("plan", 10_000)
-
-
-def test_progress_adds_up_running_finished_and_earlier_shards():
-    meter = ShardMeter("indexing", rows=40, shards=4)
-    assert meter.update(ShardProgress(0, 10, failed=1), is_final=True).bottleneck is None
-    meter.update(ShardProgress(1, 9, 2, {"encode": 1.0}))
-    meter.update(ShardProgress(1, 6, 2, {"encode": 1.0}))  # it began again on another worker
-    running = meter.update(ShardProgress(2, 4, 0, {"encode": 0.5, "wait": 1.2}))
-    assert running == Progress("indexing", 20, 40, 4, 1, 3, "model")
-    finished = ShardProgress(1, 10, 2, {"wait": 2.0})
-    progress = Progress("indexing", 24, 40, 4, 2, 3, "decode")
-    assert meter.update(finished, is_final=True) == replace(progress, finished_shard=finished)
-    assert meter.update(ShardProgress(1, 10, 2, {"wait": 1.0})) == progress  # a late report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -14,9 +14,6 @@ from edje_index.evaluation.quantization import compare_tokens, measure_precision
 from edje_index.evaluation.report import quantization_report, write_report
 from pipelines.cli import main
 from storage_formats import IndexSpec, Manifest, TokenStore, codec
-from storage_formats.format.checksum import crc32c
-from storage_formats.format.layout import Layout
-from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
 from tests.command_line import run_here
 from tests.conftest import write_random_index
 from tests.integration.builds import make_photos
@@ -68,24 +65,6 @@ def test_token_errors_of_stored_and_unstored_precisions(synthetic):
         assert cost.ranking is None
     assert report.ranking_left_out == "the index was not built by a model"
     assert "Re-ranking was not measured: the index was not built by a model." in quantization_report(report)
-
-
-def test_what_is_stored_is_measured_and_not_what_would_be(tmp_path):
-    """A stored precision that is worse than its codec shows. Its checksums match."""
-    write_random_index(tmp_path, SPEC)
-    layout, manifest = Layout(tmp_path), Manifest.load(tmp_path)
-    path, checksums = tmp_path / "tokens/fp8/c.0.0", tmp_path / "checksums/fp8/00000000.crc32c"
-    data = bytearray(path.read_bytes())
-    data[0] ^= 0x80
-    path.write_bytes(data)
-    record = bytes(data[: codec("fp8", SPEC.block_shape).record_bytes])
-    checksums.write_bytes(crc32c(record).to_bytes(4, "little") + checksums.read_bytes()[4:])
-    lines = read_shard_table(tmp_path, manifest.shard_table)
-    table = write_shard_table(layout, [(shard, FileEntry.of(layout, tmp_path / file.path)) for shard, file in lines])
-    replace(manifest, shard_table=table).write(layout)
-    found = measure_precisions(tmp_path, "bf16", ("fp8",)).precisions[0]
-    assert found.stored
-    assert found.relative_error.highest > 0.05
 
 
 def test_rankings_of_an_index_with_a_model(built, tmp_path):
@@ -144,22 +123,6 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
     assert files(root) == before
     (tmp_path / "file").write_text("")
     assert main(["quantize", str(root), "--report", str(tmp_path / "file")]) == 2
-
-
-def test_the_command_reports_before_it_converts(tmp_path, capsys):
-    write_random_index(tmp_path / "index", SPEC)
-    arguments = ["--to", "nvfp4", "--drop", "bf16", "--report", "--json", "--quiet"]
-    assert main(["quantize", str(tmp_path / "index"), *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["report"]["reference"] == "bf16"
-    assert [cost["name"] for cost in found["report"]["precisions"]] == ["nvfp4"]
-    assert (found["added"], found["precisions"]) == (["nvfp4"], ["fp8", "nvfp4"])
-    report = measure_precisions(tmp_path / "index", "fp8")
-    assert "The reference is fp8. Its own errors are not included." in quantization_report(report)
-    run_here("quantize", tmp_path / "index", "--to", "bf16", "--from", "fp8")
-    report = measure_precisions(tmp_path / "index", "bf16", ("int8",))
-    assert report.reference_encoded_from == ("fp8",)
-    assert "The reference bf16 was converted from fp8." in quantization_report(report)
 
 
 def test_wrong_usage(synthetic, capsys):

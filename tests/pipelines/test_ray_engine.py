@@ -68,21 +68,6 @@ def test_a_task_that_always_hangs_fails_and_a_slow_one_does_not(tmp_path):
     assert [(tmp_path / name).read_text().count("attempt") for name in "12"] == [ATTEMPTS, 1]
 
 
-@pytest.mark.slow
-def test_workers_have_not_stalled_if_the_driver_pauses(tmp_path):
-    run = functools.partial(run_on_ray, workers=2, stall_seconds=4)
-    for result in run_jobs(run, tmp_path, [Job(1, "report_for_long"), Job(2), Job(3)]):
-        if result != 10:
-            time.sleep(5)
-    assert (tmp_path / "1").read_text().count("attempt") == 1
-
-
-@pytest.mark.slow
-def test_a_result_that_cannot_be_pickled_is_one_clear_error(tmp_path):
-    with pytest.raises(TaskFailedError, match="cannot pickle"):
-        list(run_jobs(run_on_ray, tmp_path, [Job(1, "return_unpicklable")]))
-
-
 @pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
 def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, victim):
     killed_at = None

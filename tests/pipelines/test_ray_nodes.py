@@ -25,15 +25,6 @@ show = lambda event: print(json.dumps(dataclasses.asdict(event)), flush=True)
 for result in run_jobs(run, sys.argv[2], jobs, on_event=show):
     print(result)
 """
-OCCUPY = """
-import sys, time, ray
-ray.init(address=sys.argv[1], log_to_driver=False)
-Occupant = ray.remote(num_cpus=1)(type("Occupant", (), {"wait": lambda self: None}))
-occupants = [Occupant.remote() for _ in range(2)]
-ray.get([occupant.wait.remote() for occupant in occupants])
-print("occupied", flush=True)
-time.sleep(300)
-"""
 RUN_SECONDS = 300
 SIX = [[name] for name in range(1, 7)]
 RESULTS = [10, 20, 30, 40, 50, 60]
@@ -113,13 +104,3 @@ def test_more_workers_than_the_cluster_has_room_for(nodes, tmp_path):
     assert "a worker needs 4 CPUs and 0 GPUs on one node, but the nodes of the Ray cluster have room" in err
     _, err = end(start(nodes, tmp_path, SIX, workers=1, token="f" * 64))
     assert f"cannot join the Ray cluster at {nodes.address}" in err
-
-
-def test_a_busy_cluster_delays_some_workers_only(nodes, tmp_path):
-    nodes.add(2, cpus=3)
-    command = [sys.executable, "-c", OCCUPY, nodes.address]
-    with subprocess.Popen(command, env=nodes.environment, stdout=subprocess.PIPE) as occupant:
-        assert occupant.stdout.readline() == b"occupied\n"
-        items, err = end(start(nodes, tmp_path, SIX, workers=3))
-        occupant.kill()
-    assert sorted(items) == RESULTS, err

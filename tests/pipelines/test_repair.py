@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,7 @@ import pytest
 
 from edje_index import add_ann
 from pipelines import delete_rows, quantize_index, repair_index
-from pipelines.progress.events import JobStopped, Progress
-from storage_formats import IndexSpec, Manifest, verify_index
-from storage_formats.format.layout import Layout
+from storage_formats import IndexSpec, verify_index
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 32), embed_dim=4)
@@ -70,15 +67,6 @@ def test_a_file_that_others_determine_gets_its_bytes_back(index, path, source, h
     assert contents(index) == before
 
 
-def test_tokens_and_checksums_of_a_shard_together(index):
-    before = contents(index)
-    for path in ("tokens/int8/c.0.0", "checksums/int8/00000000.crc32c"):
-        harm(index / path, "missing")
-    result = repair_index(index)
-    assert {file.source for file in result.repaired} == {"precision bf16"}
-    assert contents(index) == before
-
-
 def test_the_best_precision_cannot_be_made_from_others(index):
     harm(index / "tokens/bf16/c.1.0.0", "flipped")
     damaged = contents(index)
@@ -86,14 +74,6 @@ def test_the_best_precision_cannot_be_made_from_others(index):
     assert result.repaired == ()
     assert {problem.path for problem in result.left} == {"tokens/bf16/c.1.0.0"}
     assert contents(index) == damaged
-
-
-def test_a_damaged_end_of_a_token_file_needs_no_other_precision(index):
-    before = contents(index)
-    path = index / "tokens/bf16/c.1.0.0"
-    path.write_bytes(path.read_bytes()[:-2] + b"xx")
-    assert [file.source for file in repair_index(index).repaired] == ["the tokens"]
-    assert contents(index) == before
 
 
 @pytest.mark.parametrize("path", ["rows/00000001.parquet", "embeddings/c.1.0"])
@@ -107,15 +87,6 @@ def test_what_cannot_be_repaired_is_named(index, run, path):
     assert "tokens/fp8/c.1.0: repaired from precision bf16" in out
     # Damaged embeddings must not become a new nearest-neighbour index.
     assert ("ann/index.faiss: repaired" in out) == path.startswith("rows")
-
-
-def test_a_repair_stops_while_it_adds_embeddings(index):
-    harm(index / "ann/index.faiss", "missing")
-    damaged, events = contents(index), []
-    with pytest.raises(JobStopped, match="files that were repaired stay repaired"):
-        repair_index(index, on_event=events.append, should_stop=lambda: "adding embeddings" in str(events))
-    assert events[-1] == Progress("adding embeddings", 1, 3)
-    assert contents(index) == damaged
 
 
 def test_a_sound_index_stays_as_it_is(index, run):
@@ -141,15 +112,3 @@ def test_a_repair_removes_what_a_killed_repair_left(index):
     repair_index(index)
     assert contents(index) == before
     assert not (index / "build").exists()
-
-
-def test_wrong_totals_are_no_damage_that_a_repair_mends(index):
-    manifest = Manifest.load(index)
-    replace(manifest, counts=replace(manifest.counts, indexed=18, duplicates=1), ann={"kind": "none"}).write(
-        Layout(index)
-    )
-    shutil.rmtree(index / "ann")
-    harm(index / "tokens/fp8/c.1.0", "noise")
-    result = repair_index(index)
-    assert [file.path for file in result.repaired] == ["tokens/fp8/c.1.0"]
-    assert [problem.code for problem in result.left] == ["counts"]

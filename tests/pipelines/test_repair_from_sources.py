@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from tests.pipelines.test_build_transient import break_reads
 from tests.pipelines.test_repair import contents, harm
 
 FIRST, SECOND = "tokens/bf16/c.0.0.0", "tokens/bf16/c.1.0.0"
-CHECKSUMS = "checksums/bf16/00000000.crc32c"
 
 
 @pytest.fixture
@@ -62,18 +60,6 @@ def test_appended_and_deleted_rows(index, photos):
     assert contents(index) == before
 
 
-def test_photos_in_an_archive(config, tmp_path, photos):
-    archive = tmp_path / "photos.tar"
-    with tarfile.open(archive, "w") as tar:
-        tar.add(photos, "photos")
-    request = config()
-    run_build(type(request)(**{**vars(request), "sources": (str(archive),)}), lambda event: None)
-    before = contents(request.out)
-    harm(request.out / SECOND, "missing")
-    assert [file.source for file in repair_index(request.out).repaired] == ["the sources"]
-    assert contents(request.out) == before
-
-
 def test_changed_and_missing_photos_are_refused_and_named(index, photos, run):
     for path in (FIRST, SECOND):
         harm(index / path, "missing")
@@ -88,15 +74,6 @@ def test_changed_and_missing_photos_are_refused_and_named(index, photos, run):
     assert {problem.path for problem in verify_index(index)} == {FIRST}
 
 
-def test_a_changed_photo_whose_tokens_are_sound_is_not_needed(index, photos):
-    before = contents(index)
-    path = index / FIRST
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])  # row 0
-    write_photo(photos / "02.jpg", 99)
-    assert repair_index(index).left == ()
-    assert contents(index) == before
-
-
 def test_only_needed_rows_are_named(index, photos):
     path = index / FIRST
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])  # row 0
@@ -104,12 +81,6 @@ def test_only_needed_rows_are_named(index, photos):
     write_photo(photos / "01.jpg", 99)  # the same batch
     refused = [problem.message for problem in repair_index(index).left if problem.code == "source-refused"]
     assert [message.split(" cannot")[0] for message in refused] == ["row 0"]
-
-
-def test_photos_are_not_read_if_another_precision_is_left(index):
-    quantize_index(index, ["fp8"])
-    harm(index / "tokens/fp8/c.0.0", "noise")
-    assert [file.source for file in repair_index(index).repaired] == ["precision bf16"]
 
 
 def test_without_the_model_the_damage_stays_and_the_model_is_named(index, tiny_bundle, tmp_path):

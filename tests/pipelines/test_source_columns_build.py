@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import io
 import json
-import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -80,15 +78,6 @@ def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_b
     assert read_rows(index, [4], ["safe"])["safe"].to_pylist() == [True]
 
 
-def test_changed_metadata_is_a_changed_source(run, tmp_path, listed, tiny_bundle):
-    build = ["build", listed, "--out", tmp_path / "i", "--model", tiny_bundle, *FIXED]
-    assert run(*build)[0] == 0
-    listed.write_text(listed.read_text().replace("photo 5", "photo V"))
-    code, _, err = run(*build)
-    assert code == 2
-    assert "the sources have changed" in err
-
-
 def scan(*specs: Path) -> tuple[list[InputRef], dict[str, int]]:
     sources = open_sources(map(str, specs))
     return list(iter_all(sources)), count_ignored(sources)
@@ -112,25 +101,6 @@ def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
     }  # fmt: skip
     assert [ref.metadata for ref in refs[1:]] == [None, None]
     assert ignored == {"(unreadable metadata)": 3, ".txt": 1}
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    with tarfile.open(path, "w") as archive:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
-
-
-def test_metadata_before_the_damage_of_an_archive_is_kept(tmp_path):
-    path = write_tar(tmp_path / "a.tar", [("1.jpg", b"one"), ("1.txt", b"caption"), ("2.jpg", b"x" * 5000)])
-    path.write_bytes(path.read_bytes()[:4000])
-    refs, _ = scan(path)
-    assert [(ref.problem, ref.metadata) for ref in refs] == [
-        (None, {"captions": ["caption"]}),
-        ("truncated-archive", None),
-    ]
 
 
 def test_values_of_a_parquet_list(tmp_path):

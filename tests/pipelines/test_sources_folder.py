@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from edje_index.images.inputs import read_bytes
 from pipelines.sources import open_source
-from pipelines.sources.base import Ignored
 from pipelines.sources.folder import FolderSource
 
 JPEG = b"\xff\xd8\xff\xe0" + bytes(40)
@@ -68,14 +67,6 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
     assert ignored == {".txt": 1, ".xml": 1, "(hidden)": 3, "(no suffix)": 1, ".jpg~": 1, "(other)": 1}
 
 
-def test_ignored_stays_small() -> None:
-    ignored = Ignored()
-    for number in range(10_000):
-        ignored.count(f".{number}")
-    assert len(ignored) <= 101
-    assert sum(ignored.values()) == 10_000
-
-
 def test_pipes_and_sockets_are_counted_and_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.jpg")
@@ -96,13 +87,6 @@ def test_loops_end(tmp_path: Path) -> None:
     (tmp_path / "a/self").symlink_to("self")
     names, ignored, problems = scan(tmp_path)
     assert (names, ignored, problems) == (["a/a.jpg"], {"(folder seen)": 1, "(broken link)": 1}, {})
-
-
-def test_a_link_before_its_file_takes_its_place(tmp_path: Path) -> None:
-    put(tmp_path / "z/b.jpg")
-    (tmp_path / "a.jpg").symlink_to("z/b.jpg")
-    (tmp_path / "c.jpg").symlink_to("a.jpg")
-    assert scan(tmp_path)[:2] == (["a.jpg"], {"(link seen)": 2})
 
 
 def test_a_link_to_an_ignored_file_is_an_input(tmp_path: Path) -> None:

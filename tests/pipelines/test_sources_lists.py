@@ -13,8 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edje_index.images.inputs import InputRef, read_bytes
 from pipelines.sources import open_source, open_sources
@@ -90,21 +88,6 @@ def test_damaged_parquet(tmp_path: Path) -> None:
         scan(path)
 
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30).filter(
-    lambda s: "://" not in s
-)
-
-
-@given(st.lists(TEXT, min_size=1, max_size=6))
-@settings(max_examples=20)
-def test_the_three_formats_agree(tmp_path_factory: pytest.TempPathFactory, values: list[str]) -> None:
-    folder = tmp_path_factory.getbasetemp() / "agree"
-    folder.mkdir(exist_ok=True)
-    expected = [os.path.join(os.fsencode(folder), os.fsencode(value)) for value in values]
-    for suffix in (".parquet", ".csv", ".jsonl"):
-        assert [ref.path for ref in scan(write_list(folder / f"list{suffix}", values))] == expected
-
-
 def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path: Path) -> None:
     path = tmp_path / "list.tsv"
     path.write_text('path\tcaption\na.jpg\t"hello\nb.jpg\t2" wide\nc.jpg\t"a ""big""\tdog"\r\nd.jpg\t"\n')
@@ -135,15 +118,6 @@ def test_lines_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [ref.path for ref in source.iter_inputs()][:4] == [ref.path for ref in refs[:4]]
     with pytest.raises(UsageError, match="standard input has been read already"):
         list(source.iter_inputs())
-
-
-def test_a_terminal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent, child = os.openpty()
-    with os.fdopen(child, "r") as terminal:
-        monkeypatch.setattr(sys, "stdin", terminal)
-        with pytest.raises(UsageError, match="standard input is a terminal"):
-            open_sources(["-"])
-    os.close(parent)
 
 
 def test_caption_files(tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 from pathlib import Path
 
 import pytest
 
-from pipelines.sources import open_source, open_sources
+from pipelines.sources import open_sources
 from pipelines.sources.base import ImageFileSource
 from pipelines.sources.folder import FolderSource
 from pipelines.sources.lists import ListSource
@@ -49,12 +48,6 @@ def test_unknown_kinds_are_refused_with_what_is_accepted(photos: Path) -> None:
     assert "not a local path" in refused("ftp://host/photos")
     os.mkfifo(photos / "pipe.jpg")
     assert "neither a directory nor a regular file" in refused(photos / "pipe.jpg")
-
-
-@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "zipped.tar"])
-def test_compressed_archives_are_opened(photos: Path, name: str) -> None:
-    (photos / name).write_bytes(gzip.compress(bytes(10240)))
-    assert list(open_source(str(photos / name)).iter_inputs()) == []
 
 
 def test_overlaps_are_refused_with_both_names(photos: Path) -> None:

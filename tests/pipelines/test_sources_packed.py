@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import lzma
 import os
 import random
 import subprocess
 import tarfile
-import threading
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images import containers, ranges, tars
+from edje_index.images import containers, tars
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.ranges import RangedFile, open_ranged
@@ -101,47 +98,6 @@ def test_a_read_that_fails_loses_no_bytes(folder: Path, monkeypatch: pytest.Monk
                 break
         assert content == PHOTOS[ref.uri.rpartition("/")[2]]
     assert failures == []
-
-
-def test_threads_that_wait_do_not_restart_a_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "KEPT_BYTES", 0)
-    monkeypatch.setattr(tars, "_CHUNK", 1000)
-    path, opened, all_wait = pack(folder, ".tar.gz"), [], threading.Event()
-    refs = scan(path)
-    data = path.read_bytes()
-
-    def read_at(size: int, offset: int) -> bytes:
-        opened.extend([offset] if offset == 0 else [])
-        assert offset == 0 or all_wait.wait(30)
-        return data[offset : offset + size]
-
-    file = TarArchive(RangedFile(read_at, len(data)))
-    opened.clear()
-    with ThreadPoolExecutor(len(refs)) as pool:
-        first = pool.submit(file.pread, refs[0].size, refs[0].offset)
-        rest = [pool.submit(file.pread, ref.size, ref.offset) for ref in reversed(refs[1:])]
-        while len(file._window._waiting) < len(rest):
-            assert not first.done()
-        all_wait.set()
-        assert [each.result() for each in [first, *reversed(rest)]] == list(PHOTOS.values())
-    assert opened == [0]
-
-
-@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3000)), max_size=12), st.integers(1, 4000))
-@settings(max_examples=50)
-def test_ranges_of_decompressed_files(
-    tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]], kept: int
-) -> None:
-    content = random.Random(1).randbytes(4000)
-    path = tmp_path_factory.getbasetemp() / "content.xz"
-    path.write_bytes(lzma.compress(content[:2500]) + bytes(8) + lzma.compress(content[2500:]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "KEPT_BYTES", kept)
-        patch.setattr(tars, "_CHUNK", 512)
-        file = TarArchive(open_ranged(os.fsencode(path)))
-        for offset, size in spans:
-            assert file.pread(size, offset) == content[offset : offset + size]
-        file.close()
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])

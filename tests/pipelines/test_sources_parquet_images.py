@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import random
 from pathlib import Path
@@ -18,7 +17,7 @@ from edje_index.images import ranges
 from edje_index.images.containers import ParquetImages
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.images.inputs import read_bytes
-from edje_index.images.ranges import RangedFile, open_ranged
+from edje_index.images.ranges import open_ranged
 from pipelines.sources import open_source, open_sources
 from storage_formats.errors import UsageError
 
@@ -123,24 +122,6 @@ def test_a_damaged_row_group_fails_its_rows_only(tmp_path: Path) -> None:
     with open_ranged(bytes(path)) as file:  # no thread reads the damaged rows
         images = ParquetImages(file, "jpg")
         assert [images.read(row, 0, 1 << 20) for row in (0, 9, 4)] == [PHOTOS[row] for row in (0, 9, 4)]
-
-
-def test_a_read_that_fails_is_no_damage(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=4)
-    data, failures = path.read_bytes(), []
-
-    def read_at(size: int, offset: int) -> bytes:
-        if failures:
-            raise failures.pop()
-        return data[offset : offset + size]
-
-    images = ParquetImages(RangedFile(read_at, len(data)), "jpg")
-    for error in (OSError(errno.EIO, "disk"), KeyboardInterrupt()):
-        assert images.read(0, 0, 1 << 20) == PHOTOS[0]
-        failures.append(error)
-        with pytest.raises(type(error)):
-            images.read(9, 0, 1 << 20)
-        assert images.read(9, 0, 1 << 20) == PHOTOS[9]
 
 
 def test_repeated_images_take_the_memory_of_one(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from edje_index.images import ranges, tars, web
@@ -21,8 +20,7 @@ from pipelines import update_index
 from pipelines.cli.changes import failed_rows
 from pipelines.progress.events import StatusMessage
 from pipelines.sources import iter_all, open_source, open_sources
-from pipelines.sources.packed import ArchiveSource
-from storage_formats import TokenStore, UsageError, read_rows
+from storage_formats import UsageError, read_rows
 from tests.pipelines.conftest import run_build
 from tests.pipelines.test_build_packed import _pack
 from tests.web_server import WebServer, web_server
@@ -117,22 +115,6 @@ def test_a_file_that_changes_between_requests_is_never_mixed(
             outcomes.append(re.sub(r".*(has changed while it was) (listed|read).*", r"\1", str(error)))
     assert "has changed while it was" in outcomes
     assert {*outcomes} <= {10, "has changed while it was"}
-
-
-def test_a_zip_whose_list_of_members_cannot_be_read_now_is_not_damaged(
-    server: WebServer, tmp_path: Path, photos: Path
-) -> None:
-    path = _packed_as("zip", photos, tmp_path)
-    server.files["/b.zip"] = path.read_bytes()
-    source = ArchiveSource(f"{server.url}/b.zip")
-    assert len(list(source.iter_inputs())) == 10
-    server.requests.clear()
-    server.responses["/b.zip"] = lambda headers: (
-        (206, {"Content-Range": "bytes 0-0/9999"}, b"P") if headers["Range"] == "bytes=0-0" else (503, {}, b"")
-    )
-    with pytest.raises(TransientInputError, match="503"):
-        list(source.iter_inputs())
-    assert len(server.requests) == 5
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "txt"])
@@ -238,57 +220,9 @@ def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
     assert StatusMessage("2 inputs on servers cannot be read now; the rows stay", is_warning=True) in events
 
 
-@pytest.mark.parametrize("original", ["changed", "vanished"])
-def test_an_update_keeps_the_original_of_a_duplicate_that_cannot_be_read_now(
-    server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any], original: str
-) -> None:
-    server.files["/01.jpg"] = (photos / "01.jpg").read_bytes()
-    (tmp_path / "list.txt").write_text(f"{server.url}/01.jpg\n")
-    sources = (str(photos), str(tmp_path / "list.txt"))
-    request = replace(config(), sources=sources, out=tmp_path / "web.edje", dedupe=True)
-    run_build(request, lambda event: None)  # rows 3 and 10 are duplicates of row 1
-    if original == "changed":
-        (photos / "01.jpg").write_bytes((photos / "02.jpg").read_bytes() + b"changed")
-    else:
-        (photos / "01.jpg").unlink()
-    server.faults["/01.jpg"] = ["503"] * 4
-    events: list[Any] = []
-    result = update_index(request.out, engine="inline", on_event=events.append)
-    assert (result.unchanged, result.new, result.deleted) == (10, int(original == "changed"), 0)
-    assert StatusMessage("1 input on servers cannot be read now; the rows stay", is_warning=True) in events
-    with TokenStore.open(request.out) as store:
-        assert np.isfinite(store.fetch([1])).all()
-    result = update_index(request.out, engine="inline", on_event=events.append)  # the server responds again
-    assert (result.unchanged, result.new + result.changed, result.deleted) == (8 + int(original == "changed"), 1, 3)
-    assert "duplicate" not in read_rows(request.out, columns=["status"])["status"].to_pylist()[8:]
-
-
 @pytest.mark.parametrize("name", ["a.tar", "a.zip"])
 @pytest.mark.parametrize("status", ["403", "404"])
 def test_an_archive_that_the_server_does_not_give_is_refused(server: WebServer, name: str, status: str) -> None:
     server.faults[f"/{name}"] = [status] * 9
     with pytest.raises(UsageError, match=rf"cannot read .*/{name}: HTTP status {status} .*; check the URL"):
         scan(f"{server.url}/{name}")
-
-
-def _list_on_hub(server: WebServer, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    entries = [{"type": "file", "path": name, "size": size} for name, size in sizes.items()]
-    server.responses["/api/models/datasets-owner/set/tree/main"] = lambda _: (200, {}, json.dumps(entries).encode())
-
-
-def test_files_without_suffix_in_a_remote_folder(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    png = b"\x89PNG\r\n\x1a\n"
-    _list_on_hub(server, monkeypatch, {"denied": 9, "empty": 0, "gone": 9, "photo": len(png), "z.jpg": 9, "z.md": 1})
-    server.files["/datasets-owner/set/resolve/main/photo"] = png
-    server.faults["/datasets-owner/set/resolve/main/denied"] = ["403"]
-    sources = open_sources(["hf://datasets-owner/set"])
-    refs = list(iter_all(sources))
-    assert [(ref.uri.rpartition("/")[2], ref.problem) for ref in refs] == [
-        ("denied", "unreadable"),
-        ("gone", "missing"),
-        ("photo", None),
-        ("z.jpg", None),
-    ]
-    assert sources[0].ignored == {"(no suffix)": 1, ".md": 1}
-    assert [request[1] for request in server.requests if request[0].endswith("/photo")] == ["bytes=0-7"]

@@ -110,14 +110,6 @@ def test_a_view_is_most_of_the_photo_upright(width, height, seed):
     )  # crops of elongated photos are smaller, because the aspect ratio is limited
 
 
-def test_half_of_the_views_are_mirrored():
-    photo = gradient(64, 64)
-    views = [np.asarray(random_view(photo, (8, 8), np.random.default_rng(seed))) for seed in range(400)]
-    mirrored = sum(bool(view[0, 0, 0] > view[0, -1, 0]) for view in views)
-    assert 150 < mirrored < 250
-    assert len({view.tobytes() for view in views}) > 390
-
-
 def test_views_are_stored_per_photo_and_a_stopped_run_crops_again(job, tmp_path):
     """Three photos, of which one is no image and one is captioned twice."""
     for number in range(2):

@@ -9,9 +9,8 @@ import pytest
 
 from edje_index.training.config import PRESETS, TrainConfig, TrainSettings, validated
 from pipelines.cli import main
-from pipelines.cli.train import describe_result, train
+from pipelines.cli.train import train
 from pipelines.cli.train_settings import describe_settings, read_settings
-from pipelines.jobs.training.run import TrainResult
 from storage_formats.errors import UsageError
 
 REQUIRED = {
@@ -133,15 +132,3 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
     assert settings.model_dump(exclude={"inputs", "run"}) == validated(TrainConfig, shipped).model_dump()
     assert PRESETS["small-data"] == {**shipped, "loop": {"steps": 400, "batch_size": 32, "epoch_of": "images"}}
     assert settings.inputs.vision == "local-dir:dual"
-
-
-def test_what_was_not_trained_on_is_described():
-    left_out = {"truncated": 2, "not-an-image": 1, "blank-caption": 4}
-    result = TrainResult(
-        "model", "f" * 64, "e" * 64, images=6, captions=6, left_out=left_out, steps=2, seconds=1.5, truncated=1
-    )
-    assert describe_result(result)[1:] == [
-        "3 images left out: truncated 2, not-an-image 1",
-        "4 blank captions left out",
-        "1 truncated image used, but decoded only in part",
-    ]

@@ -88,24 +88,6 @@ def test_an_update_equals_a_new_build(built, photos, config):
     assert (again.unchanged, again.deleted, again.rows, again.snapshot) == (9, 0, 0, 1)
 
 
-def test_a_dry_run_reports_the_same_and_writes_nothing(built, photos):
-    change_photos(photos)
-    before = files(built)
-    trial = update(built, dry_run=True)
-    assert files(built) == before
-    assert trial.dry_run
-    assert (trial.unchanged, trial.new + trial.changed + trial.failed) == (6, 3)
-    assert (trial.vanished, trial.deleted, trial.rows, trial.snapshot) == (2, 3, 3, 0)
-
-
-def test_rows_that_only_vanish_need_no_model(built, photos, tiny_bundle):
-    (photos / "05.jpg").unlink()
-    result = update(built, model=Path("no-such-model"))
-    assert (result.vanished, result.deleted, result.rows, result.snapshot) == (1, 1, 0, 1)
-    assert "05.jpg" not in row_ids(built)
-    assert verify_index(built) == []
-
-
 def test_too_many_vanished_rows_are_refused(built, photos, run):
     for name in range(5):
         (photos / f"{name:02d}.jpg").unlink(missing_ok=True)
@@ -116,19 +98,7 @@ def test_too_many_vanished_rows_are_refused(built, photos, run):
     code, _, error = run("update", built, "--max-vanished", 0.4, "--dry-run", "--quiet")
     assert (code, "raise --max-vanished to delete" in error, "max_vanished" in error) == (1, True, False), error
     assert Manifest.load(built).snapshot.number == 0
-    assert update(built, max_vanished=0.45).vanished == 4
-
-
-def test_the_command_line_names_the_option_if_too_many_inputs_fail(built, photos, tmp_path, run):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new/bad.jpg").write_bytes(b"")
-    for command, sources in (("append", [tmp_path / "new"]), ("update", [photos, tmp_path / "new"])):
-        code, _, error = run(command, built, *sources, "--engine", "inline", "--max-failed", 0)
-        assert (code, "failed, more than the share of 0 that" in error, "max_failed" in error) == (1, True, False), (
-            error
-        )
-        assert error.rstrip().endswith(" --max-failed 1")
-        run("gc", built)  # discards the stopped change
+    assert update(built, max_vanished=0.45, model=Path("no-such-model")).vanished == 4
 
 
 def test_an_empty_source_is_refused(built, photos, tmp_path):
@@ -262,13 +232,6 @@ def test_a_stopped_update_starts_anew_if_the_sources_change(built, photos, confi
     assert stop_all == ["c.0.0.0", "c.1.0.0", "c.2.0.0", "c.3.0.0"]
 
 
-def test_a_broken_file_alone_is_recorded_once(built, photos):
-    (photos / "21.jpg").write_bytes(b"broken")
-    assert (update(built).failed, update(built).failed) == (1, 0)
-    (photos / "21.jpg").unlink()
-    assert update(built).vanished == 1
-
-
 def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
     entries = ["photos/00.jpg", "photos/01.jpg", "photos/00.jpg", "photos/gone.jpg", "photos/02.jpg"]
     listing = tmp_path / "list.jsonl"
@@ -284,8 +247,9 @@ def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
 
 def test_the_command(built, photos, run):
     change_photos(photos)
+    before = files(built)
     code, output, _ = run("update", built, "--dry-run")
-    assert code == 0
+    assert (code, files(built)) == (0, before)
     assert (
         "9 inputs = 6 unchanged + 2 new + 1 changed + 0 duplicates + 0 failed; 2 vanished; would add 3 rows" in output
     )
@@ -317,12 +281,6 @@ def test_failed_inputs_are_tried_again(built, photos):
     assert contents(built)[str(photos / "07.jpg")][0] == "indexed"
     assert verify_index(built) == []
     assert update(built).new == 1
-
-
-def test_a_failed_input_gets_its_new_reason(built, photos):
-    (photos / "07.jpg").unlink()
-    result = retry(built)
-    assert (result.failed_by_reason, result.deleted, result.snapshot) == ({"missing": 1}, 1, 1)
 
 
 def test_failed_inputs_with_the_content_of_another_row_are_duplicates(built, photos):

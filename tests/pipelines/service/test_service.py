@@ -85,16 +85,6 @@ def test_a_search_with_a_filter(client, library, http):
     assert http.get("/info").json()["indexes"][0]["columns"]["width"] == "int32"
 
 
-def test_a_joint_pool_is_that_of_the_library(client, library, http):
-    options = {"score": "logit=1,embedding=20", "joint_pool": 3}
-    answer = http.post("/search", json={"query": "a dog", "k": 8, "pool": 8, **options}).json()
-    expected = library.search("a dog", 8, 8, **options)
-    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in expected]
-    assert [hit["parts"].keys() for hit in answer["hits"]] == [hit.parts.keys() for hit in expected]
-    assert sum("logit" in hit["parts"] for hit in answer["hits"]) == 3
-    assert client.search("a dog", score="embedding", joint_pool=None) == client.search("a dog", score="embedding")
-
-
 def test_search_returns_both_orders(http, library):
     answer = http.post("/search", json={"query": "a dog", "k": 4, "pool": 9, "embedding_order": True}).json()
     before = library.search("a dog", 4, score="embedding")

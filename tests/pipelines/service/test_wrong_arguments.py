@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 from edje_index import Client, ServiceError, TokenIndex
-from edje_index.evaluation.explain import explain_index
 from storage_formats import UsageError
 
 TEXTS = ["a dog", "a red canoe"]
@@ -83,17 +82,6 @@ def test_sequences_of_any_kind_are_accepted(library):
     assert library.rerank("a dog", iter([3, 1])) == library.rerank("a dog", [3, 1])
     row = library.search_row(1, 3)
     assert library.search_row(row[0].uri, 3) == library.search_row(row[0].row_id, 3)
-
-
-def test_every_query_needs_its_rows(library):
-    with pytest.raises(UsageError, match="got 2 texts and 1 sequences of rows"):
-        library.rerank_each(TEXTS, [[]])
-
-
-def test_explain_refuses_wrong_arguments(index):
-    for arguments in ({"row_ids": [1.5]}, {"row_ids": "1"}, {"sample": 0}):
-        with pytest.raises(UsageError):
-            explain_index(index, **arguments)
 
 
 def test_the_client_refuses_wrong_arguments(service):
