@@ -11,7 +11,7 @@ import tomllib
 
 import pytest
 
-from storage_formats.extras import EXTRAS_OF_MODULE, MissingExtraError, missing_extra, name_missing_extra
+from storage_formats.extras import EXTRAS_OF_MODULE
 from tests.conftest import REPO
 
 INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
@@ -77,30 +77,6 @@ def test_all_holds_every_extra_of_users():
     of_extras = requirements()
     for extra in ("build", "search", "train", "bench", "towers", "serve"):
         assert of_extras[extra] <= of_extras["all"]
-
-
-def test_message_names_the_smallest_or_the_preferred_extra():
-    error = ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
-    assert str(missing_extra(error)).endswith("run: pip install 'edje-index[search]'")
-    assert str(missing_extra(error, preferred="build")).endswith("'edje-index[build]'")
-    assert str(missing_extra(error, preferred="bench")).endswith("'edje-index[search]'")
-
-
-def test_other_errors_stay_as_they_are():
-    assert missing_extra(ValueError("torch")) is None
-    assert missing_extra(ModuleNotFoundError("No module named 'other'", name="other")) is None
-    with pytest.raises(ModuleNotFoundError, match="other"), name_missing_extra():
-        raise ModuleNotFoundError("No module named 'other'", name="other")
-
-
-def test_a_function_can_be_decorated():
-    @name_missing_extra("train")
-    def needs_ray() -> None:
-        raise ModuleNotFoundError("No module named 'ray'", name="ray")
-
-    for _ in range(2):
-        with pytest.raises(MissingExtraError, match=r"edje-index\[train\]"):
-            needs_ray()
 
 
 def test_a_light_install_reads_verifies_and_quantizes(tmp_path):

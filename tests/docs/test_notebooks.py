@@ -11,7 +11,6 @@ from tests.conftest import REPO
 
 pytestmark = pytest.mark.slow
 FOLDER = REPO / "docs/notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def executed(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -34,11 +33,6 @@ def printed(notebook) -> str:
 def pictures(notebook) -> int:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return sum("image/png" in output.get("data", {}) for output in outputs)
-
-
-def test_there_are_three_without_stored_outputs():
-    assert [path.stem for path in NOTEBOOKS] == ["explore", "quantization", "tokens"]
-    assert not any('"output_type"' in path.read_text() for path in NOTEBOOKS)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq", "ignore::RuntimeWarning:zmq")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import struct
+import subprocess
+import sys
 import zlib
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,6 +43,37 @@ def reason(data: bytes, limit: int = LIMIT) -> str:
     assert caught.value.reason in REASONS
     assert caught.value.detail
     return caught.value.reason
+
+
+IN_LITTLE_MEMORY = """
+import io, resource, sys
+from pathlib import Path
+from PIL import Image
+from edje_index.images.decode import ImageError, decode_rgb
+for kind, mode in (("PNG", "L"), ("JPEG", "L"), ("TIFF", "F")):  # the plug-ins are loaded before the limit
+    out = io.BytesIO(); Image.new(mode, (8, 8)).save(out, kind); decode_rgb(out.getvalue())
+files = [path.read_bytes() for path in sorted(Path(sys.argv[1]).iterdir())]
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+for megabytes in sys.argv[2:]:
+    resource.setrlimit(resource.RLIMIT_AS, (used + (int(megabytes) << 20), -1))
+    for data in files:
+        try:
+            print(decode_rgb(data, 89_000_000).size)
+        except ImageError as error:
+            print(error.reason)
+        except MemoryError:
+            print("MemoryError")
+"""
+
+
+def in_little_memory(folder: Path, files: Iterable[bytes], *megabytes: int) -> list[str]:
+    """Outcomes of decoding each file in a process whose address space may grow by each number of megabytes."""
+    for number, data in enumerate(files):
+        (folder / f"{number:02}").write_bytes(data)
+    command = [sys.executable, "-c", IN_LITTLE_MEMORY, str(folder), *map(str, megabytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
 
 
 def png_chunk(kind: bytes, body: bytes) -> bytes:

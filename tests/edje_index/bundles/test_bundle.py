@@ -18,7 +18,7 @@ from edje_index.bundles.info import INFO_FILE, VISION_WEIGHTS, read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from edje_index.models import weights
-from edje_index.models.adapter import LOCAL, PATCHES, PRUNED, build_adapter
+from edje_index.models.adapter import LOCAL, build_adapter
 from edje_index.models.text_tower import text_tokenizer
 from tests.edje_index.published_cases import WORDS
 from tests.edje_index.towers import random_clip, random_pixels, timm_config
@@ -115,23 +115,6 @@ def test_parts_that_do_not_fit_are_refused(tiny_model: ModelBundle, tmp_path: Pa
         tiny_model.adapter = build_adapter(adapter)
         with pytest.raises(ModelError, match=message):
             tiny_model.save(tmp_path / "out")
-
-
-@pytest.mark.parametrize("kind", [LOCAL, PATCHES, PRUNED])
-def test_every_kind_of_adapter(tiny_model: ModelBundle, tmp_path: Path, kind: str) -> None:
-    count = tiny_model.vision.num_patches if kind in (LOCAL, PATCHES) else 4
-    config = replace(tiny_model.adapter.config, kind=kind, num_tokens=count)
-    if kind == PATCHES:  # stores the tower's own tokens
-        config = replace(config, language_dim=config.vision_dim, hidden_dim=0)
-    tiny_model.adapter = build_adapter(config)
-    tiny_model.save(tmp_path / kind)
-    encoder = ImageEncoder.open(tmp_path / kind)
-    pixels = random_pixels(tiny_model.clip_config, count=3)
-    tokens, embeddings = encoder.encode(pixels)
-    assert tokens.shape == (3, *encoder.block_shape) == (3, count, config.language_dim)
-    expected, _ = image_tokens(tiny_model.vision, tiny_model.adapter, pixels)
-    np.testing.assert_allclose(tokens.astype(np.float32), expected.detach().numpy(), rtol=2**-8, atol=1e-6)
-    np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, rtol=1e-6)
 
 
 def test_stock_open_clip_opens_the_vision_folder(tiny_bundle: Path, tiny_model: ModelBundle) -> None:

@@ -43,18 +43,13 @@ def index(tmp_path_factory: pytest.TempPathFactory, tower: Path) -> Path:
     return folder / "photos.edje"
 
 
-def similarities(index: Path, tower: Path) -> np.ndarray:
-    """Of TEXTS with the rows, by open_clip's own functions for the texts."""
+def test_search_follows_the_embeddings_without_tokens(index: Path) -> None:
+    """By open_clip's own functions for the texts."""
     clip = random_clip(clip_config())
     with torch.inference_mode():
         texts = clip.encode_text(open_clip.tokenizer.SimpleTokenizer(context_length=16)(TEXTS), normalize=True)
     opened = TokenIndex.open(index)
-    return texts.numpy() @ read_embeddings(opened.committed, np.arange(6)).T
-
-
-def test_search_follows_the_embeddings_without_tokens(index: Path, tower: Path) -> None:
-    expected = similarities(index, tower)
-    opened = TokenIndex.open(index)
+    expected = texts.numpy() @ read_embeddings(opened.committed, np.arange(6)).T
     for text, row in zip(TEXTS, expected, strict=True):
         hits = opened.search(text, k=3, pool=6)
         assert [hit.row_id for hit in hits] == np.argsort(-row)[:3].tolist()

@@ -89,15 +89,9 @@ def test_says_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:
     case = Case()
     state = write_case(tmp_path, case)
     tokenizer = tmp_path / "tokenizer"
-    contents = {
-        "is not a checkpoint": [1, 2],
-        "no 'model' weights": {"model": {"weight": 3}},
-        "it lacks": {"model": {}},
-    }
-    for message, content in contents.items():
-        torch.save(content, tmp_path / "other.pth")
-        with pytest.raises(ModelError, match=message):
-            load_published_checkpoint(tmp_path / "other.pth", tokenizer, vision_heads=3)
+    torch.save([1, 2], tmp_path / "other.pth")
+    with pytest.raises(ModelError, match="is not a checkpoint"):
+        load_published_checkpoint(tmp_path / "other.pth", tokenizer, vision_heads=3)
     for name in ("vision_projection.value.bias", "language_model.bert.encoder.layer.1.output.dense.weight"):
         torch.save({"model": {k: v for k, v in state.items() if k != name}}, tmp_path / "part.pth")
         with pytest.raises(ModelError, match="1 tensors missing"):

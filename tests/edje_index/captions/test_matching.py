@@ -35,10 +35,6 @@ def match(root: Path, wanted: list[CaptionedImage], *, allow_none: bool = False)
     return match_items(root, pa.concat_tables(shards), wanted, allow_none=allow_none)
 
 
-def rename(index: Path, row: int, uri: str, raw: bytes | None = None) -> None:
-    set_values(index, row, uri=uri, uri_raw=raw)
-
-
 def set_values(index: Path, row: int, **changes: object) -> None:
     shard, offset = divmod(row, SPEC.shard_size)
     table = read_shard_rows(Layout(index), shard)
@@ -78,22 +74,22 @@ def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
 
 
 def test_names_in_every_script_and_in_bytes(index):
-    rename(index, 2, "/photos/猫 é.jpg")
-    rename(index, 4, "/photos/%FF.jpg", b"/photos/\xff.jpg")
-    rename(index, 5, "/shards/a.tar!x/猫.jpg")
+    set_values(index, 2, uri="/photos/猫 é.jpg")
+    set_values(index, 4, uri="/photos/%FF.jpg", uri_raw=b"/photos/\xff.jpg")
+    set_values(index, 5, uri="/shards/a.tar!x/猫.jpg")
     strange = os.fsdecode(b"/photos/\xff.jpg")
     wanted = items("/photos/猫 é.jpg", strange, "/shards/a.tar!x/猫.jpg", "/photos/%FF.jpg")
     assert match(index, wanted).rows.tolist() == [2, 4, 5, -1]
 
 
 def test_the_first_of_two_rows_with_one_name(index):
-    rename(index, 8, "/photos/1.jpg")
+    set_values(index, 8, uri="/photos/1.jpg")
     assert match(index, items("/photos/1.jpg")).rows.tolist() == [1]
 
 
 def test_folders_may_be_links(index, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    rename(index, 7, f"{tmp_path}/real/a.jpg")
-    rename(index, 8, f"{tmp_path}/link/b.jpg")
+    set_values(index, 7, uri=f"{tmp_path}/real/a.jpg")
+    set_values(index, 8, uri=f"{tmp_path}/link/b.jpg")
     assert match(index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")).rows.tolist() == [7, 8]

@@ -146,13 +146,9 @@ def test_webdataset(tmp_path):
         ('{"image": "a.jpg", "caption": "x"', "not JSON"),
         ("[1]", "not a JSON object"),
         ('{"caption": "x"}', "no file name in 'image'"),
-        ('{"image": 3, "caption": "x"}', "no file name in 'image'"),
         ('{"image": "a.jpg"}', "no captions"),
-        ('{"image": "a.jpg", "captions": []}', "no captions"),
         ('{"image": "a.jpg", "captions": ["x", 3]}', "not a string"),
-        ('{"image": "a.jpg", "captions": ["x", null]}', "not a string"),
         ('{"image": "a\\u0000.jpg", "caption": "x"}', "cannot be a file name"),
-        ('{"image": "a\\ud800.jpg", "caption": "x"}', "cannot be a file name"),
         ('{"image": "a.jpg", "caption": "x \\ud83d"}', "a lone surrogate"),
         (b'{"image": "a\xff.jpg", "caption": "x"}', "not UTF-8"),
     ],
@@ -189,15 +185,6 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
     shard = tar(tmp_path / "s.tar", {"a.jpg": b"", "a.txt": b" \n", "b.jpg": b"", "b.txt": b"\nx\n"})
     items, blank = read_caption_file(shard)
     assert ([each.captions for each in items], blank) == ([("x",)], 1)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["7", "e\u0301", "\u0915\u093e", "\u2764\ufe0f", "\U0001f468\u200d\U0001f467", "&eacute;", "\u20ac", "<3"],
-)
-def test_other_short_captions_are_kept(tmp_path, text):
-    (tmp_path / "c.jsonl").write_text(json.dumps({"image": "a.jpg", "caption": text}) + "\n")
-    assert read_caption_file(tmp_path / "c.jsonl")[0][0].captions == (text,)
 
 
 @pytest.mark.parametrize(

@@ -98,18 +98,3 @@ def test_nearest_words_are_those_of_the_plain_computation(joint):
     np.testing.assert_allclose(chosen, 1 - np.nanmin(distances, axis=1), atol=1e-6)
     assert nearest.shape == (7, 40)
     assert joint.tokenizer.image_token_id not in nearest
-
-
-def test_words_are_counted_with_the_shares_of_special_and_unused_ones(joint):
-    vocabulary = Vocabulary(joint)
-    often, once, separator = 100, 101, joint.tokenizer.special_id("sep_token")
-    vocabulary.words[7] = "[unused80]"  # the tiny vocabulary has none
-    counts = vocabulary.count([often, 7, once, often, separator, 7, often])
-    assert set(counts.words) == {
-        (vocabulary.words[often], 3),
-        ("[unused80]", 2),
-        ("[SEP]", 1),
-        (vocabulary.words[once], 1),
-    }
-    assert [count for _, count in counts.words] == [3, 2, 1, 1]
-    assert (counts.tokens, counts.special, counts.unused) == (7, 1, 2)

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from edje_index.fetching.token_dataset import TokenDataset
 from edje_index.models.devices import to_bf16_array
-from storage_formats import UsageError
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import same_bits, write_random_index
 
@@ -50,10 +49,3 @@ def test_it_pickles_as_its_arguments(built):
     assert same_bits(
         to_bf16_array(torch.stack(dataset.__getitems__([1, 1]))), np.stack([to_bf16_array(dataset[1])] * 2)
     )
-
-
-def test_errors_of_opening_are_raised_at_once(built, tmp_path):
-    with pytest.raises(UsageError):
-        TokenDataset(tmp_path)
-    with pytest.raises(UsageError, match="engine"):
-        TokenDataset(built[0], engine="floppy")

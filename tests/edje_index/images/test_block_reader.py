@@ -108,26 +108,6 @@ def test_a_reader_that_waits_for_a_failed_request_sends_its_own() -> None:
         assert second.result(SECONDS) == DATA[20:30]
 
 
-def test_closing_during_a_read_ahead_waits_for_nothing_and_leaves_nothing() -> None:
-    released, entered = threading.Event(), threading.Event()
-
-    def block_ahead(number: int) -> None:
-        if number >= 2:
-            entered.set()
-            assert released.wait(SECONDS)
-
-    reader = Server(block_ahead).opened()
-    for number in range(2):
-        reader.pread(10, number * BLOCK)
-    assert entered.wait(SECONDS)
-    reader.close()
-    assert not released.is_set()
-    assert reader._blocks == {}
-    released.set()
-    end_of_requests()
-    assert reader._blocks == {}
-
-
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     block = 1 << 16
     monkeypatch.setattr(ranges, "BLOCK_BYTES", block)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import subprocess
-import sys
 
 import av
 import numpy as np
@@ -164,8 +162,3 @@ def test_an_image_is_a_clip_of_one_frame() -> None:
     np.testing.assert_array_equal(moving.frames, panned(3))
     with pytest.raises(ImageError, match=r"unsupported-image|not-an-image"):
         decode_input(clip(panned(3)), "moving", DecodeSettings(LIMIT), np.asarray)
-
-
-def test_pyav_is_imported_only_for_clips() -> None:
-    code = "import sys, edje_index.images.clips, edje_index.images.decoded_input; sys.exit('av' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

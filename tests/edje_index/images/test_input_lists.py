@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -62,21 +61,6 @@ def test_every_shard_is_read_back(tmp_path_factory, refs, shard_size, first_shar
     first = first_shard * shard_size
     assert [row for rows in row_ids for row in rows] == list(range(first, first + len(refs)))
     assert all(rows[0] % shard_size == 0 and (len(rows) <= list_rows or len(rows) <= shard_size) for rows in row_ids)
-
-
-def test_a_worker_reads_only_the_row_group_of_its_shard(tmp_path, monkeypatch):
-    layout = layout_in(tmp_path)
-    write_input_lists(layout, (InputRef(str(row), b"%d" % row) for row in range(5000)), 1)
-    groups_read = []
-    read_row_group = pq.ParquetFile.read_row_group
-
-    def noted(file: pq.ParquetFile, group: int, **options: bool) -> pa.Table:
-        groups_read.append(group)
-        return read_row_group(file, group, **options)
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
-    assert read_shard_inputs(layout, spec_of(5000, 1), 3000) == [InputRef("3000", b"3000")]
-    assert groups_read == [2]
 
 
 def test_a_missing_cut_or_short_list_is_one_clear_error(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -136,9 +134,3 @@ def test_connections_per_host_are_limited(server: WebServer) -> None:
         results = list(pool.map(lambda number: read_bytes(ref(server, f"/{number}.jpg")), range(40)))
     assert results == [DATA] * 40
     assert 4 < server.open_requests["most"] <= web.CONNECTIONS_PER_HOST
-
-
-def test_importing_the_module_loads_no_library() -> None:
-    code = "import sys, edje_index.images.inputs; print({'urllib3', 'obstore'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

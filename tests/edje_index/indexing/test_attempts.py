@@ -53,13 +53,6 @@ def test_deaths_on_machines_that_go_on_count_whoever_was_lost_in_between(tmp_pat
         assert attempt.deaths[POSITION + 1] == 0
 
 
-def test_deaths_of_an_earlier_run_on_this_machine_count(tmp_path):
-    for _ in range(DEATHS + 1):
-        die(Layout(tmp_path))
-    with begin_attempt(Layout(tmp_path), SHARD) as attempt:
-        assert attempt.ended_workers(POSITION)
-
-
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"careful": true}', b'{"position": 5, "deaths": {}}', b"[" * 10**5])
 def test_after_a_damaged_file_an_attempt_is_careful(tmp_path, content):
     layout = Layout(tmp_path)

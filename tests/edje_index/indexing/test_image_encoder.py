@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -16,16 +13,6 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from tests.edje_index.towers import random_pixels
-
-DIGEST = """
-import hashlib, sys, torch
-from edje_index import ImageEncoder
-encoder = ImageEncoder.open(sys.argv[1], device="cpu", threads=2)
-pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-tokens, embeddings = encoder.encode(pixels)
-print(hashlib.sha256(tokens.tobytes() + embeddings.tobytes()).hexdigest())
-print("edje_index.models.joint_encoder" in sys.modules, "faiss" in sys.modules)
-"""
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
@@ -41,34 +28,6 @@ def test_an_opened_encoder_equals_the_bundle_up_to_rounding(
     expected, pooled = image_tokens(tiny_model.vision, tiny_model.adapter, pixels)
     np.testing.assert_allclose(embeddings, pooled.numpy(), atol=tolerance)
     np.testing.assert_allclose(tokens.astype(np.float32), expected.numpy(), rtol=2**-7, atol=3 * tolerance)
-
-
-@pytest.mark.slow
-def test_equal_bits_in_every_process(tiny_bundle: Path) -> None:
-    encoder = ImageEncoder.open(tiny_bundle, device="cpu", threads=torch.get_num_threads())
-    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    tokens, embeddings = encoder.encode(pixels)
-    here = hashlib.sha256(tokens.tobytes() + embeddings.tobytes()).hexdigest()
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", DIGEST, str(tiny_bundle)], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split() == [here, "False", "False"]
-
-
-def test_holds_only_the_image_half(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
-    encoder = ImageEncoder.open(tiny_bundle)
-    names = {name for name, _ in encoder.vision.named_parameters()}
-    assert names < {name for name, _ in tiny_model.vision.named_parameters()}, "the linear layers are replaced"
-    assert encoder.adapter.state_dict().keys() == tiny_model.adapter.state_dict().keys()
-
-
-def test_sets_threads(tiny_bundle: Path) -> None:
-    before = torch.get_num_threads()
-    try:
-        ImageEncoder.open(tiny_bundle, threads=before + 1)
-        assert torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_refuses_unknown_devices_and_types(tiny_bundle: Path) -> None:

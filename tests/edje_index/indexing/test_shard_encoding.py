@@ -156,15 +156,6 @@ def test_last_shard_and_missing_file(case, encoder):
     assert (receipt.rows, receipt.indexed, receipt.failed) == (3, 2, {"missing": 1})
 
 
-def test_progress_counts_up_to_the_shard(case, encoder):
-    task, _ = case
-    seen = []
-    encode_shard(task, encoder, on_progress=seen.append)
-    assert [step.done for step in seen] == [3, 6, 8]
-    assert [step.failed for step in seen] == [1, 2, 2]
-    assert seen[-1].stage_seconds["encode"] > 0
-
-
 def test_stopping_leaves_no_shard_and_no_threads(case, encoder):
     task, _ = case
     answers = iter([False, True])
@@ -263,26 +254,3 @@ def test_an_image_that_ends_or_stops_its_worker_becomes_a_failed_row_and_the_res
     assert np.isnan(embeddings[3]).all()
     assert np.allclose(embeddings[others], expected[1][others], atol=1e-6)
     assert not _layout(task).attempt(0).exists()
-
-
-def test_an_attempt_after_a_death_gives_the_same_bytes(case, encoder):
-    task, _ = case
-    encode_shard(task, encoder)
-    expected = stored(task)
-    _layout(task).attempt(0).write_text('{"position": 3, "deaths": {"5": 1}}')
-    encode_shard(task, encoder)
-    for calm, after_death in zip(expected, stored(task), strict=True):
-        assert calm.tobytes() == after_death.tobytes()
-
-
-def test_a_stopped_attempt_keeps_what_is_known_about_deaths(case, encoder):
-    task, _ = case
-    path = _layout(task).attempt(0)
-    for content, remains in [('{"position": 3, "deaths": {}}', True), (None, False)]:
-        path.parent.mkdir(exist_ok=True)
-        path.unlink(missing_ok=True)
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(TaskInterrupted):
-            encode_shard(task, encoder, should_stop=lambda: True)
-        assert path.exists() == remains

@@ -101,14 +101,6 @@ def test_centroids_are_the_means_of_their_tokens() -> None:
             torch.testing.assert_close(centroids[image, cluster], members.mean(dim=0), atol=1e-5, rtol=0)
 
 
-def test_clusters_do_not_depend_on_the_other_images() -> None:
-    tokens = random_tokens(4, 30, 5)
-    together = cluster_tokens(tokens, 6)
-    alone = torch.cat([cluster_tokens(tokens[i : i + 1], 6) for i in range(4)])
-    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
-    assert torch.equal(together, cluster_tokens(tokens, 6))
-
-
 def test_clusters_of_equal_tokens_have_no_holes() -> None:
     """All clusters but one lose their tokens; none may turn into NaN."""
     tokens = torch.ones(2, 9, 3)

@@ -126,22 +126,6 @@ def test_text_embeddings_equal_those_of_open_clip(
     assert np.ptp(expected, axis=0).max() > 0.01, "the texts differ"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"hf_model_name": None},
-        {"tokenizer_kwargs": {"strip_sep_token": True}},
-        {"tokenizer_mode": "clips"},
-    ],
-)
-def test_other_text_towers_are_left_to_open_clip(
-    vision_folder: tuple[Path, ClipConfig], changes: dict[str, object]
-) -> None:
-    folder, config = vision_folder
-    other = ClipConfig("tiny", {**config.model, "text_cfg": {**config.text, **changes}}, {})
-    assert load_bert_text_tower(folder, other, torch.device("cpu")) is None
-
-
 @settings(max_examples=30)
 @given(st.text(max_size=60) | st.text("aB_.&; #x39<>’Ã©\t\n", max_size=60))
 @pytest.mark.parametrize("name", CLEANERS)

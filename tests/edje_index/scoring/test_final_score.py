@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -14,11 +12,9 @@ from hypothesis.extra.numpy import arrays
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import (
     PART_NAMES,
-    HubnessSimilarity,
     ScoreWeights,
     parse_score,
 )
-from storage_formats import UsageError
 from tests.edje_index.scoring.bundles import WEIGHTS
 
 NUMBERS = st.floats(-8, 8, width=16)
@@ -65,30 +61,6 @@ def test_a_candidate_without_a_logit_never_ranks_above_one_with(parts, joint_poo
 
 
 @pytest.mark.parametrize(
-    ("weights", "joint_pool", "message"),
-    [
-        (ScoreWeights(late=1.0), 0, "joint_pool must be an integer of at least 1, got 0"),
-        (ScoreWeights(), 5, "joint_pool needs a score with other parts than the logit"),
-        (ScoreWeights(logit=0.0, late=1.0), 5, "joint_pool has no effect on a score without the logit"),
-    ],
-)
-def test_a_joint_pool_without_use_is_refused(weights, joint_pool, message):
-    with pytest.raises(UsageError, match=message):
-        FinalScore.of(weights, joint_pool)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_weights_are_finite(bad):
-    for part in PART_NAMES:
-        with pytest.raises(ValueError, match=f"'{part}'"):
-            ScoreWeights(**{part: bad})
-    with pytest.raises(ValueError, match="'pooled'"):
-        HubnessSimilarity(pooled=bad)
-    with pytest.raises(ValueError, match="temperature of the hubness correction must be positive, got 0"):
-        HubnessSimilarity(temperature=0)
-
-
-@pytest.mark.parametrize(
     ("score", "expected"),
     [
         ("logit", {"logit": 1}),
@@ -102,17 +74,3 @@ def test_parts_that_are_not_named_have_no_weight(score, expected):
     assert weights.hubness_similarity == WEIGHTS.t2i.hubness_similarity, "the bundle defines the correction"
     assert parse_score("bundle", WEIGHTS.i2t) == WEIGHTS.i2t
     assert parse_score(WEIGHTS.t2i, WEIGHTS.i2t) == WEIGHTS.t2i
-
-
-@pytest.mark.parametrize(
-    ("score", "words"),
-    [
-        ("", "unknown part ''"),
-        ("logit=", "weight of 'logit' must be a number from -1e30 to 1e30, got ''"),
-        ("late=1e39", "weight of 'late' must be a number from -1e30 to 1e30, got '1e39'"),
-        ("late=0,logit=0", "gives every part the weight 0"),
-    ],
-)
-def test_other_spellings_are_refused(score, words):
-    with pytest.raises(UsageError, match=words):
-        parse_score(score, WEIGHTS.t2i)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import INFO_FILE, read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.scoring.parts import HubnessBank
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
-from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts, random_bank, unit
+from tests.edje_index.scoring.bundles import bundle_with_all_parts, random_bank, unit
 
 
 def expected(candidates, others, own, similarity):
@@ -55,33 +52,6 @@ def test_vectors_are_kept_to_a_part_in_254_of_their_largest(scale, rows, width):
     assert (bank.caption_embeddings.dense() - values).abs().le(allowed).all()
 
 
-def test_candidates_unlike_the_bank_have_the_lowest_hubness():
-    bank, similarity = random_bank(), HubnessSimilarity(20.0, 3.0)
-    unlike = bank.hubness(torch.zeros(1, 24), torch.zeros(1, 5), similarity, "t2i")
-    own = bank.hubness(bank.image_embeddings.dense(), bank.image_vectors.dense(), similarity, "t2i")
-    assert unlike.item() == pytest.approx(own.min().item())
-    assert unlike.item() == bank.floor(similarity, "t2i") != bank.floor(similarity, "i2t")
-    assert bank.floor(replace(similarity, embedding=1.0), "t2i") != unlike.item()
-
-
-def test_a_bundle_keeps_it(tiny_bundle, tmp_path):
-    bundle = bundle_with_all_parts(tiny_bundle)
-    info = bundle.save(tmp_path / "with")
-    again = ModelBundle.load(tmp_path / "with")
-    assert info.hubness_bank == {"captions": 7, "images": 9, "dim": 5}
-    assert info.pooled_similarity == bundle.pooled.sizes
-    for name, value in bundle.pooled.state_dict().items():
-        assert torch.equal(value, again.pooled.state_dict()[name])
-    assert info.score == again.score == WEIGHTS
-    for name, value in bundle.hubness_bank.state_dict().items():
-        assert torch.equal(value, again.hubness_bank.state_dict()[name])
-    plain = read_bundle_info(tiny_bundle)
-    assert info.encoder_fingerprint == plain.encoder_fingerprint, "an index need not be built again"
-    assert (plain.hubness_bank, plain.score) == (None, DirectionWeights())
-    other = replace(WEIGHTS, i2t=replace(WEIGHTS.i2t, hubness=0.3))
-    assert info.fingerprint != replace(bundle, score=other).save(tmp_path / "other").fingerprint
-
-
 def test_parts_that_do_not_fit_are_refused(tiny_bundle, tmp_path):
     bundle = bundle_with_all_parts(tiny_bundle)
     with pytest.raises(ModelError, match="the bundle has no hubness correction"):
@@ -91,25 +61,3 @@ def test_parts_that_do_not_fit_are_refused(tiny_bundle, tmp_path):
         plain.save(tmp_path / "never")
     with pytest.raises(ModelError, match="vectors of width 4, but the pooled similarity has width 5"):
         replace(bundle, hubness_bank=random_bank(dim=4)).save(tmp_path / "never")
-
-
-NO_TEMPERATURE = {**vars(HubnessSimilarity()), "temperature": 0}
-
-
-@pytest.mark.parametrize(
-    ("group", "change"),
-    [
-        ("joint", {"hubness_bank": {"captions": 0, "images": 9, "dim": 5}}),
-        ("joint", {"pooled_similarity": {"words": -1, "dim": 5}}),
-        ("score", {"t2i": {**ScoreWeights().to_json(), "late": float("inf")}}),
-        ("score", {"i2t": {**ScoreWeights().to_json(), "hubness_similarity": NO_TEMPERATURE}}),
-    ],
-)
-def test_damaged_numbers_are_refused(tiny_bundle, tmp_path, group, change):
-    bundle_with_all_parts(tiny_bundle).save(tmp_path / "with")
-    path = tmp_path / "with" / INFO_FILE
-    content = json.loads(path.read_text())
-    content[group].update(change)
-    path.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match="damaged"):
-        read_bundle_info(tmp_path / "with")

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.errors import ModelError
 from edje_index.scoring.parts import (
     Pairs,
     ScoreModels,
     content_token_mask,
     late_interaction,
-    word_bags,
 )
-from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights, check_parts, parse_score
 from edje_index.training.step import alignment_scores
-from storage_formats import UsageError
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts, unit
 
 CAPTIONS = ["a dog", "two cats and a house", "a dog", "of the"]
@@ -97,40 +89,3 @@ def test_pooled_similarity_is_the_cosine_of_two_linear_maps(bundle, models, pair
         said = hidden @ maps["sentence"] + bag @ maps["words"] + maps["caption_offset"]
         expected.append(seen @ said / np.linalg.norm(seen) / np.linalg.norm(said))
     np.testing.assert_allclose(part(models, "pooled", pairs), expected, atol=2e-5)
-
-
-@given(
-    captions=st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5),
-    numbers=st.sets(st.integers(0, 30), max_size=10).map(sorted),
-)
-def test_bags_hold_the_counted_words_once(captions, numbers):
-    weights = [1.0 + number for number in numbers]
-    bags = word_bags(captions, torch.tensor(numbers, dtype=torch.int64), torch.tensor(weights))
-    for bag, caption in zip(bags, captions, strict=True):
-        expected = [weight if number in caption else 0.0 for number, weight in zip(numbers, weights, strict=True)]
-        length = math.sqrt(sum(value * value for value in expected)) or 1.0
-        assert bag.tolist() == pytest.approx([value / length for value in expected], abs=1e-6)
-
-
-def test_scores_do_not_depend_on_the_batch(bundle, models):
-    tokens = torch.randn(300, *bundle.block_shape).bfloat16()
-    pairs = Pairs(["a dog"] * 300, tokens, np.linspace(0, 1, 300, dtype=np.float32), unit(300, 24).numpy())
-    for name in PART_NAMES:
-        whole = part(models, name, pairs)
-        for row in (0, 150, 299):
-            alone = pairs.at(np.arange(300) == row)
-            np.testing.assert_allclose(part(models, name, alone)[0], whole[row], atol=1e-4)
-
-
-def test_a_bundle_without_parts_scores_by_the_logit(tiny_model):
-    assert tiny_model.score == DirectionWeights(ScoreWeights(), ScoreWeights())
-    models = tiny_model.score_models
-    assert models.part_names == ("logit", "late", "embedding")
-    assert models.caption_vectors(["a dog"]).shape == (1, 0)
-    assert models.image_vectors(torch.randn(2, *tiny_model.block_shape)).shape == (2, 0)
-    with pytest.raises(ModelError, match="the bundle has no hubness correction: use only the parts logit, late, emb"):
-        check_parts(parse_score("hubness=1", ScoreWeights()), models.part_names, "the bundle")
-    with pytest.raises(ModelError, match="no pooled similarity"):
-        check_parts(parse_score("logit=1,pooled=1", ScoreWeights()), models.part_names, "the bundle")
-    with pytest.raises(UsageError, match="unknown part"):
-        parse_score("joint", ScoreWeights())

@@ -11,7 +11,6 @@ import pytest
 
 from edje_index import TokenIndex
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann
-from edje_index.search import row_filters
 from edje_index.search.row_filters import FilterTimeoutError, RowFilters
 from pipelines import delete_rows
 from storage_formats import IndexWriter, UsageError
@@ -71,22 +70,6 @@ def test_a_filtered_search_is_exact(index, tmp_path, factory):
         for query, (rows, similarities) in zip(queries, found, strict=True):
             assert rows.tolist() == exhaustive(opened.root, query, where, 25), where
             np.testing.assert_allclose(similarities, read_embeddings(opened, rows) @ query, atol=1e-5)
-
-
-def test_columns_are_read_once_and_kept_within_limits(index, monkeypatch):
-    opened, reads = CommittedIndex.open(index), []
-    real = row_filters.iter_rows
-    monkeypatch.setattr(row_filters, "iter_rows", lambda *arguments: reads.append(arguments) or real(*arguments))
-    filters = RowFilters(opened)
-    first = filters.passing("size < 500")
-    assert 0 < first.sum() < ROWS
-    assert (filters.passing("size >= 500") == ~first).all()
-    assert len(reads) == 1
-    for number in range(40):
-        filters.passing(f"size < {number}")
-    assert (len(reads), len(filters._results)) == (1, 16)
-    monkeypatch.setattr(row_filters, "_CACHED_BYTES", 0)
-    assert (RowFilters(opened).passing("size < 500") == first).all()
 
 
 def test_a_filter_ends_at_its_time_limit(index):

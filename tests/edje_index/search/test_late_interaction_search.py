@@ -71,20 +71,6 @@ def test_holes_are_left_out(tmp_path):
     assert index.search(query, row_ids=[]) == []
 
 
-def test_arguments_that_are_refused(written):
-    index = LateInteractionSearch.open(written[0])
-    for arguments, message in (
-        ({"query": np.ones(16), "row_ids": [0]}, r"must have the shape \[q, 16\]"),
-        ({"query": np.ones((0, 16)), "row_ids": [0]}, "q >= 1"),
-        ({"query": np.ones((1, 16))}, "give either embedding or row_ids"),
-        ({"query": np.ones((1, 16)), "row_ids": [0], "embedding": np.ones(8)}, "give either embedding or row_ids"),
-        ({"query": np.ones((1, 16)), "row_ids": [0], "k": 0}, "k must be an integer of at least 1, got 0"),
-        ({"query": np.ones((1, 16)), "embedding": np.ones((1, 8))}, "embedding must be a vector"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            index.search(**arguments)
-
-
 def test_an_index_without_nearest_neighbours_says_what_to_do(tmp_path):
     write_random_index(tmp_path, IndexSpec(10, 4, (4, 16), 8))
     with pytest.raises(UsageError, match=r"build it with 'edje-index ann build'"):

@@ -145,16 +145,10 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
     embedded = read_embeddings(index, data.rows)
     with torch.no_grad():
         tokens = adapter(source.features.fetch(data.rows)[0].float()).bfloat16()
-    found = {
-        "captions": (bank.caption_embeddings, bank.caption_vectors),
-        "images": (bank.image_embeddings, bank.image_vectors),
-    }
-    wanted = {
-        "captions": (data.text_embeddings, models.caption_vectors(texts).numpy()),
-        "images": (embedded, models.image_vectors(tokens).numpy()),
-    }
-    for name, (embeddings, pooled_vectors) in found.items():
-        all_embeddings, all_vectors = wanted[name]
+    for embeddings, pooled_vectors, all_embeddings, all_vectors in (
+        (bank.caption_embeddings, bank.caption_vectors, data.text_embeddings, models.caption_vectors(texts).numpy()),
+        (bank.image_embeddings, bank.image_vectors, embedded, models.image_vectors(tokens).numpy()),
+    ):
         assert len(embeddings.codes) == len(pooled_vectors.codes) == min(count, len(all_embeddings))
         places = (embeddings.dense().numpy() @ all_embeddings.T).argmax(axis=1)
         np.testing.assert_allclose(embeddings.dense().numpy(), all_embeddings[places], atol=5e-3)

@@ -20,10 +20,7 @@ from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import build_adapter
 from edje_index.training.batches import BatchSource, Sampler
-from edje_index.training.config import FittingConfig
-from edje_index.training.dev import DevSet, choose_dev_weights, dev_recalls
 from edje_index.training.features import OnlineFeatures, photo_view, unreadable_by_reason
-from edje_index.training.start import make_start
 from storage_formats.errors import EdjeError
 from storage_formats.format.manifest import CommittedIndex
 from tests.edje_index.training.conftest import IMAGES, Case
@@ -115,12 +112,8 @@ def test_an_unreadable_image_is_named_and_blank(photos):
     fetched, readable = features.fetch(np.array([2, 3, 5, 7]))
     assert readable.tolist() == is_readable.tolist()
     assert torch.equal(fetched[[0, 3]], features.fetch(np.array([2, 7]))[0])
-    (photos.folder / "unreadable-1.jsonl").write_text(
-        json.dumps(min(lines, key=lambda line: line["uri"])) + '\n{"uri": "half'
-    )
-    (photos.folder / "unreadable-2.jsonl").write_text(json.dumps({"uri": "2.jpg", "reason": "missing"}) + "\n")
-    assert unreadable_by_reason(photos.folder) == {"changed-since-plan": 1, "missing": 2}
-    assert features.unreadable() == 3  # also those of the workers 1 and 2
+    assert unreadable_by_reason(photos.folder) == {"changed-since-plan": 1, "missing": 1}
+    assert features.unreadable() == 2
 
 
 def test_a_pair_without_its_image_is_replaced_by_another_pair(photos):
@@ -150,16 +143,3 @@ def test_a_batch_without_any_image_says_what_to_do(photos):
     for make in (photos.source().joint, photos.source().alignment(np.ones(1000, dtype=bool))):
         with pytest.raises(EdjeError, match=r"none of the images .* restore the image files"):
             make(0)
-
-
-def test_unreadable_dev_images_count_as_blank(photos):
-    bundle = make_start(photos.case.config().architecture, 0, model=photos.case.bundle)
-    bundle.joint.eval()
-    dev = DevSet.open(photos.case.items, photos.case.data, photos.case.source().features)
-    config = FittingConfig(dev_captions=1000, dev_pool=6)
-    for row in (2, 9):
-        photos.path(row).unlink()
-    choices = choose_dev_weights(bundle, dev, photos.features(), config)
-    assert (choices["t2i"].queries, choices["i2t"].queries) == (2 * IMAGES, IMAGES)
-    recalls = dev_recalls(bundle, dev, photos.features(), config)
-    assert recalls == {direction: choice.logit_recall for direction, choice in choices.items()}

@@ -8,7 +8,7 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import ScoreWeights
-from edje_index.training.pooled_similarity import MIN_CAPTIONS, canonical_maps, fit_pooled_similarity, ridge_map
+from edje_index.training.pooled_similarity import MIN_CAPTIONS, canonical_maps, fit_pooled_similarity
 from edje_index.training.start import trained_part
 
 
@@ -33,17 +33,6 @@ def test_canonical_maps_are_defined_by_their_covariances():
     # Scaled on both sides by correlation ** 1.5: the ridged covariances are correlation ** 3, across ** 4.
     torch.testing.assert_close(across, (scale ** (4 / 3)).diag())
     assert scale.tolist() == sorted(scale.tolist(), reverse=True)
-
-
-def test_the_ridge_solution_has_no_gradient():
-    """Of |x m - y|^2 + penalty |m|^2, by torch's differentiation."""
-    rng = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(50, width, generator=rng, dtype=torch.float64) for width in (6, 3))
-    found = ridge_map(x, y).requires_grad_()
-    penalty = 0.01 * (x.T @ x).diagonal().mean()
-    loss = (x @ found - y).pow(2).sum() + penalty * found.pow(2).sum()
-    (gradient,) = torch.autograd.grad(loss, found)
-    assert gradient.abs().max() < 1e-9
 
 
 def test_it_tells_whose_caption_it_is(case):

@@ -17,7 +17,6 @@ from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.training.config import ArchitectureConfig
 from edje_index.training.start import (
     feature_fingerprint,
-    init_queries,
     load_language_model,
     make_start,
     make_trainable,
@@ -152,19 +151,3 @@ def test_the_settings_decide_what_is_trained_and_how_captions_are_read(tiny_bund
     assert [module.p for module in (*dropouts, layer.attention.self.dropout)] == [0.3, 0.3, 0.3, 0.0]
     assert not start.joint.tokenizer.canonical
     assert start.joint.config.max_position_embeddings == 512
-
-
-def test_every_token_starts_as_the_mean_of_similar_patches():
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(8, 32, generator=generator) * 3
-    cluster = torch.randint(8, (20, 16), generator=generator)
-    patches = centres[cluster] + 0.3 * torch.randn(20, 16, 32, generator=generator)
-    adapter = build_adapter(AdapterConfig("compressed", 8, 32, 16, hidden_dim=8, num_heads=4))
-    init_queries(adapter, patches, generator)
-    attended = []
-    adapter.layernorm.register_forward_hook(lambda _, inputs, __: attended.append(inputs[0]))
-    one_of_each = (centres + 5)[None]  # around another mean
-    adapter(one_of_each)
-    mean = patches.reshape(-1, 32).mean(dim=0)
-    nearest = torch.cdist(attended[0][0] + mean, centres + 5).argmin(dim=1)
-    assert sorted(nearest.tolist()) == list(range(8))
