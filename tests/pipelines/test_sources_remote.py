@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edje_index.images import ranges, tars, web
@@ -20,7 +21,7 @@ from pipelines import update_index
 from pipelines.cli.changes import failed_rows
 from pipelines.progress.events import StatusMessage
 from pipelines.sources import iter_all, open_source, open_sources
-from storage_formats import UsageError, read_rows
+from storage_formats import TokenStore, UsageError, read_rows
 from tests.pipelines.conftest import run_build
 from tests.pipelines.test_build_packed import _pack
 from tests.web_server import WebServer, web_server
@@ -218,6 +219,31 @@ def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
     result = update_index(request.out, engine="inline", dry_run=True, on_event=events.append)
     assert (result.unchanged, result.deleted, result.failed_by_reason) == (3, 2, {"missing": 1, "unreachable": 1})
     assert StatusMessage("2 inputs on servers cannot be read now; the rows stay", is_warning=True) in events
+
+
+@pytest.mark.parametrize("original", ["changed", "vanished"])
+def test_an_update_keeps_the_original_of_a_duplicate_that_cannot_be_read_now(
+    server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any], original: str
+) -> None:
+    server.files["/01.jpg"] = (photos / "01.jpg").read_bytes()
+    (tmp_path / "list.txt").write_text(f"{server.url}/01.jpg\n")
+    sources = (str(photos), str(tmp_path / "list.txt"))
+    request = replace(config(), sources=sources, out=tmp_path / "web.edje", dedupe=True)
+    run_build(request, lambda event: None)  # rows 3 and 10 are duplicates of row 1
+    if original == "changed":
+        (photos / "01.jpg").write_bytes((photos / "02.jpg").read_bytes() + b"changed")
+    else:
+        (photos / "01.jpg").unlink()
+    server.faults["/01.jpg"] = ["503"] * 4
+    events: list[Any] = []
+    result = update_index(request.out, engine="inline", on_event=events.append)
+    assert (result.unchanged, result.new, result.deleted) == (10, int(original == "changed"), 0)
+    assert StatusMessage("1 input on servers cannot be read now; the rows stay", is_warning=True) in events
+    with TokenStore.open(request.out) as store:
+        assert np.isfinite(store.fetch([1])).all()
+    result = update_index(request.out, engine="inline", on_event=events.append)  # the server responds again
+    assert (result.unchanged, result.new + result.changed, result.deleted) == (8 + int(original == "changed"), 1, 3)
+    assert "duplicate" not in read_rows(request.out, columns=["status"])["status"].to_pylist()[8:]
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.zip"])
