@@ -139,7 +139,7 @@ def quantize_index(
             entries = [file for _, file in change.index.shard_files() if file.path.startswith(folders)]
             files = [(file.path, file.bytes, file.crc32c) for file in entries]
             digest = hashlib.sha256(repr(files).encode()).hexdigest()
-            plan = hashlib.sha256(f"convert {spec} {read} {missing} {digest}".encode()).hexdigest()
+            plan = hashlib.sha256(f"convert {spec} {read} {sorted(missing)} {digest}".encode()).hexdigest()
             shards = list(spec.shard_numbers())
             receipts = change.receipts(shards, plan)
             left, sizes = len(shards) - len(receipts), [_record_bytes(spec, name) for name in missing]

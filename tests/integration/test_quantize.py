@@ -59,6 +59,15 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
     assert "there is no index" in run_here("quantize", tmp_path / "b", "--to", "fp8", expect=2)["error"]
 
 
+def test_the_order_of_precisions_does_not_matter_to_a_resumed_conversion(tmp_path):
+    write_random_index(tmp_path, SPEC)
+    stop_after_one_shard(quantize_index, tmp_path, ["fp8", "fp16"])
+    plans = []
+    quantize_index(tmp_path, ["fp16", "fp8"], on_event=plans.append)
+    assert plans[0].finished_shards == 1
+    assert verify_index(tmp_path) == []
+
+
 def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch):
     build(case, tmp_path / "a")
     stop_after_one_shard(quantize_index, tmp_path / "a", ["fp8"])
