@@ -31,8 +31,8 @@ class InputRef:
             "<Parquet file>!<column>/<row>". Bytes that are not UTF-8 are written as %XX.
         path: path or URL of the file that contains the input, as bytes (`os.fsencode`). Any file name works.
         container: how the file packs the input; None if the input is the whole file.
-        offset: position of the input in its container: for a tar, the offset in the decompressed archive; for a zip,
-            the offset of the member's header; for a Parquet file, the row, counted from 0.
+        offset: position of the input in its container: for an archive as its class says, for a Parquet file the row,
+            counted from 0.
         size: number of bytes of the input when the build was planned; None if unknown.
         content_hash: SHA-256 of the input, 64 hex digits; None if the plan did not hash the input.
         duplicate_of: row id of the first input with the same bytes; None if the input is not a duplicate.

@@ -131,7 +131,7 @@ def _locate(row: dict[str, Any]) -> InputRef:
     """Return where the photo of a row is now: a file, or a part of an archive or Parquet file.
 
     Raises:
-        ImageError: the photo cannot be found, or lies in a compressed tar, where finding it takes too long.
+        ImageError: the photo cannot be found, or lies in an archive that is read from its start, which takes too long.
         OSError: the file cannot be read.
     """
     uri, size = row["uri"], row["size"]
@@ -174,7 +174,7 @@ def _member_offsets(
     with open_ranged(path, only_headers=True) as file:
         archive = ARCHIVES[kind][0](file)
         if archive.is_compressed:
-            detail = "the photo is in a compressed tar; unpack the tar to see it"
+            detail = "the photo is in a compressed archive; unpack the archive to see it"
             raise ImageError(reason="too-expensive", detail=detail)
         try:
             for member in itertools.islice(archive.members(), _MAX_MEMBERS):
