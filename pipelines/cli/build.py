@@ -85,10 +85,10 @@ _NO_MODEL = (
 def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     """Build a new index of the images in every SOURCE.
 
-    A SOURCE is a directory, an archive (tar, zip), a Parquet file of images, an image file, or a list of paths (Parquet,
-    CSV, TSV, JSON Lines or text, or - for standard input). Directories are searched recursively. Quoted patterns such
-    as 'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. A SOURCE can also be a URL that begins with
-    https://, s3://, gs://, az:// or hf://.
+    A SOURCE is a directory, an archive (tar, zip), a Parquet file of images, an image file, or a list of paths
+    (Parquet, CSV, TSV, JSON Lines or text, or - for standard input). Directories are searched recursively. Quoted
+    patterns such as 'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. A SOURCE can also be a URL that
+    begins with https://, s3://, gs://, az:// or hf://.
 
     An image that cannot be read becomes a failed row. 'edje-index failures' lists the failed rows with their reasons.
     If more images fail than --max-failed allows, the build stops with exit code 1 and keeps the finished shards.

@@ -62,8 +62,8 @@ class ArchiveSource(Source):
     """The images in one archive, in the order of the archive, with the metadata beside them.
 
     In a tar, consecutive members form a sample if their paths are equal up to the first dot of the file name
-    (WebDataset). The `.json` and `.txt` members of a sample contain the metadata of its images. In other archives, NAME.json
-    and NAME.txt contain the metadata of NAME.jpg. Other members that are not images are ignored.
+    (WebDataset). The `.json` and `.txt` members of a sample contain the metadata of its images. In other archives,
+    NAME.json and NAME.txt contain the metadata of NAME.jpg. Other members that are not images are ignored.
 
     Members that cannot be read, for example links, become inputs with a problem such as "unsupported-member". If the
     archive is damaged, one input with the problem "truncated-archive", "damaged-archive" or "too-expensive" replaces
