@@ -95,7 +95,8 @@ class Build:
             begun = self.attempts()
             finished = len(self.events("shard"))
             if len(self.nodes.numbers) > 1:  # a shard that another worker encodes does not stay
-                self.wait_until(lambda: len(self.events("shard")) > finished + 2)  # noqa: B023
+                enough = min(finished + 3, PHOTOS // SHARD_SIZE - 1)  # the suspended worker may have the last shard
+                self.wait_until(lambda: len(self.events("shard")) >= enough)  # noqa: B023
             if set(begun) & set(self.attempts()):
                 return workers
             for worker in workers:
@@ -138,8 +139,7 @@ def test_the_shard_of_a_lost_node_runs_again(case, nodes, tmp_path, how):
         run.freeze(3)
         getattr(nodes, how)(3)
         check(run.result(), case, run.out)
-        if how == "stop":  # the build may end before Ray notices that a node was killed
-            assert "node 127.0.0.3 left the cluster, which now has room for 1 worker" in run.messages()
+        # The build may end before Ray notices the loss; tests/pipelines/test_ray_nodes.py waits for this message.
 
 
 def test_a_node_without_the_index_directory_is_named(case, nodes, tmp_path):
