@@ -30,7 +30,7 @@ from storage_formats.format.tombstones import Tombstones, live_rows, refuse_befo
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.destination import Destination
+from storage_formats.reading.destination import Destination, copy_blocks
 from storage_formats.reading.local_reads import LocalReads
 from storage_formats.reading.memory import BufferPool, aligned_blocks, aligned_bytes
 from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
@@ -442,5 +442,5 @@ class _View:
         if len(firsts):
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
             self.reads.read(batch, lambda part: Destination(part, out, self.codec, self.checksums.check))
-        for original, duplicate in zip(firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first], strict=True):
-            out[duplicate] = out[original]
+        if not is_first.all():
+            copy_blocks(out, firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first])

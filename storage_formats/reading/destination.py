@@ -68,20 +68,9 @@ class Destination:
             in_memory = _memory_check(memory.ctypes.data + offsets, size, check)
             self._codec.scatter(memory, offsets, self._out, self.batch.out_indices[part], threads, in_memory)
             return
+        # A thread that works on after an interruption keeps the memory alive.
         sources, targets = memory.ctypes.data + offsets, self._addresses(part)
-        total = len(sources) * size
-        is_aligned = size % _LINE_BYTES == 0 and not (targets % _LINE_BYTES).any()
-        is_nontemporal = total >= _NONTEMPORAL_FROM and is_aligned
-        copies = COPY_NONTEMPORAL if is_nontemporal else COPY
-        check_records = _loop(total)
-
-        def work(start: int, stop: int, _held: object = (memory, self)) -> None:
-            # A thread that works on after an interruption keeps the memory alive.
-            actual = np.empty(stop, dtype=np.uint32)
-            check_records(sources, targets, size, actual, copies, start, stop)
-            check.compare(actual, start, stop)
-
-        run_chunks(work, len(sources), size, threads)
+        _copy(sources, targets, size, check.compare, threads, held=(memory, self))
 
     def check(self, part: Part, threads: int | None = None) -> None:
         """Check the records `batch[part]`, which the engine has read into `records`. Raises the errors of `take`."""
@@ -92,6 +81,34 @@ class Destination:
         assert self.records is not None
         addresses: Ints = self.records.ctypes.data + self.batch.out_indices[part] * self._codec.record_bytes
         return addresses
+
+
+def copy_blocks(out: NDArray[Any], originals: Ints, duplicates: Ints) -> None:
+    """Write the blocks `out[originals]` to `out[duplicates]`. `out` is contiguous."""
+    size, start = out[0].nbytes, out.ctypes.data
+    _copy(start + originals * size, start + duplicates * size, size, lambda *_: None, None, held=out)
+
+
+def _copy(
+    sources: Ints,
+    targets: Ints,
+    size: int,
+    compare: Callable[[NDArray[np.uint32], int, int], None],
+    threads: int | None,
+    held: object,
+) -> None:
+    """Copy `size` bytes from each address to another. Call `compare(checksums, start, stop)` after each part."""
+    total = len(sources) * size
+    is_aligned = size % _LINE_BYTES == 0 and not (targets % _LINE_BYTES).any()
+    copies = COPY_NONTEMPORAL if total >= _NONTEMPORAL_FROM and is_aligned else COPY
+    check_records = _loop(total)
+
+    def work(start: int, stop: int, _held: object = held) -> None:
+        actual = np.empty(stop, dtype=np.uint32)
+        check_records(sources, targets, size, actual, copies, start, stop)
+        compare(actual, start, stop)
+
+    run_chunks(work, len(sources), size, threads)
 
 
 def _memory_check(sources: Ints, size: int, check: BlockCheck) -> Callable[[int, int], None]:
