@@ -78,7 +78,8 @@ def repair_index(
     Args:
         index: directory of the index.
         model: directory of the model bundle; None selects the bundle that built the index.
-        on_event, should_stop: as in `build_index`.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`.
