@@ -48,7 +48,7 @@ class Answer:
 
     @property
     def total(self) -> int | None:
-        """Length of the file of which the body is a range; None if the response does not contain it."""
+        """Length of the whole file, if the body is a range of it; None if the response does not tell."""
         total = _TOTAL.fullmatch(self.headers.get("Content-Range", ""))
         return None if total is None else int(total[1])
 

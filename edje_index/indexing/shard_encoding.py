@@ -93,7 +93,7 @@ def encode_shard(
         alive: ids of the machines that are not lost.
 
     Raises:
-        TaskInterrupted: `should_stop` returned True. The shard begins anew in the next run.
+        TaskInterrupted: `should_stop` returned True. The next run starts the shard again.
         TransientInputError: an input cannot be read or decoded because of a problem of the machine.
         OSError: the index cannot be written.
     """

@@ -111,7 +111,7 @@ def test_a_view_is_most_of_the_photo_upright(width, height, seed):
 
 
 def test_views_are_stored_per_photo_and_a_stopped_run_crops_again(job, tmp_path):
-    """Three photos, of which one is no image and one is captioned twice."""
+    """Three photos: one is no image, and one has two captions."""
     for number in range(2):
         gradient(40 + number, 30).save(tmp_path / f"{number}.png")
     (tmp_path / "2.png").write_bytes(b"no image")
