@@ -138,3 +138,18 @@ def signals_are_heard():
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, default)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster without nodes, see `RayNodes`."""
+    from tests.integration.ray_nodes import ray_nodes  # imports this module
+
+    with ray_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def nodes(cluster):
+    yield cluster
+    cluster.remove_all()

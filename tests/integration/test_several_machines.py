@@ -16,7 +16,7 @@ from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from storage_formats import verify_index
 from tests.command_line import command, run_here
 from tests.integration.builds import contents, make_photos
-from tests.integration.ray_nodes import RayNodes, ray_nodes
+from tests.integration.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.slow
 
@@ -32,18 +32,6 @@ def case(tmp_path_factory):
     create_untrained_bundle(folder / "model", sizes=TINY)
     run_here(*build(folder, folder / "calm"), "--engine", "inline")
     return folder
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_nodes() as nodes:
-        yield nodes
-
-
-@pytest.fixture
-def nodes(cluster):
-    yield cluster
-    cluster.remove_all()
 
 
 def build(folder: Path, out: Path) -> list[str | Path]:

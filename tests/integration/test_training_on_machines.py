@@ -10,7 +10,7 @@ import pytest
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.training.checkpoints import read_log
 from tests.command_line import command, run_here, run_process
-from tests.integration.ray_nodes import RayNodes, ray_nodes
+from tests.integration.ray_nodes import RayNodes
 from tests.integration.test_training import training, wait_for_steps, write_captions
 
 pytestmark = pytest.mark.slow
@@ -27,12 +27,6 @@ def case(tmp_path_factory):
     run_here(*training(folder, folder / "calm", features=False), "--steps", "1")
     run_process(*arguments(folder, folder / "local"))
     return folder
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_nodes() as nodes:
-        yield nodes
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.ray_nodes import RayNodes, ray_nodes
+from tests.integration.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.slow
 
@@ -28,18 +28,6 @@ for result in run_jobs(run, sys.argv[2], jobs, on_event=show):
 RUN_SECONDS = 300
 SIX = [[name] for name in range(1, 7)]
 RESULTS = [10, 20, 30, 40, 50, 60]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_nodes() as nodes:
-        yield nodes
-
-
-@pytest.fixture
-def nodes(cluster):
-    yield cluster
-    cluster.remove_all()
 
 
 def start(nodes: RayNodes, folder: Path, jobs: list, *, token: str | None = None, **options: int) -> subprocess.Popen:
