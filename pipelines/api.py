@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.jobs.build import ignore, never
+from pipelines.progress.events import ignore, never
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:

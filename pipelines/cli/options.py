@@ -10,9 +10,9 @@ import click
 
 from edje_index.models import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, ScoreWeights, parse_score
-from pipelines.jobs.plan import SHARD_SIZE
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
+from storage_formats.format.layout import SHARD_SIZE
 from storage_formats.format.object_store import IndexLocation, index_location, local_path
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pipelines.jobs.build import BuildResult, ignore, never, result_of, source_names
+from edje_index.bundles.info import BundleInfo, matching_bundle
+from edje_index.indexing.faiss_index import extend_ann
+from pipelines.jobs.build import BuildResult, result_of, source_names
 from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
 from pipelines.jobs.encode import encode_rows
 from pipelines.jobs.plan import (
@@ -27,16 +29,19 @@ from pipelines.jobs.plan import (
     with_sources,
 )
 from pipelines.jobs.resources import check_disk, check_extension_memory, check_workers
-from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
+from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
+from pipelines.sources.base import absolute_spec
+from storage_formats.change import Change, begin_change
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
+from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.object_store import local_path
-
-if TYPE_CHECKING:
-    from edje_index.bundles.info import BundleInfo
-    from storage_formats.change import Change
-    from storage_formats.format.manifest import CommittedIndex, Manifest
-    from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.remote import open_index
+from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
+from storage_formats.format.shard_table import write_shard_table
+from storage_formats.writing.publish import add_counts, check_receipts, total_counts, write_tombstones
 
 
 @name_missing_extra("build")
@@ -84,9 +89,6 @@ def append_index(
         >>> result.indexed, result.duplicates, result.rows, result.snapshot
         (0, 6, 0, 0)
     """
-    from storage_formats.change import begin_change
-    from storage_formats.writing.publish import total_counts
-
     started, group = time.monotonic(), _source_group(sources, column)
     with (
         begin_change(index, "append", {"sources": group.sources, "column": column}) as change,
@@ -169,12 +171,6 @@ def update_index(
         >>> result.inputs, result.failed, result.vanished
         (6, 0, 0)
     """
-    from storage_formats.change import begin_change
-    from storage_formats.format.manifest import Counts
-    from storage_formats.format.remote import open_index
-    from storage_formats.format.rows import INDEXED, read_rows
-    from storage_formats.writing.publish import total_counts
-
     started, group = time.monotonic(), _source_group(sources, column) if source_names(sources) else None
 
     def compare(opened: CommittedIndex) -> SourceChanges:
@@ -240,8 +236,6 @@ def update_index(
 
 def _source_group(sources: str | Path | Sequence[str | Path], column: str | None) -> SourceGroup:
     """Return sources as the index records them: as absolute paths."""
-    from pipelines.sources.base import absolute_spec
-
     return SourceGroup(tuple(map(absolute_spec, source_names(sources))), column)
 
 
@@ -254,8 +248,6 @@ def _settings_and_bundle(
         UsageError: the index was not made by a build.
         ModelError: the bundle cannot be used, or another bundle built the index.
     """
-    from edje_index.bundles.info import matching_bundle
-
     built, precisions = settings_of(index.root, index.manifest), index.manifest.spec.precisions
     settings = replace(built, sources=group.sources, column=group.column, dedupe=True, precisions=precisions)
     return settings, matching_bundle(index, None if model is None else local_path(model))
@@ -271,9 +263,6 @@ def _inputs_to_append(
         TransientInputError: an input cannot be read for a temporary reason.
         JobStopped: `should_stop()` returned True.
     """
-    from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
-    from storage_formats.format.rows import iter_rows
-
     sources = open_sources(group.sources, group.column, clips=holds_clips(index.manifest))
     digest = hashlib.sha256()
     listed = list(mark_duplicates(digested(iter_all(sources), digest, on_event, should_stop)))
@@ -332,10 +321,6 @@ def _commit(
 
     If there are no rows to add or delete, nothing is committed, and the current manifest is returned.
     """
-    from edje_index.indexing.faiss_index import extend_ann
-    from storage_formats.format.shard_table import write_shard_table
-    from storage_formats.writing.publish import add_counts, check_receipts, total_counts, write_tombstones
-
     assert change.index is not None
     index, manifest = change.index, change.index.manifest
     if plan is None and not len(deleted):
@@ -366,8 +351,6 @@ def _commit(
 
 def _failed_as_before(change: Change, changes: SourceChanges, receipts: list[ShardReceipt]) -> bool:
     """Return True if every failed input failed again for the same reason as before."""
-    from storage_formats.format.rows import read_shard_rows
-
     if any(receipt.indexed for receipt in receipts) or changes.duplicates:
         return False
     tables = [read_shard_rows(change.layout, receipt.shard, ["reason"]) for receipt in receipts]

@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from edje_index.bundles.info import BundleInfo, read_bundle_info
+from edje_index.indexing.faiss_index import AnnRequest, build_ann
 from pipelines.environment import free_disk
 from pipelines.jobs.encode import encode_rows
 from pipelines.jobs.plan import (
-    SHARD_SIZE,
     BuildSettings,
     Plan,
     check_inputs,
@@ -32,17 +33,18 @@ from pipelines.jobs.resources import (
     usable_memory,
     workers_memory,
 )
-from pipelines.progress.events import Bottleneck, Event, OnEvent, ShouldStop, StatusMessage, bottleneck
+from pipelines.progress.events import Bottleneck, OnEvent, ShouldStop, StatusMessage, bottleneck, ignore, never
 from pipelines.progress.wording import counted
+from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
+from storage_formats.change import begin_change, begin_index, check_free, finish_committed, is_unfinished
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.object_store import local_path
-
-if TYPE_CHECKING:
-    from edje_index.bundles.info import BundleInfo
-    from storage_formats.format.manifest import Counts, Manifest
-    from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.receipts import ShardReceipt, read_receipts
+from storage_formats.verify import check_files
+from storage_formats.writing.publish import Provenance, new_manifest
 
 
 @dataclass(frozen=True)
@@ -151,15 +153,6 @@ def result_of(
     )
 
 
-def ignore(event: Event) -> None:
-    """Do nothing. This is the default value of `on_event`."""
-
-
-def never() -> bool:
-    """Return False. This is the default value of `should_stop`."""
-    return False
-
-
 @name_missing_extra("build")
 def build_index(
     sources: str | Path | Sequence[str | Path],
@@ -235,12 +228,6 @@ def build_index(
         >>> result.inputs, result.indexed, result.failed
         (6, 6, 0)
     """
-    from edje_index.bundles.info import read_bundle_info
-    from edje_index.indexing.faiss_index import AnnRequest, build_ann
-    from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
-    from storage_formats.change import begin_change, begin_index
-    from storage_formats.writing.publish import Provenance, new_manifest
-
     started = time.monotonic()
     specs, out = source_names(sources), local_path(out)
     if any(os.path.realpath(spec) == os.path.realpath(out) for spec in specs):
@@ -328,11 +315,6 @@ def try_build(
         CorruptIndexError: the index or the plan is damaged.
         JobStopped: `should_stop()` returned True.
     """
-    from edje_index.bundles.info import read_bundle_info
-    from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
-    from storage_formats.change import check_free, is_unfinished
-    from storage_formats.format.receipts import read_receipts
-
     root, info = local_path(out), read_bundle_info(local_path(model))
     requested = {"sources": source_names(sources), **settings}
     finished_shards, failed, ignored = 0, Counter[str](), dict[str, int]()
@@ -409,11 +391,6 @@ def check_finished(out: Path, info: BundleInfo, requested: Mapping[str, Any], sh
         UsageError: the model, the settings or the inputs differ.
         CorruptIndexError: a file is missing or has another length.
     """
-    from pipelines.sources import digested, iter_all, open_sources
-    from storage_formats.change import finish_committed
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.verify import check_files
-
     finish_committed(out)
     index = CommittedIndex.open(out)
     stored = settings_of(out, index.manifest)

@@ -8,19 +8,21 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from edje_index.images.containers import split_uri
 from edje_index.images.inputs import InputRef, display_path, rows_digest
 from edje_index.images.urls import is_remote
 from pipelines.jobs.plan import SourceGroup, holds_clips, recorded_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
+from pipelines.sources import Source, count_ignored, digested, hashed, iter_all, open_sources, without_nested
+from pipelines.sources.base import STANDARD_INPUT, file_input
+from pipelines.sources.folder import FolderSource
+from pipelines.sources.packed import is_packed_name, packed_source
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows
-
-if TYPE_CHECKING:
-    from pipelines.sources import Source
-    from storage_formats.format.manifest import CommittedIndex
 
 _COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason", "duplicate_of")
 _CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})  # the file itself may be sound
@@ -122,8 +124,6 @@ def compare_sources(
         TransientInputError: an input cannot be read for a temporary reason.
         JobStopped: `should_stop()` returned True.
     """
-    from pipelines.sources import count_ignored, digested, hashed, iter_all, open_sources
-
     clips = holds_clips(index.manifest)
     if group is not None:
         sources = open_sources(group.sources, group.column, clips=clips)
@@ -285,9 +285,6 @@ def _open_recorded(groups: tuple[SourceGroup, ...] | None, *, clips: bool) -> li
     Raises:
         UsageError: the sources are not recorded, or a source cannot be used.
     """
-    from pipelines.sources import open_sources, without_nested
-    from pipelines.sources.base import STANDARD_INPUT
-
     if groups is None:
         raise UsageError("the index does not record the sources of all its rows; name all sources", parameter="sources")
     if any(STANDARD_INPUT in group.sources for group in groups):
@@ -307,8 +304,6 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
         TransientInputError: an input cannot be read for a temporary reason.
         CorruptIndexError: the rows cannot be read.
     """
-    from pipelines.sources import hashed
-
     names = [column.name for column in index.manifest.columns]
     tables = iter_rows(index, ["row_id", "uri", "uri_raw", "status", "reason", *names])
     failed = [row for table in tables for row in table.to_pylist() if row["status"] == FAILED]
@@ -333,10 +328,6 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
 
 def refs_of_rows(rows: list[dict[str, Any]], names: list[str], *, clips: bool) -> Iterator[InputRef]:
     """Yield the inputs under the names of `rows`, with the stored values of the source columns `names`."""
-    from pipelines.sources.base import file_input
-    from pipelines.sources.folder import FolderSource
-    from pipelines.sources.packed import packed_source
-
     rows_of_archive: dict[tuple[bytes, str | None], list[dict[str, Any]]] = {}
     for row in rows:
         path = row["uri_raw"] or os.fsencode(row["uri"])
@@ -358,9 +349,6 @@ def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
 
     Return None if the input is a file of its own.
     """
-    from edje_index.images.containers import split_uri
-    from pipelines.sources.packed import is_packed_name
-
     if is_packed_name(os.fsdecode(path)):
         return path, None
     parts = split_uri(uri)
@@ -372,8 +360,6 @@ def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
 
 def _members(archive: Source, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
     """Yield the members of `archive` that are named in `rows`. If the archive was damaged, yield all members."""
-    from edje_index.images.containers import split_uri
-
     rows_of_uri = {row["uri"]: row for row in rows}
     was_damaged = any(row["reason"] in _DAMAGED or split_uri(row["uri"]) is None for row in rows)
     for ref in archive.iter_inputs():

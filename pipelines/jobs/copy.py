@@ -11,15 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edje_index.indexing.ann_kind import AnnKind
+from edje_index.indexing.faiss_index import AnnRequest, ann_without_rows, build_ann, default_position, extend_ann
 from edje_index.progress import ShardProgress
+from edje_index.search.row_filters import RowFilters
 from pipelines.engines.base import open_engine
 from pipelines.environment import free_disk
-from pipelines.jobs.build import ignore, never
 from pipelines.jobs.plan import (
     recorded_sources,
     stopping_on_full_disk,
@@ -27,20 +29,26 @@ from pipelines.jobs.plan import (
 )
 from pipelines.jobs.resources import disk_need
 from pipelines.jobs.shard_run import run_shards
-from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShouldStop, StatusMessage
+from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShouldStop, StatusMessage, ignore, never
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.change import Change, begin_change, begin_index, now
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Segment
-from storage_formats.format.object_store import IndexLocation, index_location, is_url, local_path
+from storage_formats.format.manifest import CommittedIndex, Counts, Manifest, RowMap
+from storage_formats.format.object_store import IndexLocation, ObjectFolder, index_location, is_url, local_path
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.remote import open_index
+from storage_formats.format.row_map import write_row_map
+from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, iter_stored_rows
+from storage_formats.format.selection import Selection
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.tombstones import check_rows_in_use, live_rows
 from storage_formats.ordered_results import ordered_results
-
-if TYPE_CHECKING:
-    from storage_formats.change import Change
-    from storage_formats.format.manifest import CommittedIndex, Manifest
-    from storage_formats.format.receipts import ShardReceipt
-    from storage_formats.format.selection import Selection
-    from storage_formats.format.shard_table import FileEntry
+from storage_formats.row_ids import check_row_ids
+from storage_formats.writing.copying import RowCopier, count_values, with_values
+from storage_formats.writing.index_copy import begin_remote_copy, copy_to_directory, files_to_copy, manifest_bytes
+from storage_formats.writing.publish import Provenance, add_counts, new_manifest, total_counts, write_shard_tables
 
 Ints = NDArray[np.int64]
 CopyShard = Callable[[int, Callable[[int], None], ShouldStop], "ShardReceipt"]
@@ -130,15 +138,6 @@ def compact_index(
         >>> TokenStore.open("pages.edje").translate([2, 3])
         array([  -1, 1024])
     """
-    from edje_index.indexing.faiss_index import ann_without_rows, extend_ann
-    from storage_formats.change import begin_change
-    from storage_formats.format.manifest import Counts, RowMap
-    from storage_formats.format.row_map import write_row_map
-    from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, iter_stored_rows
-    from storage_formats.format.selection import Selection
-    from storage_formats.writing.copying import count_values, with_values
-    from storage_formats.writing.publish import add_counts, total_counts, write_shard_tables
-
     started = time.monotonic()
     request = {"only_shards_with_deleted": only_shards_with_deleted}
     with begin_change(index, "compact", request) as change, stopping_on_full_disk(change.layout.root):
@@ -216,8 +215,6 @@ def compact_index(
 
 def _shards_to_compact(index: CommittedIndex) -> list[int]:
     """Return the shards with deleted rows, and those with duplicates of a row of these shards, ascending."""
-    from storage_formats.format.rows import iter_stored_rows
-
     spec, shards = index.manifest.spec, set(index.deleted.shards.tolist())
     grew = bool(index.manifest.counts.duplicates)
     while grew:
@@ -287,8 +284,6 @@ def copy_index(
         >>> copy_index("photos.edje", "part.edje", rows=[1, 3]).rows
         2
     """
-    from storage_formats.format.remote import open_index
-
     started = time.monotonic()
     if replace and not is_url(out):
         raise UsageError(
@@ -322,14 +317,6 @@ def _copy_part(
     should_stop: ShouldStop,
 ) -> tuple[list[FileEntry], list[FileEntry], IndexSpec]:
     """Copy the selected rows to a new index. Return all its files, the files that this run wrote, and its shape."""
-    from edje_index.search.row_filters import RowFilters
-    from storage_formats.change import begin_change, begin_index, now
-    from storage_formats.format.selection import Selection
-    from storage_formats.format.tombstones import check_rows_in_use, live_rows
-    from storage_formats.row_ids import check_row_ids
-    from storage_formats.writing.copying import count_values, with_values
-    from storage_formats.writing.publish import Provenance, new_manifest
-
     manifest, root = index.manifest, local_path(out)
     requested = check_row_ids(rows, manifest.spec.rows)
     check_rows_in_use(requested, manifest.spec)
@@ -361,15 +348,6 @@ def _copy_whole(
     index: CommittedIndex, out: IndexLocation, on_event: OnEvent, should_stop: ShouldStop, *, replaces: bool
 ) -> tuple[list[FileEntry], list[FileEntry]]:
     """Copy all files of a snapshot. Return (all files, files that this run copied)."""
-    from storage_formats.change import begin_change, begin_index
-    from storage_formats.format.object_store import ObjectFolder
-    from storage_formats.writing.index_copy import (
-        begin_remote_copy,
-        copy_to_directory,
-        files_to_copy,
-        manifest_bytes,
-    )
-
     entries = files_to_copy(index)
     on_event(StatusMessage(f"copying {len(entries):,} files of snapshot {index.manifest.snapshot.number}"))
     if is_url(out):
@@ -425,8 +403,6 @@ def _copy_rows(
         UsageError: the disk is too small.
         JobStopped: see `copy_shards`.
     """
-    from storage_formats.writing.copying import RowCopier
-
     segment, root = spec.used_segments[-1], change.layout.root
     need, free = sum(disk_need(replaced(spec, rows=segment.rows, segments=())).values()), free_disk(root)
     if need > free:
@@ -505,9 +481,6 @@ def build_copied_ann(
     searchable = [manifest for manifest in origins if manifest.ann_files]
     if not searchable:
         return origins[0].ann
-    from edje_index.indexing.ann_kind import AnnKind
-    from edje_index.indexing.faiss_index import AnnRequest, build_ann, default_position
-
     requests = [AnnRequest.like(manifest.ann) for manifest in searchable]
     recall = max(request.recall for request in requests)
     positions = [position for position in map(default_position, searchable) if position is not None]

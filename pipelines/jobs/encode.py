@@ -14,20 +14,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edje_index.progress import ShardProgress
 from pipelines.engines.base import Worker, WorkerFactory, open_engine
+from pipelines.engines.ray_engine import worker_machine
 from pipelines.jobs.plan import Plan
 from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop
 from pipelines.progress.wording import counted
+from storage_formats.change import Change
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.rows import FAILED, read_shard_rows
 
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask
-    from edje_index.progress import ShardProgress
-    from storage_formats.change import Change
-    from storage_formats.format.receipts import ShardReceipt
 
 DEFAULT_SHARE = 0.01
 ALWAYS_ALLOWED = 20
@@ -143,8 +145,6 @@ def _by_reason(failed: Counter[str]) -> str:
 
 def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
     """Return a text with the uris and reasons of the first failed inputs."""
-    from storage_formats.format.rows import FAILED, read_shard_rows
-
     shards = sorted(receipt.shard for receipt in receipts if receipt.failed)
     tables = (read_shard_rows(layout, shard, ["uri", "status", "reason"]).to_pylist() for shard in shards)
     failed = (f"{row['uri']} ({row['reason']})" for rows in tables for row in rows if row["status"] == FAILED)
@@ -178,7 +178,6 @@ class EncodeWorker:
         self, task: ShardTask, on_progress: Callable[[ShardProgress], None], should_stop: ShouldStop
     ) -> ShardReceipt:
         from edje_index.indexing.shard_encoding import encode_shard
-        from pipelines.engines.ray_engine import worker_machine
 
         machine, alive = worker_machine()
         return encode_shard(task, self.encoder, on_progress, should_stop, machine=machine, alive=alive)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipelines.jobs.build import ignore, never
+from numpy.typing import NDArray
+
+from edje_index.indexing.faiss_index import build_ann, check_faiss
 from pipelines.jobs.resources import check_ann_memory, check_disk
-from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage
+from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage, ignore, never
+from storage_formats.atomic import naming
+from storage_formats.codecs import BF16
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import IndexSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from storage_formats.format.manifest import Manifest
-    from storage_formats.writing.index_writer import Rows
+from storage_formats.format.layout import SHARD_SIZE, IndexSpec
+from storage_formats.format.manifest import Manifest
+from storage_formats.format.parquet import iter_batches, open_parquet
+from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
 
 _CHUNK_ROWS = 1024
 
@@ -28,7 +29,7 @@ def import_arrays(
     rows: Path | None = None,
     *,
     precisions: Sequence[str] = ("bf16",),
-    shard_size: int = 1024,
+    shard_size: int = SHARD_SIZE,
     encoder: str = "unknown",
     ann: bool = True,
     on_event: OnEvent = ignore,
@@ -60,9 +61,6 @@ def import_arrays(
         JobStopped: `should_stop()` returned True.
         OSError: a file cannot be read, or the index cannot be written.
     """
-    from edje_index.indexing.faiss_index import build_ann, check_faiss
-    from storage_formats.writing.index_writer import IndexWriter
-
     if ann:
         check_faiss()
     blocks, vectors = open_npy(tokens, 3), open_npy(embeddings, 2)
@@ -108,9 +106,6 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
     """
     import numpy as np
 
-    from storage_formats.atomic import naming
-    from storage_formats.codecs import BF16
-
     try:
         with naming(path):
             array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -143,9 +138,6 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
     if path is None:
         return ((min(_CHUNK_ROWS, rows - start), None) for start in range(0, rows, _CHUNK_ROWS))
     import pyarrow as pa
-
-    from storage_formats.format.parquet import iter_batches, open_parquet
-    from storage_formats.writing.index_writer import ROW_COLUMNS
 
     try:
         file = open_parquet(path)

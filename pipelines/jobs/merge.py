@@ -9,23 +9,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.jobs.build import ignore, never
 from pipelines.jobs.copy import CopyResult, build_copied_ann, copy_shards
 from pipelines.jobs.plan import SOURCES_MEMBER, holds_clips, recorded_sources, stopping_on_full_disk
-from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
+from storage_formats.change import begin_change, begin_index, now
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.object_store import local_path
-
-if TYPE_CHECKING:
-    from storage_formats.format.manifest import CommittedIndex, Manifest
-    from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.rows import INDEXED, iter_rows
+from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
+from storage_formats.format.tombstones import Tombstones
+from storage_formats.writing.copying import ShardCopier
+from storage_formats.writing.publish import Provenance, new_manifest
 
 _HASH = "S64"  # SHA-256, hexadecimal
 
@@ -63,13 +66,6 @@ def merge_indexes(
         >>> merge_indexes(["photos.edje", "copy.edje"], "all.edje").duplicates
         6
     """
-    from storage_formats.change import begin_change, begin_index, now
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
-    from storage_formats.format.tombstones import Tombstones
-    from storage_formats.writing.copying import ShardCopier
-    from storage_formats.writing.publish import Provenance, new_manifest
-
     started = time.monotonic()
     opened = [CommittedIndex.open(local_path(root)) for root in indexes]
     _refuse_different(opened)
@@ -179,8 +175,6 @@ def _find_duplicates(indexes: Sequence[CommittedIndex]) -> list[NDArray[np.int64
     Returns:
         For each index, the row ids of the duplicates in this index, int64 [k].
     """
-    from storage_formats.format.rows import INDEXED, iter_rows
-
     known: NDArray[np.bytes_] = np.empty(0, _HASH)
     duplicates = []
     for index in indexes:

@@ -13,10 +13,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edje_index.bundles.info import BundleInfo
+from edje_index.models import MAX_FRAMES
+from pipelines.engines.base import describe_error
 from pipelines.environment import cuda_devices
+from pipelines.progress.events import JobStopped
+from storage_formats.atomic import fsync_paths
+from storage_formats.codecs import codec
 from storage_formats.cpus import has_bfloat16, usable_cpus
 from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.manifest import Manifest
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
@@ -28,11 +36,8 @@ from storage_formats.format.source_columns import (
 )
 
 if TYPE_CHECKING:
-    from edje_index.bundles.info import BundleInfo
     from edje_index.images.inputs import InputRef
-    from storage_formats.format.manifest import Manifest
 
-SHARD_SIZE = 1024
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
 _FINGERPRINT_VERSION = 1  # of the rules by which a plan determines the stored bytes
@@ -92,9 +97,7 @@ class BuildSettings:
             UsageError: a precision does not exist, or a number is out of range.
         """
         from edje_index.images.decode import DEFAULT_MAX_PIXELS
-        from edje_index.models import MAX_FRAMES
         from pipelines.sources.base import absolute_spec
-        from storage_formats.codecs import codec
 
         for name in precisions:
             codec(name)
@@ -275,8 +278,6 @@ def store_inputs(
         OSError: a file cannot be written.
     """
     from edje_index.images.input_lists import write_input_lists
-    from storage_formats.atomic import fsync_paths
-    from storage_formats.format.checksum import crc32c_file, to_hex
 
     directory = layout.input_lists
     shutil.rmtree(directory, ignore_errors=True)
@@ -308,8 +309,6 @@ def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> No
     Raises:
         CorruptIndexError: a list of inputs is missing or was changed.
     """
-    from storage_formats.format.checksum import crc32c_file, to_hex
-
     if len(finished_shards) == len(plan.shards):
         return
     for name, checksum in plan.input_checksums.items():
@@ -430,9 +429,6 @@ def holds_clips(manifest: Manifest) -> bool:
 @contextlib.contextmanager
 def stopping_on_full_disk(root: Path) -> Iterator[None]:
     """Context manager that converts an OSError to JobStopped, because a second run resumes the change."""
-    from pipelines.engines.base import describe_error
-    from pipelines.progress.events import JobStopped
-
     try:
         yield
     except OSError as error:

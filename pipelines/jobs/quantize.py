@@ -8,26 +8,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import Worker, open_engine
 from pipelines.environment import free_disk
-from pipelines.jobs.build import ignore, never
 from pipelines.jobs.encode import on_shared_directory
 from pipelines.jobs.plan import stopping_on_full_disk
 from pipelines.jobs.shard_run import run_shards
-from pipelines.progress.events import OnEvent, PlanReady, ShouldStop
+from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
-from storage_formats.change import write_array_shapes
+from storage_formats.change import begin_change, write_array_shapes
+from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
-
-if TYPE_CHECKING:
-    from storage_formats.format.manifest import Manifest
-    from storage_formats.format.receipts import ShardReceipt
-    from storage_formats.writing.conversion import ConversionTask
+from storage_formats.format.manifest import Manifest
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.writing.conversion import ConversionTask, convert_shard, with_precisions, without_precisions
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,6 @@ def quantize_index(
         >>> result.precisions, result.bytes_per_image["nvfp4"]
         (('bf16', 'fp8', 'nvfp4'), 36)
     """
-    from storage_formats.change import begin_change
-    from storage_formats.codecs import codec
-    from storage_formats.writing.conversion import ConversionTask, with_precisions, without_precisions
-
     started = time.monotonic()
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with begin_change(index, "quantize", request) as change, stopping_on_full_disk(Path(index)):
@@ -214,15 +208,11 @@ def _least_accurate(manifest: Manifest, name: str) -> str:
 
 def _rank(name: str) -> int:
     """Return the rank of a precision. 0 is the most accurate, and unknown precisions come last."""
-    from storage_formats.codecs import precisions
-
     names = precisions()
     return names.index(name) if name in names else len(names)
 
 
 def _record_bytes(spec: IndexSpec, name: str) -> int:
-    from storage_formats.codecs import codec
-
     return codec(name, spec.block_shape).record_bytes
 
 
@@ -233,6 +223,4 @@ def open_converter() -> Worker:
 
 def convert(task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]) -> ShardReceipt:
     """Convert one shard. This is the worker of an engine."""
-    from storage_formats.writing.conversion import convert_shard
-
     return convert_shard(task, lambda done: on_progress(ShardProgress(task.shard, done)), should_stop)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from edje_index.indexing.faiss_index import AnnRequest, replace_ann
 from pipelines.collector import paused_collector
-from pipelines.jobs.build import ignore, never
 from pipelines.jobs.encode import encoding_task
 from pipelines.jobs.plan import Plan, settings_of
 from pipelines.progress.events import (
@@ -21,22 +21,27 @@ from pipelines.progress.events import (
     Progress,
     ShouldStop,
     StatusMessage,
+    ignore,
+    never,
     progress_callback,
     stop_at_events,
 )
+from storage_formats.change import begin_change, clear_staging, write_array_shapes
+from storage_formats.codecs import Blocks
 from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.object_store import local_path
+from storage_formats.format.rows import INDEXED, iter_stored_rows
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.shard_check import Problem
+from storage_formats.verify import verify_index
+from storage_formats.writing.repair import RepairedFile, ShardRepair
 
 if TYPE_CHECKING:
     from edje_index.images.inputs import InputRef
     from edje_index.indexing.image_encoder import ImageEncoder
-    from storage_formats.codecs import Blocks
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.shard_table import FileEntry
-    from storage_formats.shard_check import Problem
-    from storage_formats.writing.repair import RepairedFile
 
 _WORDING = {"changed-since-plan": "its content has changed"}
 _COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason")
@@ -94,12 +99,6 @@ def repair_index(
         >>> repair_index("photos.edje").repaired
         ()
     """
-    from edje_index.indexing.faiss_index import AnnRequest, replace_ann
-    from storage_formats.change import begin_change, clear_staging, write_array_shapes
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.verify import verify_index
-    from storage_formats.writing.repair import RepairedFile, ShardRepair
-
     on_event = stop_at_events(on_event, should_stop, "stopped; files that were repaired stay repaired")
     root = local_path(index, advice="; to repair an index at a URL, download its objects and repair the directory")
     repaired: list[RepairedFile] = []
@@ -209,8 +208,6 @@ class SourceEncoder:
 
     def problems(self, shard: int, paths: Iterable[str]) -> Iterator[Problem]:
         """Say why the token files `paths` of `shard` could not be rebuilt from the sources."""
-        from storage_formats.shard_check import Problem
-
         first_row = self._index.manifest.spec.shard_rows(shard).start
         for path in sorted(paths) if shard == self._shard else ():
             if self._problem is not None:
@@ -231,7 +228,6 @@ class SourceEncoder:
         """Return the inputs of the rows of `shard` that have a block, by position."""
         from edje_index.images.inputs import InputRef
         from pipelines.jobs.compare import refs_of_rows
-        from storage_formats.format.rows import INDEXED, iter_stored_rows
 
         (table,) = iter_stored_rows(self._index, _COLUMNS, [shard])
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from edje_index.bundles.info import BundleInfo
+from edje_index.indexing.ann_kind import AnnKind, ann_bytes, extension_bytes
 from pipelines.environment import available_memory, cuda_devices, free_disk
+from pipelines.jobs.plan import BuildSettings
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.codecs import codec
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import CRC_BYTES, PAGE_BYTES, IndexSpec, padded_shard_bytes
-
-if TYPE_CHECKING:
-    from edje_index.bundles.info import BundleInfo
-    from pipelines.jobs.plan import BuildSettings
-    from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import Manifest
 
 Need = dict[str, int]
 """The required memory or disk space in bytes, by purpose."""
@@ -94,16 +94,12 @@ def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
         spec: shape of the index.
         memory: see `pipelines.build_index`.
     """
-    from edje_index.indexing.ann_kind import AnnKind
-
     need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(spec.rows, spec.embed_dim)
     _check_memory({_ANN: need}, memory, "split the sources over several indexes", parameter="sources")
 
 
 def check_extension_memory(manifest: Manifest, rows: int) -> None:
     """Raise UsageError if the memory is too small to add `rows` rows to the nearest-neighbour index."""
-    from edje_index.indexing.ann_kind import extension_bytes
-
     need = extension_bytes(manifest.ann, rows, manifest.spec.embed_dim)
     _check_memory({_ANN: need}, None, "split the index", parameter="sources")
 
@@ -128,9 +124,6 @@ def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
 
 def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
     """Return the disk space that the whole index needs, plus 2 %."""
-    from edje_index.indexing.ann_kind import ann_bytes
-    from storage_formats.codecs import codec
-
     last, tokens = len(spec.shard_rows(spec.shards - 1)), spec.rows * CRC_BYTES * len(spec.precisions)
     for record_bytes in (codec(name, spec.block_shape).record_bytes for name in spec.precisions):
         tokens += (spec.shards - 1) * padded_shard_bytes(spec.shard_size, spec.shard_size, record_bytes)[1]
@@ -144,8 +137,6 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
 
 def _check_clips(info: BundleInfo) -> None:
     """Check that clips can be decoded, and that the adapter can combine their frames."""
-    from storage_formats.extras import name_missing_extra
-
     with name_missing_extra("video"):
         import av  # noqa: F401
     if not info.combines_frames:

@@ -7,20 +7,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.jobs.build import ignore
-from pipelines.progress.events import OnEvent, StatusMessage
+from pipelines.progress.events import OnEvent, StatusMessage, ignore
+from storage_formats.change import Removal, begin_change, is_unfinished
 from storage_formats.errors import UsageError
+from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
+from storage_formats.format.object_store import IndexLocation
+from storage_formats.format.remote import open_index
+from storage_formats.format.rows import iter_rows
+from storage_formats.format.tombstones import check_rows_in_use, rows_in_use
 from storage_formats.row_ids import check_row_ids
-
-if TYPE_CHECKING:
-    from storage_formats.change import Removal
-    from storage_formats.format.manifest import CommittedIndex, Manifest
-    from storage_formats.format.object_store import IndexLocation
+from storage_formats.verify import check_files
+from storage_formats.writing.publish import write_tombstones
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,6 @@ def delete_rows(
         ((1, 3), 4, 1)
     """
     from pipelines.jobs.copy import compact_index
-    from storage_formats.change import begin_change, is_unfinished
-    from storage_formats.format.remote import open_index
-    from storage_formats.writing.publish import write_tombstones
 
     if not len(rows) and uri is None and where is None and not erase:
         raise UsageError("no rows are selected; give row ids, a uri pattern or a filter", parameter="rows")
@@ -140,8 +139,6 @@ def _select(
         RowIdError: a row id is out of range or belongs to no input.
     """
     from edje_index.search.row_filters import RowFilters
-    from storage_formats.format.rows import iter_rows
-    from storage_formats.format.tombstones import check_rows_in_use, rows_in_use
 
     matching: list[int] = []
     if uri is not None:
@@ -192,9 +189,6 @@ def history(index: IndexLocation) -> list[SnapshotEntry]:
         IncompleteIndexError: the index is not finished.
         CorruptIndexError: the index is damaged.
     """
-    from storage_formats.format.manifest import kept_snapshots
-    from storage_formats.format.remote import open_index
-
     return [_entry(manifest) for manifest in kept_snapshots(open_index(index))]
 
 
@@ -221,10 +215,6 @@ def roll_back(index: IndexLocation, snapshot: int) -> SnapshotEntry:
         EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
-    from storage_formats.change import begin_change
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.verify import check_files
-
     with begin_change(index, "rollback") as change:
         assert change.index is not None
         if snapshot == change.index.manifest.snapshot.number:
@@ -249,8 +239,6 @@ def remove_snapshots(index: IndexLocation, keep: int | None, on_event: OnEvent =
         EdjeError: another process is changing the index.
         OSError: a file cannot be removed.
     """
-    from storage_formats.change import begin_change
-
     if keep is not None and keep < 1:
         raise UsageError(f"keep must be at least 1, got {keep}; the current snapshot is always kept", parameter="keep")
     with begin_change(index, "gc", discards=True, notify=lambda text: on_event(StatusMessage(text))) as change:

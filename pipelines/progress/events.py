@@ -85,6 +85,15 @@ ShouldStop = Callable[[], bool]
 """Function that a job calls often. Once the function returns True, the job stops at the next safe point."""
 
 
+def ignore(event: Event) -> None:
+    """Do nothing. This is the default value of `on_event`."""
+
+
+def never() -> bool:
+    """Return False. This is the default value of `should_stop`."""
+    return False
+
+
 def progress_callback(on_event: OnEvent) -> OnProgress:
     """Return a callback (activity, done, total) that passes `Progress` events to `on_event`."""
     return lambda activity, done, total: on_event(Progress(activity, done, total))

@@ -15,6 +15,7 @@ FORMAT_VERSION = "1.0"
 SNAPSHOT_VERSION = "1.1"  # format version of every snapshot except the snapshot that a build writes
 EXTENDED_VERSION = "1.2"  # format version of an index with source columns or row maps
 PARTIAL_VERSION = "1.3"  # format version of an index with a row map of some of its shards
+SHARD_SIZE = 1024  # rows per shard by default
 PAGE_BYTES = 4096
 INDEX_ENTRY_BYTES = 16  # offset and length of the Zarr sharding codec, two uint64
 CRC_BYTES = 4

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.jobs.plan import SHARD_SIZE
 from storage_formats import codec
+from storage_formats.format.layout import SHARD_SIZE
 from tests.conftest import REPO
 from tests.docs.links import broken_links, pages_of, read_links
 

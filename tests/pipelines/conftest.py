@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines.jobs.build import BuildResult, build_index, ignore, never
-from pipelines.progress.events import Event, JobStopped, OnEvent, Progress, ShouldStop
+from pipelines.jobs.build import BuildResult, build_index
+from pipelines.progress.events import Event, JobStopped, OnEvent, Progress, ShouldStop, ignore, never
 
 _PARAMETERS = inspect.signature(build_index).parameters.values()
 Request = dataclasses.make_dataclass(
