@@ -9,56 +9,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.api import train
-    from pipelines.jobs.add_rows import append_index, update_index
-    from pipelines.jobs.build import BuildResult, build_index
-    from pipelines.jobs.copy import CopyResult, compact_index, copy_index
-    from pipelines.jobs.merge import merge_indexes
-    from pipelines.jobs.quantize import QuantizeResult, quantize_index
-    from pipelines.jobs.repair import RepairResult, repair_index
-    from pipelines.jobs.snapshots import DeleteResult, delete_rows
-    from pipelines.jobs.training.run import TrainResult
-    from pipelines.progress.events import JobStopped
+    from pipelines.api import train as train
+    from pipelines.jobs.add_rows import append_index as append_index
+    from pipelines.jobs.add_rows import update_index as update_index
+    from pipelines.jobs.build import BuildResult as BuildResult
+    from pipelines.jobs.build import build_index as build_index
+    from pipelines.jobs.copy import CopyResult as CopyResult
+    from pipelines.jobs.copy import compact_index as compact_index
+    from pipelines.jobs.copy import copy_index as copy_index
+    from pipelines.jobs.merge import merge_indexes as merge_indexes
+    from pipelines.jobs.quantize import QuantizeResult as QuantizeResult
+    from pipelines.jobs.quantize import quantize_index as quantize_index
+    from pipelines.jobs.repair import RepairResult as RepairResult
+    from pipelines.jobs.repair import repair_index as repair_index
+    from pipelines.jobs.snapshots import DeleteResult as DeleteResult
+    from pipelines.jobs.snapshots import delete_rows as delete_rows
+    from pipelines.jobs.training.run import TrainResult as TrainResult
+    from pipelines.progress.events import JobStopped as JobStopped
 
-_MODULES = {
-    "BuildResult": "pipelines.jobs.build",
-    "CopyResult": "pipelines.jobs.copy",
-    "DeleteResult": "pipelines.jobs.snapshots",
-    "JobStopped": "pipelines.progress.events",
-    "QuantizeResult": "pipelines.jobs.quantize",
-    "RepairResult": "pipelines.jobs.repair",
-    "TrainResult": "pipelines.jobs.training.run",
-    "append_index": "pipelines.jobs.add_rows",
-    "build_index": "pipelines.jobs.build",
-    "compact_index": "pipelines.jobs.copy",
-    "copy_index": "pipelines.jobs.copy",
-    "delete_rows": "pipelines.jobs.snapshots",
-    "merge_indexes": "pipelines.jobs.merge",
-    "quantize_index": "pipelines.jobs.quantize",
-    "repair_index": "pipelines.jobs.repair",
-    "train": "pipelines.api",
-    "update_index": "pipelines.jobs.add_rows",
+_NAMES = {
+    "pipelines.api": "train",
+    "pipelines.jobs.add_rows": "append_index update_index",
+    "pipelines.jobs.build": "BuildResult build_index",
+    "pipelines.jobs.copy": "CopyResult compact_index copy_index",
+    "pipelines.jobs.merge": "merge_indexes",
+    "pipelines.jobs.quantize": "QuantizeResult quantize_index",
+    "pipelines.jobs.repair": "RepairResult repair_index",
+    "pipelines.jobs.snapshots": "DeleteResult delete_rows",
+    "pipelines.jobs.training.run": "TrainResult",
+    "pipelines.progress.events": "JobStopped",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "BuildResult",
-    "CopyResult",
-    "DeleteResult",
-    "JobStopped",
-    "QuantizeResult",
-    "RepairResult",
-    "TrainResult",
-    "append_index",
-    "build_index",
-    "compact_index",
-    "copy_index",
-    "delete_rows",
-    "merge_indexes",
-    "quantize_index",
-    "repair_index",
-    "train",
-    "update_index",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

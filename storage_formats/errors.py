@@ -12,6 +12,10 @@ import errno
 class EdjeError(Exception):
     """Base class of all errors with a cause outside the program, for example a missing file. Exit code 1.
 
+    Attributes:
+        parameter: name of the parameter with the wrong value. None if no single parameter is wrong. The command line
+            adds the name of the matching option to the message.
+
     Example:
         >>> from storage_formats import EdjeError, TokenStore
         >>> try:
@@ -23,13 +27,13 @@ class EdjeError(Exception):
 
     exit_code = 1
 
+    def __init__(self, *arguments: object, parameter: str | None = None) -> None:
+        super().__init__(*arguments)
+        self.parameter = parameter
+
 
 class UsageError(EdjeError):
     """The request is not possible, for example because an argument is wrong. Exit code 2.
-
-    Attributes:
-        parameter: name of the parameter with the wrong value. None if no single parameter is wrong. The command line
-            adds the name of the matching option to the message.
 
     Example:
         >>> from storage_formats import UsageError, codec
@@ -41,10 +45,6 @@ class UsageError(EdjeError):
     """
 
     exit_code = 2
-
-    def __init__(self, message: str, *, parameter: str | None = None) -> None:
-        super().__init__(message)
-        self.parameter = parameter
 
 
 class RowIdError(UsageError, IndexError):

@@ -37,6 +37,16 @@ EXTRAS_OF_MODULE = {
 }
 """For each optional package, the extras that install the package, the smallest extra first."""
 
+_DISTRIBUTIONS = {
+    "faiss": "faiss-cpu",
+    "lance": "pylance",
+    "open_clip": "open_clip_torch",
+    "PIL": "pillow",
+    "prometheus_client": "prometheus-client",
+    "qdrant_edge": "qdrant-edge-py",
+}
+"""The package in the registry, where its name differs from that of the module."""
+
 
 class MissingExtraError(EdjeError, ImportError):
     """An optional package is not installed. The message contains the command that installs the package.
@@ -63,9 +73,12 @@ def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraErro
     if extras is None:
         return None
     extra = preferred if preferred in extras else extras[0]
-    return MissingExtraError(
-        f"this needs the package {module}, which is not installed; run: pip install 'edje-index[{extra}]'", name=module
+    missing = MissingExtraError(
+        f"this needs the package {_DISTRIBUTIONS.get(module, module)}, which is not installed; "
+        f"run: pip install 'edje-index[{extra}]'"
     )
+    missing.name = module
+    return missing
 
 
 @contextmanager

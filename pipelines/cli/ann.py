@@ -51,10 +51,14 @@ def build(index: IndexLocation, ann: str, recall: float, memory: int | None, qui
       edje-index ann build photos.edje --memory 4G
       edje-index ann build photos.edje --ann IVF4096,PQ96x4fs --recall 0.98
     """
-    from pipelines.jobs.ann import run_ann_build
+    from edje_index.indexing.faiss_index import AnnRequest, add_ann
+    from pipelines.jobs.resources import usable_memory
+    from pipelines.progress.events import progress_callback, stop_at_events
 
+    request = AnnRequest(ann, recall, usable_memory(memory))
     with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-        built = run_ann_build(index, ann, recall, on_event, should_stop, memory=memory)
+        report = stop_at_events(on_event, should_stop, "stopped; the index was not changed")
+        built = add_ann(index, request, progress_callback(report)).ann
     measured = built.get("recall")
     file_bytes = sum(file["bytes"] for file in built["files"])
     if as_json:

@@ -30,9 +30,9 @@ from pipelines.cli.options import (
     stored_precisions_option,
     truncated_option,
 )
-from pipelines.cli.output import naming_max_failed, note, print_json, print_line, running_job
+from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.wording import counted, human_bytes
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import UsageError
 from storage_formats.format.object_store import IndexLocation
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
         else:
             _print_estimate(estimate, out)
         return
-    with running_job(out, quiet=quiet) as (on_event, should_stop), naming_max_failed():
+    with running_job(out, quiet=quiet) as (on_event, should_stop):
         result = build_index(**options, on_event=on_event, should_stop=should_stop)
     if as_json:
         print_json(asdict(result))
@@ -191,7 +191,7 @@ def append(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
     """
     from pipelines.jobs.add_rows import append_index
 
-    with running_job(root, quiet=quiet) as (on_event, should_stop), naming_max_failed():
+    with running_job(root, quiet=quiet) as (on_event, should_stop):
         result = append_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
     if as_json:
         print_json(asdict(result))
@@ -240,17 +240,12 @@ def update(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
       edje-index update photos.edje --retry-failed
     """
     from pipelines.jobs.add_rows import update_index
-    from pipelines.jobs.compare import VanishedInputsError
 
     if options["retry_failed"] and sources:
         raise UsageError("--retry-failed looks up the failed inputs by their names; leave out SOURCE")
     resumes = not options["dry_run"]
-    try:
-        with running_job(root, quiet=quiet, resumes=resumes) as (on_event, should_stop), naming_max_failed():
-            result = update_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
-    except VanishedInputsError as error:
-        advice = "check the sources, or raise --max-vanished to delete these rows. The index is unchanged"
-        raise EdjeError(f"{error.problem}; {advice}") from error
+    with running_job(root, quiet=quiet, resumes=resumes) as (on_event, should_stop):
+        result = update_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
     if as_json:
         print_json(asdict(result))
     else:

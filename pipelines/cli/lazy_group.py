@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from storage_formats.errors import UsageError
+from storage_formats.errors import EdjeError
 
 Sections = Mapping[str, Mapping[str, str]]
 """Maps each heading to its commands, and each command name to the place of its definition, "module:attribute"."""
@@ -51,20 +51,14 @@ class LazyGroup(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Prefix the message of a UsageError about a parameter with the name of the option."""
+        """Run the command. Prefix the message of an error about a parameter with the option or argument."""
         try:
             return super().invoke(ctx)
-        except UsageError as error:
+        except EdjeError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            parameters = [*(command.params if command is not None else []), *self.params]
-            option = next((parameter for parameter in parameters if parameter.name == error.parameter), None)
-            if option is None:
-                raise
-            raise UsageError(f"{_spelling(option)}: {error}") from error
-
-
-def _spelling(parameter: click.Parameter) -> str:
-    """Return the name of a parameter on the command line: the long option, or the name of the argument."""
-    if isinstance(parameter, click.Argument):
-        return parameter.metavar or (parameter.name or "").upper()
-    return max(parameter.opts, key=len)
+            for parameter in (*(command.params if command is not None else []), *self.params):
+                if parameter.name == error.parameter:
+                    is_argument = isinstance(parameter, click.Argument)
+                    name = parameter.metavar or parameter.name.upper() if is_argument else max(parameter.opts, key=len)
+                    error.args = (f"{name}: {error}",)
+            raise

@@ -14,7 +14,6 @@ import click
 
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop
 from pipelines.progress.wording import printable
-from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 from storage_formats.format.object_store import IndexLocation
 
@@ -40,21 +39,6 @@ def note(message: str) -> None:
 def this_command() -> str:
     """Return the command line of this process as a user would type it."""
     return shlex.join(["edje-index", *sys.argv[1:]])
-
-
-@contextlib.contextmanager
-def naming_max_failed() -> Iterator[None]:
-    """Context manager that names the option `--max-failed` if too many inputs failed."""
-    from pipelines.jobs.encode import FailedInputsError
-
-    try:
-        yield
-    except FailedInputsError as error:
-        if not error.over_limit:
-            raise
-        raise EdjeError(
-            f"{error.problem}. To continue without the failed inputs, run: {this_command()} --max-failed 1"
-        ) from error
 
 
 @contextlib.contextmanager

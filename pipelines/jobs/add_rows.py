@@ -19,12 +19,12 @@ from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
     SourceGroup,
+    changing,
     check_inputs,
     holds_clips,
     model_record,
     recorded_sources,
     settings_of,
-    stopping_on_full_disk,
     store_inputs,
     with_sources,
 )
@@ -32,7 +32,7 @@ from pipelines.jobs.resources import check_disk, check_extension_memory, check_w
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
 from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 from pipelines.sources.base import absolute_spec
-from storage_formats.change import Change, begin_change
+from storage_formats.change import Change
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
@@ -78,9 +78,9 @@ def append_index(
     Raises:
         UsageError, ModelError: the request is invalid, or the index was not made by a build.
         JobStopped: the append stopped early. Finished shards are kept.
-        FailedInputsError: no new image could be indexed, or too many images failed. The index is unchanged.
         UnfinishedChangeError: another change was stopped.
-        EdjeError: another process is changing the index.
+        EdjeError: another process is changing the index, no new image could be indexed, or too many failed. The index
+            is unchanged.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Example:
@@ -90,10 +90,7 @@ def append_index(
         (0, 6, 0, 0)
     """
     started, group = time.monotonic(), _source_group(sources, column)
-    with (
-        begin_change(index, "append", {"sources": group.sources, "column": column}) as change,
-        stopping_on_full_disk(change.layout.root),
-    ):
+    with changing(index, "append", {"sources": group.sources, "column": column}, on_event) as change:
         assert change.index is not None
         settings, info = _settings_and_bundle(change.index, group, model)
         workers = check_workers(settings, info, engine=engine, workers=workers, address=address)
@@ -189,12 +186,7 @@ def update_index(
         counts, shards = Counts(rows, rows - problems.total(), 0, dict(problems)), -(-rows // manifest.spec.shard_size)
         changed = sum(changes.refs[position].problem is None for position in changes.changed)
     else:
-        with (
-            begin_change(
-                index, "update", {"retry_failed": retry_failed}, notify=lambda text: on_event(StatusMessage(text))
-            ) as change,
-            stopping_on_full_disk(change.layout.root),
-        ):
+        with changing(index, "update", {"retry_failed": retry_failed}, on_event) as change:
             assert change.index is not None
             manifest, changes = change.index.manifest, compare(change.index)
             if changes.refs:

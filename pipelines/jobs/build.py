@@ -18,11 +18,11 @@ from pipelines.jobs.encode import encode_rows
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
+    changing,
     check_inputs,
     model_record,
     refuse_differences,
     settings_of,
-    stopping_on_full_disk,
     store_inputs,
 )
 from pipelines.jobs.resources import (
@@ -36,7 +36,7 @@ from pipelines.jobs.resources import (
 from pipelines.progress.events import Bottleneck, OnEvent, ShouldStop, StatusMessage, bottleneck, ignore, never
 from pipelines.progress.wording import counted
 from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
-from storage_formats.change import begin_change, begin_index, check_free, finish_committed, is_unfinished
+from storage_formats.change import begin_index, check_free, finish_committed, is_unfinished
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
@@ -218,8 +218,8 @@ def build_index(
     Raises:
         UsageError, ModelError: the request is invalid, or differs from that of the index at `out`.
         JobStopped: the build stopped early. Finished shards are kept.
-        FailedInputsError: no input could be indexed, or a larger share failed than `max_failed` allows.
-        EdjeError: another process is changing the index.
+        EdjeError: another process is changing the index, no input could be indexed, or a larger share failed than
+            `max_failed` allows.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Example:
@@ -253,7 +253,7 @@ def build_index(
         return replace(
             result, shards=manifest.spec.shards, first_row=0, truncated=None, stage_seconds={}, already_finished=True
         )
-    with begin_change(out, "build", is_new=True) as change, stopping_on_full_disk(out):
+    with changing(out, "build", None, on_event, is_new=True) as change:
         plan = None if change.plan is None else Plan.from_json(change.plan)
         settings = BuildSettings.choose(None if plan is None else plan.settings, **requested)
         if plan is not None:

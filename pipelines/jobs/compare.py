@@ -119,8 +119,8 @@ def compare_sources(
 
     Raises:
         UsageError: a source cannot be used, or the index does not record its sources and `group` is None.
-        EdjeError: a source or a part of a source cannot be read.
-        VanishedInputsError: the share of rows whose input no longer exists is larger than `max_vanished`.
+        EdjeError: a source or a part of a source cannot be read, or the share of rows whose input no longer exists is
+            larger than `max_vanished`.
         TransientInputError: an input cannot be read for a temporary reason.
         JobStopped: `should_stop()` returned True.
     """
@@ -222,9 +222,11 @@ def compare_sources(
     _refuse_hidden_rows(index, {**dict.fromkeys(empty, "it lists no images"), **hidden}, {*vanished, *cut_off})
     lost = len(vanished) + sum(ref.content_hash is None for ref, _ in replaced)
     if lost > max_vanished * rows + 1e-6:
-        raise VanishedInputsError(
+        raise EdjeError(
             f"the inputs of {lost:,} of {counted(rows, 'row')} no longer exist, more than the share of "
-            f"{max_vanished:g} that may vanish"
+            f"{max_vanished:g} that may vanish; check the sources, or raise this share to delete these rows. The index "
+            "is unchanged",
+            parameter="max_vanished",
         )
     return SourceChanges(
         refs,
@@ -263,20 +265,6 @@ def _container_of(uri: str, hidden: Iterable[str]) -> str | None:
     """Return the directory or archive in `hidden` that contains the input `uri`; None if there is none."""
     ends = (position for position, letter in enumerate(uri) if letter in "/!")
     return next((uri[:end] for end in ends if uri[:end] in hidden), None)
-
-
-class VanishedInputsError(EdjeError):
-    """The inputs of more rows vanished than allowed.
-
-    Attributes:
-        problem: the error message without advice.
-    """
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(
-            f"{problem}; check the sources, or raise max_vanished to delete these rows. The index is unchanged"
-        )
-        self.problem = problem
 
 
 def _open_recorded(groups: tuple[SourceGroup, ...] | None, *, clips: bool) -> list[Source]:

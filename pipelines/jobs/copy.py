@@ -23,15 +23,15 @@ from edje_index.search.row_filters import RowFilters
 from pipelines.engines.base import open_engine
 from pipelines.environment import free_disk
 from pipelines.jobs.plan import (
+    changing,
     recorded_sources,
-    stopping_on_full_disk,
     with_sources,
 )
 from pipelines.jobs.resources import disk_need
 from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShouldStop, StatusMessage, ignore, never
 from pipelines.progress.wording import counted, human_bytes
-from storage_formats.change import Change, begin_change, begin_index, now
+from storage_formats.change import Change, begin_index, now
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Segment
@@ -140,7 +140,7 @@ def compact_index(
     """
     started = time.monotonic()
     request = {"only_shards_with_deleted": only_shards_with_deleted}
-    with begin_change(index, "compact", request) as change, stopping_on_full_disk(change.layout.root):
+    with changing(index, "compact", request, on_event) as change:
         assert change.index is not None
         source, manifest, spec = change.index, change.index.manifest, change.index.manifest.spec
         removed = len(source.deleted)
@@ -330,7 +330,7 @@ def _copy_part(
     spec = replaced(manifest.spec, rows=len(selection), segments=())
     identity = [str(index.location), manifest.snapshot.number, manifest.plan, live[chosen].tobytes().hex()]
     plan = hashlib.sha256(repr(identity).encode()).hexdigest()
-    with begin_change(root, "copy", {"plan": plan}, is_new=True) as change, stopping_on_full_disk(root):
+    with changing(root, "copy", {"plan": plan}, on_event, is_new=True) as change:
         begin_index(root, spec)
         finished = change.receipts(range(spec.shards), plan)
         receipts = _copy_rows(change, index, selection, spec, plan, on_event, should_stop)
@@ -359,7 +359,7 @@ def _copy_whole(
         return entries, copied
     data = manifest_bytes(index)
     request = {"manifest": hashlib.sha256(data).hexdigest()}
-    with begin_change(Path(out), "copy", request, is_new=True) as change, stopping_on_full_disk(Path(out)):
+    with changing(out, "copy", request, on_event, is_new=True) as change:
         begin_index(change.layout.root, index.manifest.spec)
         change.store_plan({})
         copied = _copy_files(

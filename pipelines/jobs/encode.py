@@ -39,20 +39,6 @@ _NAMED_FAILURES = 3
 _MAX_DECODE_THREADS = 16
 
 
-class FailedInputsError(EdjeError):
-    """No input could be indexed, or more inputs failed than allowed.
-
-    Attributes:
-        problem: the error message without advice.
-        over_limit: True if a larger `max_failed` lets the change continue.
-    """
-
-    def __init__(self, problem: str, remedy: str, *, over_limit: bool) -> None:
-        super().__init__(f"{problem}; {remedy}")
-        self.problem = problem
-        self.over_limit = over_limit
-
-
 def encode_rows(
     change: Change,
     plan: Plan,
@@ -75,8 +61,8 @@ def encode_rows(
 
     Raises:
         UsageError, EngineUnavailableError: the engine cannot run with the requested workers or devices.
-        FailedInputsError: too many inputs failed, or none could be indexed. In the second case, a change of a
-            finished index is abandoned.
+        EdjeError: too many inputs failed, or none could be indexed. In the second case, a change of a finished index
+            is abandoned.
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
         OSError: the index cannot be written.
     """
@@ -117,23 +103,20 @@ def encode_rows(
             if failed.total() > allowed:
                 done = sum(each.rows for each in receipts)
                 so_far = "" if done == plan.rows else " so far"
-                raise FailedInputsError(
+                raise EdjeError(
                     f"{failed.total():,} of {counted(done, 'input')} failed{so_far}, more than {limit} "
                     f"({_by_reason(failed)}). The first are {_first_failures(layout, receipts)}. {len(receipts):,} of "
-                    f"{counted(len(plan.shards), 'shard')} are finished and kept",
-                    "raise max_failed to index the other inputs",
-                    over_limit=True,
+                    f"{counted(len(plan.shards), 'shard')} are finished and kept; raise the share to index the others",
+                    parameter="max_failed",
                 )
     if needs_one and not any(receipt.indexed for receipt in receipts):
-        restart = f"remove {layout.root}, and build again"  # until then, `failures` lists them
+        restart = f"remove {layout.root}, and run the command again"  # until then, `failures` lists them
         if change.index is not None:
             change.abandon()
             restart = "and run the command again"
-        raise FailedInputsError(
+        raise EdjeError(
             f"none of the {counted(failed.total(), 'input')} could be indexed ({_by_reason(failed)}). The first are "
-            f"{_first_failures(layout, receipts)}",
-            f"correct the sources, {restart}",
-            over_limit=False,
+            f"{_first_failures(layout, receipts)}; correct the sources, {restart}"
         )
     encoded = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     return sorted(receipts, key=lambda receipt: receipt.shard), encoded / (time.monotonic() - started)

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.jobs.copy import CopyResult, build_copied_ann, copy_shards
-from pipelines.jobs.plan import SOURCES_MEMBER, holds_clips, recorded_sources, stopping_on_full_disk
+from pipelines.jobs.plan import SOURCES_MEMBER, changing, holds_clips, recorded_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
-from storage_formats.change import begin_change, begin_index, now
+from storage_formats.change import begin_index, now
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
@@ -87,7 +87,7 @@ def merge_indexes(
     plan = hashlib.sha256(f"merge {states} {columns}".encode()).hexdigest()
     manifests = [each.manifest for each in opened]
     target = local_path(out)
-    with begin_change(target, "merge", {"plan": plan}, is_new=True) as change, stopping_on_full_disk(target):
+    with changing(target, "merge", {"plan": plan}, on_event, is_new=True) as change:
         begin_index(change.layout.root, spec)
         change.store_plan({})
         copiers = [ShardCopier(each, offset, change.layout, plan) for each, offset in zip(opened, offsets, strict=True)]

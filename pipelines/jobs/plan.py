@@ -17,8 +17,9 @@ from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
 from pipelines.engines.base import describe_error
 from pipelines.environment import cuda_devices
-from pipelines.progress.events import JobStopped
+from pipelines.progress.events import JobStopped, OnEvent, StatusMessage
 from storage_formats.atomic import fsync_paths
+from storage_formats.change import Change, begin_change
 from storage_formats.codecs import codec
 from storage_formats.cpus import has_bfloat16, usable_cpus
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -427,9 +428,16 @@ def holds_clips(manifest: Manifest) -> bool:
 
 
 @contextlib.contextmanager
-def stopping_on_full_disk(root: Path) -> Iterator[None]:
-    """Context manager that converts an OSError to JobStopped, because a second run resumes the change."""
-    try:
-        yield
-    except OSError as error:
-        raise JobStopped(f"cannot write {root}: {describe_error(error)}; finished shards are kept") from error
+def changing(
+    root: str | Path, kind: str, request: Mapping[str, Any] | None, on_event: OnEvent, *, is_new: bool = False
+) -> Iterator[Change]:
+    """Begin or resume a change that a second run can finish, see `begin_change`. An OSError becomes JobStopped."""
+
+    def notify(text: str) -> None:
+        on_event(StatusMessage(text))
+
+    with begin_change(root, kind, request, is_new=is_new, notify=notify) as change:
+        try:
+            yield change
+        except OSError as error:
+            raise JobStopped(f"cannot write {root}: {describe_error(error)}; finished shards are kept") from error

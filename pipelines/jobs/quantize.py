@@ -14,11 +14,11 @@ from edje_index.progress import ShardProgress
 from pipelines.engines.base import Worker, open_engine
 from pipelines.environment import free_disk
 from pipelines.jobs.encode import on_shared_directory
-from pipelines.jobs.plan import stopping_on_full_disk
+from pipelines.jobs.plan import changing
 from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
-from storage_formats.change import begin_change, write_array_shapes
+from storage_formats.change import write_array_shapes
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -102,7 +102,7 @@ def quantize_index(
     """
     started = time.monotonic()
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
-    with begin_change(index, "quantize", request) as change, stopping_on_full_disk(Path(index)):
+    with changing(index, "quantize", request, on_event) as change:
         assert change.index is not None
         before, layout, root = change.index.manifest, change.layout, change.layout.root
         manifest, spec = before, before.spec

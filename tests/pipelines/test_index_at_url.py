@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from edje_index import add_ann
-from edje_index.indexing.faiss_index import AnnIndex
+from edje_index.indexing.faiss_index import AnnIndex, AnnRequest
 from pipelines import JobStopped, compact_index, copy_index, delete_rows, quantize_index, repair_index
-from pipelines.jobs.ann import run_ann_build
 from pipelines.jobs.snapshots import history, remove_snapshots
 from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format import object_store
@@ -118,7 +117,7 @@ def test_a_copy_loses_no_precision_and_no_nearest_neighbour_index(index, tmp_pat
     copy_index(index, URL)  # snapshot 0 of the source still has it
     add_ann(index)
     copy_index(index, URL)
-    run_ann_build(index, "IVF2,Flat", 0.95, lambda event: None)
+    add_ann(index, AnnRequest("IVF2,Flat"))
     with pytest.raises(UsageError, match="has the file ann/"):
         copy_index(index, URL)
     copy_index(index, URL, replace=True)
@@ -215,7 +214,7 @@ def test_an_index_at_a_url_is_not_changed(index, run):
         lambda: quantize_index(URL, ["int8"]),
         lambda: compact_index(URL),
         lambda: remove_snapshots(URL, 1),
-        lambda: run_ann_build(URL, "auto", 0.95, lambda event: None),
+        lambda: add_ann(URL),
     ]
     for change in changes:
         with pytest.raises(UsageError, match="copy it to a directory, change the copy, and copy it back"):

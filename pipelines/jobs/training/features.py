@@ -58,35 +58,28 @@ class Preparation:
         """Build the index `name` in the run folder with the bundle `model`, or resume the build."""
         from edje_index.models.devices import threads_kept
         from pipelines.jobs.build import build_index
-        from pipelines.jobs.encode import FailedInputsError
         from storage_formats.format.manifest import CommittedIndex
 
         self.on_event(StatusMessage(f"computing {content}, once"))
         run, dtype = self.settings.run, self.settings.loop.dtype
         out = self.folder / name
-        try:
-            with threads_kept():
-                build_index(
-                    sources,
-                    out,
-                    model,
-                    engine="ray" if run.distributed else "inline",
-                    threads=run.threads,
-                    device=run.device,
-                    dtype=None if dtype == "auto" else dtype,  # None is the type of the training loop
-                    address=run.address,
-                    column=_path_column(sources),
-                    truncated="load",
-                    precisions=(self.settings.inputs.feature_precision,),
-                    max_failed=1.0,  # training has its own message about missing images
-                    on_event=self.on_event,
-                    should_stop=self.should_stop,
-                )
-        except FailedInputsError as error:
-            raise EdjeError(
-                f"{error.problem}. Correct the captions or inputs.images; then remove the run folder {self.folder} and "
-                "train again"
-            ) from error
+        with threads_kept():
+            build_index(
+                sources,
+                out,
+                model,
+                engine="ray" if run.distributed else "inline",
+                threads=run.threads,
+                device=run.device,
+                dtype=None if dtype == "auto" else dtype,  # None is the type of the training loop
+                address=run.address,
+                column=_path_column(sources),
+                truncated="load",
+                precisions=(self.settings.inputs.feature_precision,),
+                max_failed=1.0,  # training has its own message about missing images
+                on_event=self.on_event,
+                should_stop=self.should_stop,
+            )
         return CommittedIndex.open(out)
 
     def tower_bundle(self, name: str, adapter: AdapterConfig) -> Path:
