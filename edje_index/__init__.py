@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from edje_index.search.hits import Hits as Hits
     from edje_index.search.hits import TextHit as TextHit
     from edje_index.search.late_interaction_search import LateInteractionSearch as LateInteractionSearch
-    from edje_index.search.late_interaction_search import TokenHit as TokenHit
     from edje_index.search.late_interaction_search import max_sim as max_sim
     from edje_index.search.token_index import TokenIndex as TokenIndex
     from storage_formats.extras import MissingExtraError as MissingExtraError
@@ -60,7 +59,7 @@ _NAMES = {
     "edje_index.models.vision_tower": "VisionTower",
     "edje_index.search.client": "Client ServiceError",
     "edje_index.search.hits": "Hit Hits TextHit",
-    "edje_index.search.late_interaction_search": "LateInteractionSearch TokenHit max_sim",
+    "edje_index.search.late_interaction_search": "LateInteractionSearch max_sim",
     "edje_index.search.token_index": "TokenIndex",
     "storage_formats.extras": "MissingExtraError",
     "storage_formats.format.rows": "read_rows",

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.arguments import as_text
-from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record
+from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record, finest
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.index_files import check_inside
@@ -62,8 +62,8 @@ class TokenStore:
         ((3, 4, 8), 'bfloat16')
     """
 
-    def __init__(self, index: CommittedIndex, precision: str = "bf16", engine: str = "auto") -> None:
-        self.precision = precision
+    def __init__(self, index: CommittedIndex, precision: str | None = None, engine: str = "auto") -> None:
+        self.precision = finest(index.manifest.spec.precisions) if precision is None else precision
         self._engine = engine
         self._refreshing = threading.Lock()
         self._view = self._view_of(index)
@@ -72,7 +72,7 @@ class TokenStore:
     def open(
         cls,
         root: IndexLocation,
-        precision: str = "bf16",
+        precision: str | None = None,
         engine: str = "auto",
         *,
         snapshot: int | None = None,
@@ -81,7 +81,8 @@ class TokenStore:
 
         Args:
             root: directory of the index, or its URL on an object store (`s3://`, `gs://`, `az://`, `https://`).
-            precision: one of the precisions of the index. Fetched blocks are bfloat16 for every precision.
+            precision: one of the precisions of the index; None selects the one of the highest fidelity. Fetched blocks
+                are bfloat16 for every precision.
             engine: name of a read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each
                 shard by the state of the page cache. For an index at a URL, `auto` selects `object-store`, the only
                 engine for URLs.
@@ -361,9 +362,7 @@ class TokenStore:
         spec, layout = index.manifest.spec, Layout(index.root)
         if as_text(self.precision, "precision") not in spec.precisions:
             held = ", ".join(spec.precisions)
-            raise UsageError(
-                f"the index at {index.location} does not have precision '{self.precision}'; choose one of: {held}"
-            )
+            raise UsageError(f"the index does not have precision '{self.precision}'; choose one of: {held}")
         token_codec = codec(self.precision, spec.block_shape)
 
         def token_path(shard: int) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.fetch.subjects import Ids, open_tensorstore
 from benchmarks.report import Say, table
 from pipelines.environment import environment
-from storage_formats.codecs import Records, codec
+from storage_formats.codecs import Records, codec, finest
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -71,7 +71,7 @@ def bench_remote(
     index = open_index(url)
     assert index.remote is not None
     folder, cached_folder = (CountingFolder(index.remote.url, index.remote.store) for _ in range(2))
-    precision = precision or index.manifest.spec.precisions[0]
+    precision = precision or finest(index.manifest.spec.precisions)
     rng, pool = np.random.default_rng(_SEED), min(pool, index.manifest.spec.used_rows // 2)
     if not pool:
         raise UsageError(f"the index at {url} has fewer than two rows; measure a larger index")

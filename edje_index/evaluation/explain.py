@@ -237,7 +237,7 @@ def explain_index(
         root: directory of the index.
         row_ids: row ids of single rows to explain. If empty, the first 6 rows of the random sample.
         model: directory of the bundle; None for the bundle that built the index.
-        precision: precision of the tokens; None for the first precision of the index.
+        precision: precision of the tokens; None for the stored precision of the highest fidelity.
         sample: number of rows in the random sample.
         captions: caption file to measure the alignment with, see `read_captions`; None for no alignment.
         images: base directory of relative image paths in `captions`.
@@ -323,7 +323,7 @@ def _open(
     info = matching_bundle(index, model)
     verify_files(info, [name for name in info.files if name.startswith(JOINT_FOLDER)])
     joint = load_scorer(info, torch.float32, torch.device("cpu"))
-    store = TokenStore(index, precision or index.manifest.spec.precisions[0])
+    store = TokenStore(index, precision)
     if store.block_shape[1] != joint.width:
         raise ModelError(
             f"{root} stores tokens of width {store.block_shape[1]}, but the word embeddings of "

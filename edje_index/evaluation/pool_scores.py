@@ -27,7 +27,7 @@ from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs, ScoreModels
 from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
-from storage_formats.codecs import Blocks, Codec, codec
+from storage_formats.codecs import Blocks, Codec, codec, finest
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
@@ -81,16 +81,16 @@ def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSour
         UsageError: a precision is unknown, or has a higher fidelity than all stored precisions.
     """
     spec = index.manifest.spec
-    finest = max((codec(name, spec.block_shape) for name in spec.precisions), key=lambda entry: entry.record_bytes)
+    held = codec(finest(spec.precisions), spec.block_shape)
     sources = []
     for name in dict.fromkeys(names or spec.precisions):
         requested = codec(name, spec.block_shape)
-        if name not in spec.precisions and requested.record_bytes > finest.record_bytes:
+        if name not in spec.precisions and requested.record_bytes > held.record_bytes:
             raise UsageError(
                 f"the precision '{name}' cannot be simulated from {index.root}, because the most accurate stored "
-                f"precision is {finest.name}; choose a less accurate precision"
+                f"precision is {held.name}; choose a less accurate precision"
             )
-        stored = name if name in spec.precisions else finest.name
+        stored = name if name in spec.precisions else held.name
         sources.append(TokenSource(TokenStore(index, stored), requested))
     return sorted(sources, key=lambda source: -source.codec.record_bytes)
 

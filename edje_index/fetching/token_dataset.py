@@ -34,7 +34,7 @@ class TokenDataset(Dataset[torch.Tensor]):
         [(4, 4, 16), (2, 4, 16)]
     """
 
-    def __init__(self, root: str | Path, precision: str = "bf16", engine: str = "auto") -> None:
+    def __init__(self, root: str | Path, precision: str | None = None, engine: str = "auto") -> None:
         self._arguments = (str(root), precision, engine)
         self._open()
 
@@ -52,10 +52,10 @@ class TokenDataset(Dataset[torch.Tensor]):
             self._open()
         return list(self._store.fetch(row_ids, as_torch=True))
 
-    def __getstate__(self) -> tuple[str, str, str]:
+    def __getstate__(self) -> tuple[str, str | None, str]:
         return self._arguments
 
-    def __setstate__(self, arguments: tuple[str, str, str]) -> None:
+    def __setstate__(self, arguments: tuple[str, str | None, str]) -> None:
         self._arguments = arguments
         self._open()
 

@@ -570,7 +570,13 @@ def _nearest(
             parameters = module.SearchParametersIVF(nprobe=lists, sel=selector)
         else:
             parameters = module.SearchParameters(sel=selector)
-        part_scores, part_rows = part.search(queries, wanted, params=parameters)
+        # FAISS gives a thread at least one query, and idle threads spin, which slows down the work that follows.
+        threads = module.omp_get_max_threads()
+        module.omp_set_num_threads(min(threads, len(queries)))
+        try:
+            part_scores, part_rows = part.search(queries, wanted, params=parameters)
+        finally:
+            module.omp_set_num_threads(threads)
         scores.append(part_scores)
         rows.append(part_rows)
     neighbours = []

@@ -6,20 +6,22 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+from edje_index.search.rows import CAPTIONS
 from storage_formats.errors import EdjeError
 from storage_formats.format.object_store import IndexLocation
 
 _SHOWN = 50  # images in a notebook; the notebook file contains each image
 _SIDE = 160
 _TEMPLATE = """<table>
-<thead><tr><th>rank</th><th>photo</th><th>score</th><th>embedding</th><th>row</th><th>uri</th></tr></thead>
+<thead><tr><th>rank</th><th>photo</th><th>score</th><th>embedding</th><th>row</th><th>uri</th><th></th></tr></thead>
 <tbody>
 {% for hit in hits %}
 <tr><td>{{ loop.index }}</td>
 <td>{% if images[hit.row_id] %}<img src="{{ images[hit.row_id] }}" alt="">{% else %}no image{% endif %}</td>
 <td>{{ "%.4f" | format(hit.score) }}</td><td>{{ "%.4f" | format(hit.embedding_score) }}</td>
-<td>{{ hit.row_id }}</td><td>{{ hit.uri }}</td></tr>
+<td>{{ hit.row_id }}</td><td>{{ hit.uri }}</td><td>{{ hit.described() }}</td></tr>
 {% endfor %}
 </tbody>
 </table>{% if more > 0 %}<p>and {{ more }} more</p>{% endif %}
@@ -34,14 +36,16 @@ class Hit:
     Attributes:
         row_id: row id of the image.
         uri: path or URI of the image.
-        score: final score, by which hits are sorted. Without re-ranking, the score is `embedding_score`.
-        embedding_score: cosine similarity of the embeddings of the query and the image.
+        score: final score, by which hits are sorted. Without re-ranking, the score is `embedding_score`. In a
+            late-interaction search, the score is the MaxSim of the query and the tokens.
+        embedding_score: cosine similarity of the embeddings of the query and the image; NaN if there is no embedding.
         joint_score: weighted sum of the parts logit, late interaction and pooled similarity. None if the final score
             has none of these parts. With `joint_pool`, a hit without a logit gets the lowest weighted
             logit of the query.
         parts: values of the parts of the final score, without weights. The keys are part names, see
             `edje_index.scoring.weights.PART_NAMES`. In a search with `joint_pool`, hits that the joint encoder did not
             score have no `logit`, see `edje_index.scoring.final_score`.
+        columns: captions of the image, or values of the chosen columns of the rows table, by column name.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -54,8 +58,18 @@ class Hit:
     uri: str
     score: float
     embedding_score: float
-    joint_score: float | None
+    joint_score: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def described(self) -> str:
+        """Return the columns as one line of text. Columns without a value are left out."""
+        values = {
+            name: "; ".join(value) if isinstance(value, list) else str(value)
+            for name, value in self.columns.items()
+            if value is not None
+        }
+        return " | ".join(value if name == CAPTIONS else f"{name}: {value}" for name, value in values.items())
 
 
 @dataclass(frozen=True)

@@ -9,43 +9,25 @@ Vectors are not normalised. For cosine similarities, normalise the query vectors
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edje_index.indexing.faiss_index import AnnIndex
+from edje_index.indexing.faiss_index import AnnIndex, Neighbours
+from edje_index.search.hits import Hit, Hits
+from edje_index.search.rows import IndexRows
 from storage_formats.arguments import as_count
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import read_index_rows
+from storage_formats.threads import default_threads, run_threads
 from storage_formats.token_store import TokenStore
 
-_BATCH_ROWS = 256  # 12 MB of 64 x 384 blocks: they stay in the processor's cache between reading and scoring
-
-
-@dataclass(frozen=True)
-class TokenHit:
-    """One result of a late-interaction search.
-
-    Attributes:
-        row_id: row id of the hit.
-        uri: path or URI of the input.
-        score: MaxSim of the query vectors and the row's tokens.
-
-    Example:
-        >>> from edje_index import TokenHit
-        >>> TokenHit(row_id=7, uri="page-7", score=12.5).uri
-        'page-7'
-    """
-
-    row_id: int
-    uri: str
-    score: float
+_BATCH_ROWS = 64  # 3 MB of 64 x 384 blocks: they stay in the processor's cache between reading and scoring
+_PRODUCT_ROWS = 4  # BLAS computes such small products in the calling thread; its idle threads would spin
 
 
 class LateInteractionSearch:
@@ -64,7 +46,9 @@ class LateInteractionSearch:
         """Call `LateInteractionSearch.open` instead; this constructor is internal."""
         self._index = index
         self._ann: AnnIndex | None = None
+        self._buffers: list[Blocks] = []  # memory that was used before costs no page faults
         self.store = store
+        self._rows = IndexRows(index)
 
     @classmethod
     def open(cls, root: str | Path, precision: str | None = None) -> Self:
@@ -72,13 +56,13 @@ class LateInteractionSearch:
 
         Args:
             root: directory of the index.
-            precision: precision of the tokens; None selects the first precision of the index.
+            precision: precision of the tokens; None selects the stored precision of the highest fidelity.
 
         Raises:
             UsageError, IncompleteIndexError, CorruptIndexError: as for `TokenStore.open`.
         """
         index = CommittedIndex.open(root)
-        return cls(index, TokenStore(index, precision or index.manifest.spec.precisions[0]))
+        return cls(index, TokenStore(index, precision))
 
     def search(
         self,
@@ -88,7 +72,7 @@ class LateInteractionSearch:
         embedding: ArrayLike | None = None,
         pool: int = 100,
         row_ids: Sequence[int] | NDArray[np.integer] | None = None,
-    ) -> list[TokenHit]:
+    ) -> Hits:
         """Return the `k` best rows for `query`, best first. Holes are left out.
 
         Give either `embedding` or `row_ids`, which select the candidates.
@@ -108,39 +92,53 @@ class LateInteractionSearch:
         k, pool = as_count(k, "k"), as_count(pool, "pool")
         if (embedding is None) == (row_ids is None):
             raise UsageError("give either embedding or row_ids, which select the candidates")
-        candidates = self._nearest(embedding, pool) if row_ids is None else np.asarray(row_ids, dtype=np.int64)
+        if row_ids is None:
+            candidates, similarities = self._nearest(embedding, pool)
+        else:
+            candidates = np.asarray(row_ids, dtype=np.int64)
+            similarities = np.full(len(candidates), np.nan, np.float32)
         scores = self.scores(query, candidates)
         present = np.flatnonzero(~np.isnan(scores))
         best = present[np.argsort(-scores[present], kind="stable")[:k]]
-        uris = read_index_rows(self._index, candidates[best], ["uri"])["uri"].to_pylist()
-        return [
-            TokenHit(int(row), uri, float(score))
-            for row, uri, score in zip(candidates[best], uris, scores[best], strict=True)
+        hits = [
+            Hit(int(candidates[at]), uri, float(scores[at]), float(similarities[at]), columns=columns)
+            for at, (uri, columns) in zip(best, self._rows.described(candidates[best]), strict=True)
         ]
+        return Hits(hits, self._index.location)
 
     def scores(self, query: ArrayLike, row_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the MaxSim of `query` [q, d] and each row of `row_ids` [k], float32 [k]. The score of a hole is NaN.
 
-        Blocks are read in batches to bound memory.
+        Blocks are read and scored in batches, to bound memory, by this thread and for many rows by others.
         """
         vectors = np.asarray(query, dtype=np.float32)
         width = self.store.block_shape[1]
         if vectors.ndim != 2 or not len(vectors) or vectors.shape[1] != width:
             raise UsageError(f"a query must have the shape [q, {width}] with q >= 1, got {list(vectors.shape)}")
-        rows = np.asarray(row_ids)
-        batches = (rows[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS))
-        parts = [max_sim(vectors, blocks) for blocks in self.store.iter_fetch(batches)]
-        return np.concatenate([np.empty(0, np.float32), *parts])
+        rows, scores = np.asarray(row_ids), np.empty(len(row_ids), dtype=np.float32)
+
+        def score(start: int) -> None:
+            batch = slice(start, min(start + _BATCH_ROWS, len(rows)))
+            try:
+                buffer = self._buffers.pop()
+            except IndexError:
+                buffer = self.store.empty(_BATCH_ROWS)
+            scores[batch] = max_sim(vectors, self.store.fetch(rows[batch], out=buffer[: batch.stop - start]))
+            self._buffers.append(buffer)
+
+        starts = range(0, len(rows), _BATCH_ROWS)
+        run_threads(score, starts, min(default_threads(), len(starts)))
+        return scores
 
     @name_missing_extra("search")
-    def _nearest(self, embedding: ArrayLike | None, pool: int) -> NDArray[np.int64]:
-        """Return the ids of the `pool` rows whose embeddings are nearest to `embedding`."""
+    def _nearest(self, embedding: ArrayLike | None, pool: int) -> Neighbours:
+        """Return the `pool` rows whose embeddings are nearest to `embedding`."""
         if self._ann is None:
             self._ann = AnnIndex(self._index)
         vector = np.asarray(embedding, dtype=np.float32)
         if vector.ndim != 1:
             raise UsageError(f"embedding must be a vector [embed_dim], got an array of shape {list(vector.shape)}")
-        return self._ann.nearest(vector, pool)[0]
+        return self._ann.nearest(vector, pool)
 
 
 def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:
@@ -161,8 +159,8 @@ def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:
         >>> max_sim(query, blocks)
         array([5., 2.], dtype=float32)
     """
-    count, m, d = blocks.shape
-    products = blocks.astype(np.float32).reshape(count * m, d) @ query.T
-    best = products.reshape(count, m, len(query)).max(axis=1)
-    scores: NDArray[np.float32] = best.sum(axis=1)
+    transposed, scores = np.ascontiguousarray(query.T), np.empty(len(blocks), dtype=np.float32)
+    for start in range(0, len(blocks), _PRODUCT_ROWS):
+        part = slice(start, start + _PRODUCT_ROWS)
+        scores[part] = np.matmul(blocks[part].astype(np.float32), transposed).max(axis=1).sum(axis=1)
     return scores

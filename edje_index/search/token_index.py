@@ -31,7 +31,7 @@ from edje_index.scoring.weights import (
 )
 from edje_index.search.hits import Hit, Hits, Stages, TextHit
 from edje_index.search.query import hit_counts, query_text, query_texts, requested_rows
-from edje_index.search.row_filters import RowFilters
+from edje_index.search.rows import IndexRows
 from edje_index.search.search_model import SearchModel
 from storage_formats.arguments import as_count, as_list
 from storage_formats.codecs import Blocks
@@ -40,7 +40,6 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.remote import open_index
-from storage_formats.format.rows import read_index_rows
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
@@ -94,15 +93,17 @@ class TokenIndex:
         index: CommittedIndex,
         model: SearchModel,
         *,
-        precision: str,
+        precision: str | None = None,
         score: str | ScoreWeights = BUNDLE_SCORE,
+        columns: Sequence[str] | None = None,
     ) -> None:
         self.committed = index
         self.model = model
-        self.filters = RowFilters(index)
+        self.rows = IndexRows(index, columns)
         self._ann = AnnIndex(index)
         self._store = TokenStore(index, precision)
         self._score = score
+        self._columns = columns
         self._refreshing = threading.Lock()
 
     @property
@@ -140,6 +141,7 @@ class TokenIndex:
         precision: str | None = None,
         snapshot: int | None = None,
         score: str | ScoreWeights = BUNDLE_SCORE,
+        columns: Sequence[str] | None = None,
         device: str = "auto",
         dtype: str = "float32",
     ) -> TokenIndex:
@@ -148,25 +150,26 @@ class TokenIndex:
         Args:
             root: directory of the index, or its URL on an object store.
             model: directory of the model bundle; None selects the bundle that built the index.
-            precision: precision of the tokens that re-ranking reads; None selects the first precision of the index.
+            precision: precision of the tokens that re-ranking reads; None selects the stored precision of the
+                highest fidelity.
             snapshot: number of the snapshot to open; None selects the current snapshot. If the index changes later,
                 searches use the opened snapshot until `refresh` is called.
             score: final score to sort by: "bundle" (the weights of the bundle), "logit", "embedding",
                 "PART=WEIGHT,..." or `ScoreWeights`. See `edje_index.scoring.weights.parse_score`.
+            columns: columns of the rows table that every hit brings; None selects the captions, if there are any.
             device: device of the model: "auto", "cpu", "cuda" or "cuda:N".
             dtype: data type of the joint encoder's matrix products, see `SearchModel`.
 
         Raises:
-            UsageError: there is no index at `root`, the index does not contain `snapshot` or `precision`, or `score` is
-                invalid.
+            UsageError: there is no index at `root`, the index does not contain `snapshot`, `precision` or one of
+                `columns`, or `score` is invalid.
             ModelError: the bundle is missing, did not build this index, or has no model for a part of `score`.
             ObjectStoreError: the object store refused a request or cannot be reached. Searches raise it too.
         """
         index = open_index(root, snapshot)
         bundle = SearchModel(matching_bundle(index, model), device=device, dtype=dtype)
         bundle.weights("t2i", score)  # raises an error if the bundle cannot compute the score
-        chosen = index.manifest.spec.precisions[0] if precision is None else precision
-        return cls(index, bundle, precision=chosen, score=score)
+        return cls(index, bundle, precision=precision, score=score, columns=columns)
 
     def refresh(self) -> int:
         """Switch to the current snapshot of the index. Return the number of the snapshot.
@@ -192,8 +195,8 @@ class TokenIndex:
     def at_current_snapshot(self) -> TokenIndex:
         """Return this object, or a new object if the index has changed. The new object shares the model.
 
-        If the index no longer contains the precision of this object, the new object uses the first precision of the
-        index.
+        If the index no longer contains the precision of this object, the new object uses the stored precision of
+        the highest fidelity.
 
         Raises:
             UsageError, CorruptIndexError: as for `refresh`.
@@ -203,9 +206,8 @@ class TokenIndex:
             return self
         if index.manifest.model.get("fingerprint") != self.manifest.model.get("fingerprint"):
             raise UsageError(f"{self.committed.location} was built again with another model; open the index again")
-        held = index.manifest.spec.precisions
-        precision = self.precision if self.precision in held else held[0]
-        return TokenIndex(index, self.model, precision=precision, score=self._score)
+        precision = self.precision if self.precision in index.manifest.spec.precisions else None
+        return TokenIndex(index, self.model, precision=precision, score=self._score, columns=self._columns)
 
     @overload
     def search(
@@ -280,7 +282,7 @@ class TokenIndex:
         weights, final = self._final_score(score, joint_pool)
         if not texts:
             return []
-        passing = None if where is None else self.filters.passing(where)
+        passing = None if where is None else self.rows.passing(where)
         with stages.timed("text_tower"):
             embeddings = self.model.text.encode(texts)
         with stages.timed("nearest"):
@@ -387,7 +389,6 @@ class TokenIndex:
         with stages.timed("hits"):
             for rows, similarities, final, joint, parts in scored:
                 order = np.lexsort((rows, -final))[:k]
-                uris = read_index_rows(self.committed, rows[order], ["uri"])["uri"].to_pylist()
                 hits.append(
                     [
                         Hit(
@@ -397,8 +398,9 @@ class TokenIndex:
                             embedding_score=float(similarities[at]),
                             joint_score=None if joint is None else float(joint[at]),
                             parts={name: float(part[at]) for name, part in parts.items() if not np.isnan(part[at])},
+                            columns=columns,
                         )
-                        for at, uri in zip(order, uris, strict=True)
+                        for at, (uri, columns) in zip(order, self.rows.described(rows[order]), strict=True)
                     ]
                 )
         return [Hits(each, self.root, stages) for each in hits]
@@ -509,7 +511,7 @@ class TokenIndex:
         k = as_count(k, "k")
         from edje_index.search.query_image import encode_images
 
-        stages, passing = Stages(), None if where is None else self.filters.passing(where)
+        stages, passing = Stages(), None if where is None else self.rows.passing(where)
         with stages.timed("vision_tower"):
             _, embeddings = encode_images(self.model.image_encoder, [image])
         with stages.timed("nearest"):
@@ -532,7 +534,7 @@ class TokenIndex:
         k, stages = as_count(k, "k"), Stages()
         row = requested_rows(self.committed, [row_id])
         embedding = read_embeddings(self.committed, row)[0]
-        passing = None if where is None else self.filters.passing(where)
+        passing = None if where is None else self.rows.passing(where)
         with stages.timed("nearest"):
             rows, similarities = self._ann.nearest(embedding, k + 1, passing)
         other = rows != row

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -84,33 +83,16 @@ _Constant: TypeAlias = bool | int | float | str
 _Operand: TypeAlias = pa.Field | _Constant
 
 
-@dataclass(frozen=True)
-class Where:
-    """A filter expression that is valid for the columns of an index.
-
-    Attributes:
-        columns: sorted names of the columns that the expression reads.
-        condition: function that evaluates the expression on a table.
-    """
-
-    columns: tuple[str, ...]
-    condition: Condition
-
-    def passes(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Return which rows of `table` pass, bool [rows].
-
-        As in SQL, a row does not pass if the result of the expression is null.
-        """
-        mask: NDArray[np.bool_] = pc.fill_null(self.condition(table), False).to_numpy()
-        return mask
-
-
-def parse_where(text: str, schema: pa.Schema) -> Where:
+def parse_where(text: str, schema: pa.Schema) -> tuple[list[str], Callable[[pa.Table], NDArray[np.bool_]]]:
     """Parse a filter expression and check its types.
 
     Args:
         text: the expression.
         schema: columns that the expression may name.
+
+    Returns:
+        The sorted names of the columns that the expression reads, and a function that takes a table of k rows with
+        these columns and returns which rows pass, bool [k]. As in SQL, a row does not pass if the result is null.
 
     Raises:
         UsageError: the expression is too long or malformed, names an unknown column, or compares different types.
@@ -132,7 +114,12 @@ def parse_where(text: str, schema: pa.Schema) -> Where:
         condition = conditions.transform(tree)
     except VisitError as error:
         raise error.orig_exc from None
-    return Where(tuple(sorted(conditions.columns)), condition)
+
+    def passes(table: pa.Table) -> NDArray[np.bool_]:
+        mask: NDArray[np.bool_] = pc.fill_null(condition(table), False).to_numpy()
+        return mask
+
+    return sorted(conditions.columns), passes
 
 
 @functools.cache

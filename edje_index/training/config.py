@@ -203,7 +203,7 @@ class TrainingInputs(Settings):
     online computes the features in every step, and stores no features."""
     feature_precision: Literal["bf16", "fp8", "nvfp4"] = "bf16"
     """Precision in which the run stores the features. fp8 takes half the disk space of bf16, and nvfp4 about 28 %.
-    Given features are read in bf16, or else in the first precision of their index."""
+    Given features are read in the stored precision of the highest fidelity."""
     teacher: SettingPath | None = None
     """Bundle of the teacher model, for distillation."""
     teacher_features: SettingPath | None = None

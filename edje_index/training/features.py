@@ -74,12 +74,11 @@ class Features(ABC):
 
 
 class StoredFeatures(Features):
-    """Features that an index stores as blocks. They are read in bf16, or else in the first precision of the index."""
+    """Features that an index stores as blocks. They are read in the precision of the highest fidelity."""
 
     def __init__(self, index: CommittedIndex) -> None:
         super().__init__(index)
-        stored = index.manifest.spec.precisions
-        self._store = TokenStore(index, "bf16" if "bf16" in stored else stored[0])
+        self._store = TokenStore(index)
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
         """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""

@@ -96,7 +96,7 @@ dtype_option = click.option(
     "processors that support it. auto is bfloat16 on cuda and float32 on cpu.",
 )
 read_precision_option = click.option(
-    "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: first precision that 'info' lists]"
+    "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: the highest fidelity stored]"
 )
 joint_pool_option = click.option(
     "--joint-pool",

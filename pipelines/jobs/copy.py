@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_index import AnnRequest, ann_without_rows, build_ann, default_position, extend_ann
 from edje_index.progress import ShardProgress
-from edje_index.search.row_filters import RowFilters
+from edje_index.search.rows import IndexRows
 from pipelines.engines.base import open_engine
 from pipelines.environment import free_disk
 from pipelines.jobs.plan import (
@@ -321,7 +321,7 @@ def _copy_part(
     requested = check_row_ids(rows, manifest.spec.rows)
     check_rows_in_use(requested, manifest.spec)
     index.deleted.refuse(requested)
-    passing = np.empty(0, np.int64) if where is None else RowFilters(index).row_ids(where)
+    passing = np.empty(0, np.int64) if where is None else np.flatnonzero(IndexRows(index).passing(where))
     live = live_rows(index)
     chosen = np.isin(live, np.concatenate([requested, passing]))
     if not chosen.any():

@@ -138,14 +138,14 @@ def _select(
     Raises:
         RowIdError: a row id is out of range or belongs to no input.
     """
-    from edje_index.search.row_filters import RowFilters
+    from edje_index.search.rows import IndexRows
 
     matching: list[int] = []
     if uri is not None:
         matches = re.compile(fnmatch.translate(uri)).match  # a * also matches slashes
         lines = (line for table in iter_rows(index, ["row_id", "uri"]) for line in table.to_pylist())
         matching = [line["row_id"] for line in lines if matches(line["uri"])]
-    passing = [] if where is None else RowFilters(index).row_ids(where).tolist()
+    passing = [] if where is None else np.flatnonzero(IndexRows(index).passing(where)).tolist()
     requested = np.unique(np.array([*check_row_ids(rows, index.manifest.spec.rows), *matching, *passing], np.int64))
     if erase:  # the first run of an interrupted erasure may have removed rows
         requested = requested[rows_in_use(requested, index.manifest.spec)]

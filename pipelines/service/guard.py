@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edje_index.errors import ModelError
-from edje_index.search.row_filters import FilterTimeoutError
+from edje_index.search.rows import FilterTimeoutError
 from storage_formats.errors import EdjeError, RowIdError, UsageError
 
 logger = logging.getLogger("edje_index.service")

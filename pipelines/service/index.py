@@ -9,7 +9,6 @@ from typing import Any
 from anyio import CapacityLimiter, to_thread
 
 from edje_index.scoring.weights import TEXT_TO_IMAGE
-from edje_index.search.row_filters import filter_schema
 from edje_index.search.token_index import TokenIndex
 from pipelines.service.guard import logger
 from storage_formats.errors import EdjeError
@@ -66,7 +65,7 @@ class ServedIndex:
             "embed_dim": manifest.spec.embed_dim,
             "precisions": list(manifest.spec.precisions),
             "precision": index.precision,
-            "columns": {field.name: type_name(field.type) for field in filter_schema(index.committed)},
+            "columns": {field.name: type_name(field.type) for field in index.rows.schema},
             "encoder_fingerprint": model.info.encoder_fingerprint,
             "bundle_fingerprint": model.fingerprint,
             "trained": model.trained,

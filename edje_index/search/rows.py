@@ -1,0 +1,138 @@
+"""Looks up columns of the rows table for hits and filters."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from storage_formats.arguments import as_text
+from storage_formats.errors import EdjeError
+from storage_formats.extras import name_missing_extra
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import check_names, iter_stored_rows, row_schema
+
+CAPTIONS = "captions"  # the column in which sources store captions
+_CACHED_BYTES = 256 << 20  # of columns
+_CACHED_FILTERS = 16
+_SHARDS_AT_ONCE = 64  # between two checks of the time limit
+
+
+class FilterTimeoutError(EdjeError):
+    """Evaluating a filter exceeded the time limit."""
+
+
+class IndexRows:
+    """The rows table of one snapshot. Thread-safe.
+
+    A column of a shard is read when it is first needed. Columns and recent results of filters stay in memory up to a
+    limit, because opening a Parquet file takes more time than the rest of a search.
+
+    Args:
+        index: an open index.
+        columns: names of the columns that `described` returns; None for the captions, if the index has any.
+
+    Raises:
+        UsageError: the rows table has no such column.
+    """
+
+    def __init__(self, index: CommittedIndex, columns: Sequence[str] | None = None) -> None:
+        self._index = index
+        if columns is None:
+            columns = [column.name for column in index.manifest.columns if column.name == CAPTIONS]
+        check_names(columns, self.schema.names)
+        self._described = list(columns)
+        self._columns: OrderedDict[tuple[int, str], pa.Array] = OrderedDict()
+        self._bytes = 0
+        self._results: OrderedDict[str, NDArray[np.bool_]] = OrderedDict()
+        self._lock, self._filtering = threading.Lock(), threading.Lock()
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns that hits and filters may name: all columns of the rows table except binary columns."""
+        schema = row_schema(self._index.manifest.columns)
+        return pa.schema([field for field in schema if not pa.types.is_binary(field.type)])
+
+    def described(
+        self, row_ids: NDArray[np.int64], columns: Sequence[str] | None = None
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Return the uri and the values of `columns` by name of each of `row_ids` [k], which are in use.
+
+        None selects the columns that were given to the constructor.
+
+        Raises:
+            CorruptIndexError: a file of `rows/` is damaged.
+        """
+        size, names = self._index.manifest.spec.shard_size, self._described if columns is None else columns
+        shards = sorted({row // size for row in row_ids.tolist()})
+        tables = dict(zip(shards, self._tables(shards, ["uri", *names]), strict=True))
+        described = []
+        for row in row_ids.tolist():
+            uri, *values = (column[row % size].as_py() for column in tables[row // size])
+            described.append((uri, dict(zip(names, values, strict=True))))
+        return described
+
+    @name_missing_extra("search")
+    def passing(self, where: str, until: float = float("inf")) -> NDArray[np.bool_]:
+        """Return which rows pass a filter, bool [rows of the index]. Unused row ids and deleted rows do not pass.
+
+        Args:
+            where: the filter expression.
+            until: time limit, as a value of `time.monotonic`.
+
+        Raises:
+            UsageError: the expression is invalid.
+            FilterTimeoutError: the time limit was reached.
+            CorruptIndexError: a file of `rows/` is damaged.
+            MissingExtraError: Lark is not installed.
+        """
+        from edje_index.search.where import parse_where
+
+        columns, passes = parse_where(as_text(where, "where"), self.schema)
+        spec = self._index.manifest.spec
+        with self._filtering:
+            if where not in self._results:
+                mask, names = np.zeros(spec.rows, dtype=np.bool_), sorted({"row_id", *columns})
+                shards = list(spec.shard_numbers())
+                for start in range(0, len(shards), _SHARDS_AT_ONCE):
+                    if time.monotonic() > until:
+                        raise FilterTimeoutError("the filter took too long; write a simpler filter or try again later")
+                    arrays = zip(*self._tables(shards[start : start + _SHARDS_AT_ONCE], names), strict=True)
+                    table = pa.table(list(map(pa.chunked_array, arrays)), names)
+                    mask[table["row_id"].to_numpy()] = passes(table)
+                mask[self._index.deleted.row_ids()] = False
+                self._results[where] = mask
+                while len(self._results) > _CACHED_FILTERS:
+                    self._results.popitem(last=False)
+            self._results.move_to_end(where)
+            return self._results[where]
+
+    def _tables(self, shards: Sequence[int], names: Sequence[str]) -> Iterator[list[pa.Array]]:
+        """Yield the columns `names` of each of `shards`, which are ascending."""
+        with self._lock:
+            held: dict[int, list[Any]] = {
+                shard: [self._columns.get((shard, name)) for name in names] for shard in shards
+            }
+            for shard, name in itertools.product(shards, names):
+                if (shard, name) in self._columns:
+                    self._columns.move_to_end((shard, name))
+        missing = [shard for shard, columns in held.items() if any(column is None for column in columns)]
+        read = iter_stored_rows(self._index, names, missing) if missing else iter(())
+        for shard in shards:
+            if shard in missing:
+                held[shard] = [column.combine_chunks() for column in next(read).columns]
+                with self._lock:
+                    for name, column in zip(names, held[shard], strict=True):
+                        if (shard, name) not in self._columns:
+                            self._bytes += column.nbytes
+                        self._columns[shard, name] = column
+                    while self._bytes > _CACHED_BYTES:
+                        self._bytes -= self._columns.popitem(last=False)[1].nbytes
+            yield held.pop(shard)
