@@ -55,17 +55,25 @@ _crc_byte = _crc_instruction("llvm.x86.sse42.crc32.64.8", _BYTE)
 
 
 def _line_copier(nontemporal: bool) -> Any:
-    def copy_line(_: Any, target: Any, source: Any) -> Any:
+    def copy_lines(_: Any, targets: Any, sources: Any) -> Any:
         def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-            target, source = (builder.inttoptr(address, _LINE.as_pointer()) for address in arguments)
-            stored = builder.store(builder.load(source, align=1), target, 64 if nontemporal else 1)
-            if nontemporal:
-                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+            targets, sources = (
+                [builder.inttoptr(builder.extract_value(each, lane), _LINE.as_pointer()) for lane in range(3)]
+                for each in arguments
+            )
+            # All loads come first: a load waits for an earlier store to an address with the same lowest 12 bits, and
+            # sources and targets are pages. Copies of single lines took twice as long.
+            lines = [builder.load(source, align=1) for source in sources]
+            for line, target in zip(lines, targets, strict=True):
+                stored = builder.store(line, target, 64 if nontemporal else 1)
+                if nontemporal:
+                    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64), generate
+        addresses = types.UniTuple(types.int64, 3)
+        return types.void(addresses, addresses), generate
 
-    return intrinsic(copy_line)
+    return intrinsic(copy_lines)
 
 
 @intrinsic
@@ -104,7 +112,7 @@ def _prefetch(_: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-_copy_line, _copy_line_nontemporal = _line_copier(nontemporal=False), _line_copier(nontemporal=True)
+_copy_lines, _copy_lines_nontemporal = _line_copier(nontemporal=False), _line_copier(nontemporal=True)
 
 
 @inlined
@@ -143,15 +151,11 @@ def _check(
             if copies == NO_COPY:
                 for address in (a, b, c):
                     _prefetch(address + offset + _AHEAD_BYTES)
-            elif copies == COPY:
-                _copy_line(p + offset, a + offset)
-                _copy_line(q + offset, b + offset)
-                _copy_line(r + offset, c + offset)
-            else:
-                _copy_line_nontemporal(p + offset, a + offset)
-                _copy_line_nontemporal(q + offset, b + offset)
-                _copy_line_nontemporal(r + offset, c + offset)
             x, y, z = _crc_line(x, a + offset), _crc_line(y, b + offset), _crc_line(z, c + offset)
+            if copies == COPY:
+                _copy_lines((p + offset, q + offset, r + offset), (a + offset, b + offset, c + offset))
+            elif copies == COPY_NONTEMPORAL:
+                _copy_lines_nontemporal((p + offset, q + offset, r + offset), (a + offset, b + offset, c + offset))
         if copies == COPY:
             for offset in range(whole, size):
                 _copy_byte(p + offset, a + offset)
