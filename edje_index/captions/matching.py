@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -74,14 +74,26 @@ def match_items(
     matches = _lookup(table, [os.fsencode(item.path) for item in items], lambda name: name)
     unmatched = [position for position, match in enumerate(matches) if match is None]
     if unmatched:
-        resolved = [_resolved(os.fsencode(items[position].path)) for position in unmatched]
-        for position, match in zip(unmatched, _lookup(table, resolved, _resolved), strict=True):
+        real_folder = functools.lru_cache(maxsize=1 << 14)(os.path.realpath)
+
+        def resolved(name: bytes) -> bytes:
+            """Resolve symbolic links in the folders of `name`, but not in the file name, as a build does."""
+            folder, base = os.path.split(name)
+            return os.path.join(real_folder(folder), base)
+
+        names = [resolved(os.fsencode(items[position].path)) for position in unmatched]
+        for position, match in zip(unmatched, _lookup(table, names, resolved), strict=True):
             matches[position] = match
     found = [match or (-1, NOT_IN_INDEX, False) for match in matches]
     rows = np.array([row for row, _, _ in found], dtype=np.int64)
     reasons = tuple(reason for _, reason, _ in found)
     if not allow_none and not (rows >= 0).any():
-        raise UsageError(_nothing_matches(root, table, items, reasons))
+        counts = ", ".join(f"{reason} {count:,}" for reason, count in sorted(Counter(map(str, reasons)).items()))
+        raise UsageError(
+            f"none of the {len(items):,} captioned images is in the index {root} ({counts}): the captions name, for "
+            f"example, {display_path(os.fsencode(items[0].path))}, but the first image of the index is "
+            f"{table['uri'][0].as_py()}; give the right base directory of the image paths"
+        )
     return MatchedRows(rows, reasons, np.array([truncated for _, _, truncated in found], dtype=bool))
 
 
@@ -126,26 +138,3 @@ def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], byte
 def _match(row: dict[str, Any]) -> _Match:
     is_indexed = row["status"] == INDEXED
     return (row["row_id"], None, row["detail"] is not None) if is_indexed else (-1, row["reason"], False)
-
-
-def _resolved(name: bytes) -> bytes:
-    """Resolve symbolic links in the folders of `name`, but not in the file name, as a build does."""
-    folder, base = os.path.split(name)
-    return os.path.join(_real_folder(folder), base)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _real_folder(folder: bytes) -> bytes:
-    return os.path.realpath(folder)
-
-
-def _nothing_matches(
-    root: Path, table: pa.Table, items: Sequence[CaptionedImage], reasons: Iterable[str | None]
-) -> str:
-    counts = ", ".join(f"{reason} {count:,}" for reason, count in sorted(Counter(map(str, reasons)).items()))
-    first = table["uri"][0].as_py()
-    return (
-        f"none of the {len(items):,} captioned images is in the index {root} ({counts}): the captions name, for "
-        f"example, {display_path(os.fsencode(items[0].path))}, but the first image of the index is {first}; give the "
-        "right base directory of the image paths"
-    )

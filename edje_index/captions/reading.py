@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edje_index.filesystem import JsonLine, read_json_lines
+from edje_index.filesystem import read_json_lines
 from edje_index.images.decode import ImageError
 from edje_index.images.inputs import display_path
 from edje_index.images.ranges import open_ranged
@@ -58,7 +58,6 @@ class CaptionRecord:
             whitespace, punctuation (which includes the symbols of ASCII) and invisible characters.
         split: name of the split; None if the record has no split.
         image_id: identifier of the image; None if the record has no identifier.
-        path: "<tar>!<member>" for an image inside a tar file; otherwise None.
         blank: number of blank captions, which are not in `captions`.
     """
 
@@ -66,7 +65,6 @@ class CaptionRecord:
     captions: tuple[str, ...]
     split: str | None = None
     image_id: str | None = None
-    path: Path | None = None
     blank: int = 0
 
 
@@ -119,14 +117,15 @@ def read_caption_file(
         UsageError: the file cannot be read, a record is malformed, or the file has no captions of `split`.
     """
     file = Path(path)
-    folder = Path(os.path.abspath(file.parent if images is None else images))
+    folder = os.path.abspath(file.parent if images is None else images)
+    tar = display_path(os.path.abspath(os.fsencode(file))) if file.suffix.lower() == ".tar" else None
     parts = None if split is None else _PARTS_OF_SPLIT.get(split, frozenset({split}))
     merged: dict[tuple[str, str | None], CaptionedImage] = {}
     blank = 0
     for record in read_records(file):
         blank += record.blank if parts is None or record.split in parts else 0
         if record.captions:
-            location = os.path.normpath(record.path or os.path.join(folder, record.image))
+            location = os.path.normpath(f"{tar}!{record.image}" if tar else os.path.join(folder, record.image))
             first = merged.get((location, record.split))
             merged[location, record.split] = (
                 CaptionedImage(record.image, location, record.captions, record.split, record.image_id or record.image)
@@ -165,9 +164,6 @@ class _RecordError(Exception):
     """A record is malformed. `read_records` adds the position of the record to the message."""
 
 
-_Located = tuple[str, Callable[[Any], CaptionRecord], Any]  # position of a record, what converts it, and its value
-
-
 def read_records(path: Path) -> Iterator[CaptionRecord]:
     """Yield the records of a caption file, in file order.
 
@@ -179,13 +175,14 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
         raise UsageError(
             f"cannot read captions from {path}: the file name must end in one of {', '.join(sorted(_READERS))}"
         )
-    position = ""
+    location = str(path)
     try:
-        for position, convert, value in reader(path):
-            yield convert(value)
-            position = ""
+        for position, value in reader(path):
+            location = f"{path}, {position}"
+            if isinstance(value, _RecordError):
+                raise value
+            yield _record(value)
     except _RecordError as error:
-        location = f"{path}, {position}" if position else str(path)
         raise UsageError(f"{location}: {error}") from error
     except OSError as error:
         raise UsageError(
@@ -193,21 +190,19 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
         ) from error
 
 
-def _json_lines(path: Path) -> Iterator[_Located]:
-    def convert(line: JsonLine) -> CaptionRecord:
-        if line.error is not None:
-            raise _RecordError(line.error)
-        return _record(line.value)
+_Located = tuple[str, Any]  # position of a record, and its value or a _RecordError
 
+
+def _json_lines(path: Path) -> Iterator[_Located]:
     for line in read_json_lines(path):
-        yield f"line {line.number}", convert, line
+        yield f"line {line.number}", line.value if line.error is None else _RecordError(line.error)
 
 
 def _json_file(path: Path) -> Iterator[_Located]:
     content = _parse_json(path.read_bytes())
     if isinstance(content, list):
         for number, value in enumerate(content, 1):
-            yield f"item {number}", _record, value
+            yield f"item {number}", value
         return
     images = content.get("images") if isinstance(content, dict) else None
     if not isinstance(images, list):
@@ -215,28 +210,19 @@ def _json_file(path: Path) -> Iterator[_Located]:
             f"{path} is in no known format: give a list of images with captions, a Karpathy file "
             "('images' with 'sentences') or a COCO file ('images' and 'annotations')"
         )
-    if "annotations" not in content:
-        for number, value in enumerate(images, 1):
-            yield f"images {number}", _karpathy_record, value
-        return
-    # A COCO caption file, https://cocodataset.org/#format-data, section 4.
-    annotations, texts_by_image = content["annotations"], dict[Any, list[Any]]()
-    if not isinstance(annotations, list):
+    annotations, texts_by_image = content.get("annotations"), dict[Any, list[Any]]()
+    if annotations is not None and not isinstance(annotations, list):
         raise UsageError(f"'annotations' in {path} must be a list, but is a {type(annotations).__name__}")
-    for number, value in enumerate(annotations, 1):
+    for number, value in enumerate(annotations or (), 1):  # https://cocodataset.org/#format-data, section 4
         if not (isinstance(value, dict) and isinstance(value.get("image_id"), int | str) and "caption" in value):
             raise UsageError(f"{path}, annotations {number}: the annotation has no 'image_id' or no 'caption'")
         texts_by_image.setdefault(value["image_id"], []).append(value["caption"])
-
-    def convert(value: Any) -> CaptionRecord:
-        name, image_id = _file_name(value, "file_name"), value.get("id")
-        if not isinstance(image_id, int | str | None):
-            raise _RecordError(f"the 'id' of the image must be a number or a text, but is {image_id!r:.100}")
-        texts, blank = _captions(texts_by_image.pop(image_id, []))
-        return CaptionRecord(name, texts, image_id=_optional_text(image_id), blank=blank)
-
     for number, value in enumerate(images, 1):
-        yield f"images {number}", convert, value
+        if annotations is not None and isinstance(value, dict):
+            image_id = value.get("id")
+            texts = texts_by_image.pop(image_id, []) if isinstance(image_id, int | str) else []
+            value = {"file_name": value.get("file_name"), CAPTION_KEYS[0]: texts, ID_KEY: image_id}
+        yield f"images {number}", value
     if texts_by_image:
         raise UsageError(
             f"{path} has captions of {len(texts_by_image)} images that are not in 'images', for example "
@@ -257,7 +243,7 @@ def _parquet(path: Path) -> Iterator[_Located]:
             for batch in iter_batches(file, _PARQUET_BATCH, columns):
                 for value in batch.to_pylist():
                     number += 1
-                    yield f"row {number}", _record, value
+                    yield f"row {number}", value
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path} is damaged after row {number}: {error}; write or copy this Parquet file again"
@@ -265,11 +251,8 @@ def _parquet(path: Path) -> Iterator[_Located]:
 
 
 def _webdataset(path: Path) -> Iterator[_Located]:
-    """Yield the samples of a WebDataset shard. Members whose paths agree up to the first dot of the name are a sample.
-
-    The value of a sample is (key, names of the images, contents of the text files by suffix).
-    """
-    samples: dict[str, tuple[str, list[str], dict[str, bytes]]] = {}
+    """Yield the samples of a WebDataset shard: members whose paths agree up to the first dot of the name."""
+    samples: dict[str, tuple[list[str], dict[str, bytes]]] = {}  # names of images, and content of texts by suffix
     try:
         with open_ranged(os.fsencode(path), only_headers=True) as file:
             archive = TarArchive(file)
@@ -279,38 +262,29 @@ def _webdataset(path: Path) -> Iterator[_Located]:
                 stem, _, suffix = base.partition(".")
                 if member.problem is not None or not stem:
                     continue
-                key, kind = folder + slash + stem, suffix.lower()
-                _, images, texts = samples.setdefault(key, (key, [], {}))
-                if kind in _IMAGE_SUFFIXES:
+                images, texts = samples.setdefault(folder + slash + stem, ([], {}))
+                if suffix.lower() in _IMAGE_SUFFIXES:
                     images.append(name)
-                elif kind in ("txt", "json"):
-                    texts[kind] = archive.read(member.offset, member.size, _MAX_TEXT_BYTES)
+                elif suffix.lower() in ("txt", "json"):
+                    texts[suffix.lower()] = archive.read(member.offset, member.size, _MAX_TEXT_BYTES)
     except ImageError as damage:
         raise UsageError(
             f"{path} is not an intact uncompressed tar file: {damage.detail}; write or copy this file again"
         ) from damage
-    tar = display_path(os.path.abspath(os.fsencode(path)))
-
-    def convert(sample: tuple[str, list[str], dict[str, bytes]]) -> CaptionRecord:
-        key, images, texts = sample
-        if len(images) > 1:
-            raise _RecordError(f"a sample must have one image, but this one has {len(images)}: {', '.join(images)}")
-        value: Any = _parse_json(texts["json"]) if "json" in texts else {}
-        if not isinstance(value, dict):
-            raise _RecordError(
-                f"the .json file of a sample must contain an object, but contains a {type(value).__name__}"
+    for key, (images, texts) in samples.items():
+        try:
+            value = _parse_json(texts["json"]) if "json" in texts else {}
+            if isinstance(value, dict) and "txt" in texts:
+                value[CAPTION_KEYS[0]] = [line for line in _decode(texts["txt"]).splitlines() if line.strip()] or [""]
+            if len(images) > 1:
+                raise _RecordError(f"a sample must have one image, but this one has {len(images)}: {', '.join(images)}")
+        except _RecordError as error:
+            value = error
+        if images:
+            yield (
+                f"sample {key}",
+                {**value, IMAGE_KEYS[0]: images[0], ID_KEY: key} if isinstance(value, dict) else value,
             )
-        if "txt" in texts:
-            value[CAPTION_KEYS[0]] = [line for line in _decode(texts["txt"]).splitlines() if line.strip()] or [""]
-        if not any(name in value for name in CAPTION_KEYS):
-            raise _RecordError(
-                "the sample has no captions: add a .txt file, or a .json file with 'captions' or 'caption'"
-            )
-        return replace(_record({**value, IMAGE_KEYS[0]: images[0], ID_KEY: key}), path=Path(f"{tar}!{images[0]}"))
-
-    for key, sample in samples.items():
-        if sample[1]:
-            yield f"sample {key}", convert, sample
 
 
 _READERS: Mapping[str, Callable[[Path], Iterator[_Located]]] = {
@@ -323,26 +297,48 @@ _READERS: Mapping[str, Callable[[Path], Iterator[_Located]]] = {
 
 
 def _record(value: Any) -> CaptionRecord:
-    """Convert a JSON object or table row with an image name and captions. A split and an identifier are optional."""
+    """Convert a record with an image name and captions. A split and an identifier are optional."""
     if not isinstance(value, dict):
         raise _RecordError("the record is not a JSON object")
-    image_key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
-    texts, blank = _captions(next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None))
-    split, image_id = _optional_text(value.get(SPLIT_KEY)), _optional_text(value.get(ID_KEY))
-    return CaptionRecord(_file_name(value, image_key), texts, split, image_id, blank=blank)
+    key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
+    name, texts = value.get(key), next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
+    image_id = value.get(ID_KEY)
+    if isinstance(sentences := value.get("sentences"), list):  # of a Karpathy file
+        texts = [sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences]
+        image_id = value.get("cocoid", value.get("imgid"))
+        if isinstance(name, str) and isinstance(folder := value.get("filepath"), str):
+            name = os.path.join(folder, name)
+    if not isinstance(name, str) or not name:
+        raise _RecordError(f"the record has no file name in '{key}'")
+    try:
+        is_possible = b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
+        is_possible = False
+    if not is_possible:
+        raise _RecordError(f"the value {name!r} of '{key}' cannot be a file name")
+    if isinstance(texts, str):
+        texts = [texts]
+    if not isinstance(texts, list) or not texts:
+        raise _RecordError("this photo has no captions: give 'captions', a list of strings, or 'caption', a string")
+    if not all(isinstance(text, str) for text in texts):
+        raise _RecordError("one of the captions is not a string; remove this caption")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:  # from a JSON escape
+        raise _RecordError(
+            "one of the captions contains a lone surrogate, which is not valid Unicode; remove this caption"
+        ) from error
+    kept = tuple(text.strip() for text in texts if not _is_blank(text))
+    split, image_id = (None if label is None else str(label) for label in (value.get(SPLIT_KEY), image_id))
+    return CaptionRecord(name, kept, split, image_id, blank=len(texts) - len(kept))
 
 
-def _karpathy_record(value: Any) -> CaptionRecord:
-    """Convert one element of the list "images" of a Karpathy split file."""
-    name = _file_name(value, "filename")
-    sentences = value.get("sentences")
-    if not isinstance(sentences, list):
-        raise _RecordError("the record has no list 'sentences'")
-    texts, blank = _captions([sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences])
-    if "filepath" in value:
-        name = os.path.join(_file_name(value, "filepath"), name)
-    image_id = _optional_text(value.get("cocoid", value.get("imgid")))
-    return CaptionRecord(name, texts, _optional_text(value.get(SPLIT_KEY)), image_id, blank=blank)
+def _is_blank(text: str) -> bool:
+    """Return True if `text` has no word: no character that text cleaning and the tokenizers keep."""
+    return all(
+        character in _BLANK_CHARACTERS or unicodedata.category(character)[0] in _BLANK_CATEGORIES
+        for character in html.unescape(html.unescape(text))  # twice, as text cleaning does
+    )
 
 
 def _parse_json(data: bytes) -> Any:
@@ -357,49 +353,3 @@ def _decode(data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _RecordError(f"the text is not UTF-8: {error}") from error
-
-
-def _captions(value: Any) -> tuple[tuple[str, ...], int]:
-    """Check a caption or a list of captions.
-
-    Returns:
-        (captions that are not blank, without surrounding whitespace; number of blank captions).
-    """
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not texts:
-        raise _RecordError("this photo has no captions: give 'captions', a list of strings, or 'caption', a string")
-    if not all(isinstance(text, str) for text in texts):
-        raise _RecordError("one of the captions is not a string; remove this caption")
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError as error:  # from a JSON escape
-        raise _RecordError(
-            "one of the captions contains a lone surrogate, which is not valid Unicode; remove this caption"
-        ) from error
-    kept = tuple(text.strip() for text in texts if not _is_blank(text))
-    return kept, len(texts) - len(kept)
-
-
-def _file_name(value: Any, key: str) -> str:
-    text = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(text, str) or not text:
-        raise _RecordError(f"the record has no file name in '{key}'")
-    try:
-        possible = b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
-        possible = False
-    if not possible:
-        raise _RecordError(f"the value {text!r} of '{key}' cannot be a file name")
-    return text
-
-
-def _optional_text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-def _is_blank(text: str) -> bool:
-    """Return True if `text` has no word: no character that text cleaning and the tokenizers keep."""
-    return all(
-        character in _BLANK_CHARACTERS or unicodedata.category(character)[0] in _BLANK_CATEGORIES
-        for character in html.unescape(html.unescape(text))  # twice, as text cleaning does
-    )

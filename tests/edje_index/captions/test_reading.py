@@ -192,7 +192,7 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
     [
         ("{", "not JSON"),
         ("{}", "is in no known format"),
-        ('{"images": [{"filename": "a"}]}', "images 1: the record has no list 'sentences'"),
+        ('{"images": [{"filename": "a"}]}', "images 1: this photo has no captions"),
         ('{"images": [{"filename": "a", "sentences": [{}]}]}', "images 1: one of the captions"),
         ('{"images": [{"id": 1, "file_name": "a"}], "annotations": []}', "images 1: this photo has no captions"),
         ('{"images": [], "annotations": [{"caption": "x"}]}', "annotations 1: the annotation has no 'image_id'"),
