@@ -33,7 +33,9 @@ MAX_PYTHON_PIXELS = 1 << 21
 about a microsecond per pixel."""
 
 BYTES_PER_PIXEL = 12
-"""Bytes of memory per pixel that are enough to decode any image. A progressive CMYK JPEG takes 8 for coefficients."""
+"""Bytes of memory per pixel that are enough to decode an image. A progressive CMYK JPEG takes 8 for coefficients."""
+
+_WEBP_BYTES_PER_PIXEL = 17  # Pillow decodes every WebP as an animation: two canvases, two copies, and the file
 
 MAX_SAMPLES = 10_000_000
 """Largest number of samples (frames and packets) of all streams of an MP4: days of video, or 60 hours of AAC."""
@@ -82,7 +84,7 @@ def can_allocate(size: int) -> bool:
 def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
     """Check the cost of decoding an opened image whose pixels are not decoded yet.
 
-    The largest number of pixels that any image may have, `max_pixels`, determines the limit on JPEG scans.
+    The largest number of pixels of an image, `max_pixels`, determines the limits on JPEG scans and on WebP.
 
     Raises:
         TooExpensiveError: decoding the image would take too long or too much memory.
@@ -92,6 +94,9 @@ def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
         limit = min(MAX_SCANS, MAX_FULL_SCANS * max_pixels // max(1, pixels))
         if len(list(itertools.islice(_scan_offsets(data), limit + 1))) > limit:
             raise TooExpensiveError(f"the JPEG of {pixels} pixels has more than {limit} scans")
+    if image.format == "WEBP" and _WEBP_BYTES_PER_PIXEL * pixels > BYTES_PER_PIXEL * max_pixels:
+        limit = BYTES_PER_PIXEL * max_pixels // _WEBP_BYTES_PER_PIXEL
+        raise TooExpensiveError(f"the WebP has {pixels} pixels, more than the limit of {limit} for this format")
     if image.format == "TIFF":  # Pillow decodes whole tiles, and a tile may be larger than the image
         width, height = (image.tag_v2.get(tag, 1) for tag in _TIFF_TILE_SIZE)
         if width * height > max_pixels:

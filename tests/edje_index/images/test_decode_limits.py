@@ -75,6 +75,11 @@ def test_large_images_of_slow_decoders(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("no_pixels")
+def test_a_webp_takes_more_memory_than_other_images() -> None:
+    assert reason(encoded(Image.new("RGB", (100, 100)), "WEBP"), limit=10_000) == "too-expensive"
+
+
+@pytest.mark.usefixtures("no_pixels")
 def test_many_comments() -> None:
     assert reason(b"P3 1 1 255\n" + b"#\n" * 100_000 + b"1 2 3") == "too-expensive"
 
