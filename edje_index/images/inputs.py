@@ -1,4 +1,7 @@
-"""Defines `InputRef`, which locates one input of a build. Reads the bytes of inputs."""
+"""Defines `InputRef`, which locates one input of a build. Reads and decodes inputs.
+
+An input is decoded to frames: an image to one frame, a clip to the number of frames in the settings.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,16 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from PIL.Image import Image
+
+from edje_index.images import clips
 from edje_index.images.containers import Container, read_packed
-from edje_index.images.decode import ImageError
+from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, decode_partial, decode_rgb
+from edje_index.images.decode_limits import BYTES_PER_PIXEL
 from edje_index.images.ranges import open_file, read_range
 from edje_index.images.remote import read_remote
 from edje_index.images.transient import retry
@@ -20,6 +28,11 @@ from storage_formats.format.source_columns import Value, text_of
 
 MAX_INPUT_BYTES = 1 << 30
 """Largest number of bytes of an input. Larger inputs are rejected, to bound the memory of a reader."""
+
+FAIL, LOAD = "fail", "load"
+"""What to do with a truncated image: report it as failed, or load the readable part."""
+
+Pixels = TypeVar("Pixels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +107,40 @@ def read_bytes(ref: InputRef) -> bytes:
     """
     if ref.problem is not None:
         raise ImageError(reason=ref.problem, detail="found while planning")
+    is_url = is_remote(ref.path)
+
+    def read() -> bytes:
+        try:
+            if ref.container is not None:
+                return read_packed(ref.path, ref.container, ref.offset, size=ref.size, max_bytes=MAX_INPUT_BYTES)
+            if is_url:
+                return read_remote(os.fsdecode(ref.path), MAX_INPUT_BYTES)
+            fd, length = open_file(ref.path)
+            with open(fd, "rb", buffering=0):
+                if length > MAX_INPUT_BYTES:
+                    raise OSError(errno.EFBIG, f"{length} bytes is over the limit of {MAX_INPUT_BYTES}")
+                data = read_range(fd, length, 0)
+            if len(data) != length:
+                raise OSError(errno.EIO, f"a read ended {length - len(data)} bytes before the end of the file")
+            return data
+        except FileNotFoundError as error:
+            if not is_url and (ref.size is not None or ref.container is not None):  # the file was there
+                try:
+                    with os.scandir(os.path.dirname(ref.path)) as entries:
+                        is_vanished = next(entries, None) is None  # for example after an unmount
+                except OSError as problem:
+                    is_vanished = not isinstance(problem, NotADirectoryError)
+                if is_vanished:
+                    raise OSError(errno.ESTALE, "the directory is gone or empty") from error
+            raise
+        except UnreachableError as error:
+            # A list can name many web servers, and some may no longer exist. Other servers are asked again.
+            if ref.container is not None or scheme_of(os.fsdecode(ref.path)) not in WEB_SCHEMES:
+                raise
+            raise ImageError(reason="unreachable", detail=f"{error.strerror}") from error
+
     try:
-        data = retry(lambda: _read_once(ref), ref.uri, MAX_INPUT_BYTES)
+        data = retry(read, ref.uri, MAX_INPUT_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ImageError(reason="missing", detail=f"{error.strerror}") from error
     except (ChangedFileError, EOFError) as error:
@@ -103,52 +148,60 @@ def read_bytes(ref: InputRef) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = "too-many-bytes" if isinstance(error, OSError) and error.errno == errno.EFBIG else "unreadable"
         raise ImageError(reason=reason, detail=getattr(error, "strerror", None) or str(error)) from error
+    if ref.size not in (None, len(data)):
+        detail = f"the size is {len(data)} bytes, but was {ref.size} when the plan was made"
+        raise ImageError(reason="changed-since-plan", detail=detail)
     if not data:
         raise ImageError(reason="empty", detail="0 bytes")
     return data
 
 
-def _read_once(ref: InputRef) -> bytes:
-    is_url = is_remote(ref.path)
-    try:
-        if ref.container is not None:
-            return read_packed(ref.path, ref.container, ref.offset, size=ref.size, max_bytes=MAX_INPUT_BYTES)
-        data = read_remote(os.fsdecode(ref.path), MAX_INPUT_BYTES) if is_url else _read_file(ref.path)
-    except FileNotFoundError as error:
-        was_there = not is_url and (ref.size is not None or ref.container is not None)
-        if was_there and _directory_vanished(ref.path):
-            raise OSError(errno.ESTALE, "the directory is gone or empty") from error
-        raise
-    except UnreachableError as error:
-        # A list can name many web servers, and some of them may no longer exist. Other servers are asked again.
-        if ref.container is not None or scheme_of(os.fsdecode(ref.path)) not in WEB_SCHEMES:
-            raise
-        raise ImageError(reason="unreachable", detail=f"{error.strerror}") from error
-    if ref.size not in (None, len(data)):
-        detail = f"the size is {len(data)} bytes, but was {ref.size} when the plan was made"
-        raise ImageError(reason="changed-since-plan", detail=detail)
-    return data
+@dataclass(frozen=True)
+class DecodeSettings:
+    """Settings of decoding that change its result.
+
+    Attributes:
+        max_pixels: limit on the pixels of an image. Larger images fail with the reason "too-many-pixels".
+        truncated: what to do with a truncated image. `FAIL`: the image fails. `LOAD`: the readable part is loaded.
+        frames: number of frames per input, to decode images and clips. The frame of an image is repeated. None decodes
+            only images, to one frame each, and rejects clips.
+    """
+
+    max_pixels: int = DEFAULT_MAX_PIXELS
+    truncated: str = FAIL
+    frames: int | None = None
 
 
-def _read_file(path: bytes) -> bytes:
-    fd, length = open_file(path)
-    try:
-        if length > MAX_INPUT_BYTES:
-            raise OSError(errno.EFBIG, f"{length} bytes is over the limit of {MAX_INPUT_BYTES}")
-        data = read_range(fd, length, 0)
-        if len(data) != length:
-            raise OSError(errno.EIO, f"a read ended {length - len(data)} bytes before the end of the file")
-        return data
-    finally:
-        os.close(fd)
+def decode_input(
+    data: bytes, uri: str, settings: DecodeSettings, convert: Callable[[Image], Pixels]
+) -> tuple[tuple[int, int], list[Pixels], str | None]:
+    """Decode the bytes of the input `uri`, and apply `convert` to each RGB frame.
 
+    A build and online training share this function, so that they treat bad images alike.
 
-def _directory_vanished(path: bytes) -> bool:
-    """Return True if the directory of `path` is missing or empty, for example after an unmount."""
-    try:
-        with os.scandir(os.path.dirname(path)) as entries:
-            return next(entries, None) is None
-    except NotADirectoryError:
-        return False
-    except OSError:
-        return True
+    Returns:
+        The size (width, height) of the upright image, or of the first frame of a clip; the converted frames; and a
+        description of what is missing in a truncated image, otherwise None.
+
+    Raises:
+        ImageError: the input cannot be decoded or converted.
+        TransientInputError: there is too little memory at this moment.
+    """
+    if settings.frames is not None and clips.is_clip(data):
+
+        def decode_clip() -> list[tuple[tuple[int, int], Pixels]]:
+            frames = clips.decode_frames(data, settings.frames or 1, settings.max_pixels)
+            return [(frame.size, convert(frame)) for frame in frames]
+
+        enough_bytes = clips.BYTES_PER_PIXEL * min(settings.max_pixels, clips.MAX_FRAME_PIXELS)
+        sizes, frames = zip(*retry(decode_clip, uri, enough_bytes), strict=True)
+        return sizes[0], list(frames), None
+
+    def decode_image() -> tuple[tuple[int, int], list[Pixels], str | None]:
+        if settings.truncated == LOAD:
+            image, truncation = decode_partial(data, settings.max_pixels)
+        else:
+            image, truncation = decode_rgb(data, settings.max_pixels), None
+        return image.size, [convert(image)] * (settings.frames or 1), truncation
+
+    return retry(decode_image, uri, BYTES_PER_PIXEL * settings.max_pixels)

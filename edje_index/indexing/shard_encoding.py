@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.decoded_input import DecodeSettings, decode_input
 from edje_index.images.input_lists import read_shard_inputs
-from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.images.inputs import DecodeSettings, InputRef, decode_input, read_bytes
 from edje_index.images.urls import is_remote
 from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from edje_index.progress import ShardProgress
@@ -206,9 +205,9 @@ def _prepare(
             raise ImageError(reason="changed-since-plan", detail="the file has changed since the build was planned")
         entry.read_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        decoded = decode_input(data, entry.uri, settings, encoder.preprocess)
-        (entry.width, entry.height), entry.detail = decoded.size, decoded.truncation
-        image.pixels = decoded.pixels if settings.frames is None else torch.stack(decoded.frames)
+        size, frames, truncation = decode_input(data, entry.uri, settings, encoder.preprocess)
+        (entry.width, entry.height), entry.detail = size, truncation
+        image.pixels = frames[0] if settings.frames is None else torch.stack(frames)
         entry.decode_seconds = time.perf_counter() - started
     except ImageError as error:
         entry.fail(error.reason, error.detail)

@@ -16,9 +16,8 @@ from PIL import Image
 
 from edje_index.filesystem import read_json_lines
 from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.decoded_input import LOAD, DecodeSettings, decode_input
 from edje_index.images.input_lists import InputTable
-from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.images.inputs import LOAD, DecodeSettings, InputRef, decode_input, read_bytes
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.devices import as_tensor
 from edje_index.training.random_streams import VIEWS, stream
@@ -156,7 +155,8 @@ class OnlineFeatures(Features):
                     image = photo_view(image, data, view, self._encoder.vision.image_size, self._seed)
                 return self._encoder.preprocess(image)
 
-            target.copy_(decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), convert).pixels)
+            _, (pixels,), _ = decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), convert)
+            target.copy_(pixels)
         except ImageError as error:
             line = json.dumps({"uri": ref.uri, "reason": error.reason, "detail": error.detail}) + "\n"
             with self._lock:

@@ -136,7 +136,7 @@ def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
 
 def encoding_task(root: Path, plan: Plan, shard: int, threads: int = 1) -> ShardTask:
     """Return the task that encodes `shard`, with `threads` threads that decode images."""
-    from edje_index.images.decoded_input import DecodeSettings
+    from edje_index.images.inputs import DecodeSettings
     from edje_index.indexing.shard_encoding import ShardTask
 
     return ShardTask(

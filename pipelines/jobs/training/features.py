@@ -200,13 +200,12 @@ def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[Com
 def write_views(ref: InputRef, paths: Sequence[Path], size: tuple[int, int], seed: int) -> None:
     """Write the views of the photo `ref` as JPEG files. A photo that cannot be decoded gets no views."""
     from edje_index.images.decode import ImageError
-    from edje_index.images.decoded_input import LOAD, DecodeSettings, decode_input
-    from edje_index.images.inputs import read_bytes
+    from edje_index.images.inputs import LOAD, DecodeSettings, decode_input, read_bytes
     from edje_index.training.features import photo_view
 
     try:
         data = read_bytes(ref)
-        photo = decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image).pixels
+        _, (photo,), _ = decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image)
     except ImageError:  # the photo has no features either; the build of the feature index reports the failure
         return
     for view, path in enumerate(paths):

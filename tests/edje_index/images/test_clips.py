@@ -15,7 +15,7 @@ from PIL import Image
 from edje_index.images import clips
 from edje_index.images.clips import decode_frames, is_clip
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.images.decoded_input import DecodeSettings, decode_input
+from edje_index.images.inputs import DecodeSettings, decode_input
 from tests.edje_index.clip_cases import KINDS, all_frames, clip, panned, photo
 from tests.edje_index.image_cases import encoded, gradient
 
@@ -153,12 +153,11 @@ def test_declared_samples_are_counted_before_a_clip_is_opened(samples: bytes, mo
 
 def test_an_image_is_a_clip_of_one_frame() -> None:
     data = encoded(Image.fromarray(photo()), "PNG")
-    still = decode_input(data, "still", DecodeSettings(LIMIT, frames=3), np.asarray)
-    assert len(still.frames) == 3
-    assert still.size == (96, 64)
-    np.testing.assert_array_equal(still.frames[2], photo())
+    size, frames, _ = decode_input(data, "still", DecodeSettings(LIMIT, frames=3), np.asarray)
+    assert (size, len(frames)) == ((96, 64), 3)
+    np.testing.assert_array_equal(frames[2], photo())
     moving = decode_input(clip(panned(3), KINDS["lossless"]), "moving", DecodeSettings(LIMIT, frames=3), np.asarray)
-    assert moving.size == (96, 64)
-    np.testing.assert_array_equal(moving.frames, panned(3))
+    assert moving[0] == (96, 64)
+    np.testing.assert_array_equal(moving[1], panned(3))
     with pytest.raises(ImageError, match=r"unsupported-image|not-an-image"):
         decode_input(clip(panned(3)), "moving", DecodeSettings(LIMIT), np.asarray)

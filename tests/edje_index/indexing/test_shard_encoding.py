@@ -18,9 +18,8 @@ from PIL import Image, ImageFile
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.decode import content_hash, decode_rgb
-from edje_index.images.decoded_input import DecodeSettings
 from edje_index.images.input_lists import write_input_lists
-from edje_index.images.inputs import InputRef
+from edje_index.images.inputs import DecodeSettings, InputRef
 from edje_index.images.transient import TransientInputError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import ShardTask, encode_shard
