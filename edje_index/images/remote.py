@@ -8,25 +8,49 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import http.client
 import importlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from edje_index.images import web
 from edje_index.images.transient import retry
 from edje_index.images.urls import HUB_SCHEME, ChangedFileError, FileVersion, UnreachableError, scheme_of
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.object_store import STORE_SCHEMES, ObjectChangedError, ObjectFolder, ObjectStoreError
+
+if TYPE_CHECKING:
+    import urllib3
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _BUCKETS = 32  # whose connections stay open
 _MAX_PAGE_BYTES = 64 << 20
 _HUB_KINDS = ("datasets", "spaces")
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
+
+CONNECTIONS_PER_HOST = 8
+"""Connections of one process to one host. Further requests to the host wait."""
+
+CONNECT_SECONDS = 10.0
+READ_SECONDS = 30.0
+MAX_SECONDS = 300.0
+"""Longest time for one file, so that a server which sends a byte now and then does not block a worker."""
+
+_NO_RANGES = "the server does not answer requests for byte ranges; download the file"
+
+_ATTEMPTS = 4
+_FIRST_PAUSE = 0.5  # seconds; doubled after each attempt
+_LONGEST_PAUSE = 10
+_HOSTS = 256  # hosts whose connections stay open
+_MAX_REDIRECTS = 5
+_CHUNK = 1 << 20
+_TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_GONE = frozenset({404, 410})
+_TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 
 
 def require_libraries(url: str) -> None:
@@ -46,7 +70,7 @@ def read_remote(url: str, max_bytes: int) -> bytes:
         ValueError: the URL is not valid.
     """
     if scheme_of(url) not in STORE_SCHEMES:
-        return web.request(*_web_request(url), max_bytes).body
+        return _request(*_web_address(url), max_bytes)[1]
     with _object(url) as (bucket, key):
         return bucket.read(key, max_bytes).data
 
@@ -62,16 +86,14 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
         if scheme_of(url) in STORE_SCHEMES:
             with _object(url) as (bucket, key):
                 return bytes(bucket.read_range(key, offset, offset + size, etag=version.etag))
-        address, headers = _web_request(url)
-        answer = web.request(address, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size)
+        found, data = _web_range(url, offset, size)
     except EOFError as error:  # the file ends before the range
         raise ChangedFileError(url) from error
-    etag = answer.headers.get("ETag")
-    if answer.total not in (None, version.length) or (None not in (etag, version.etag) and etag != version.etag):
+    if found.length not in (-1, version.length) or (None not in (found.etag, version.etag) and found.etag != version.etag):
         raise ChangedFileError(url)
-    if len(answer.body) != size:
-        raise UnreachableError(f"the server sent {len(answer.body)} of {size} bytes", url)
-    return answer.body
+    if len(data) != size:
+        raise UnreachableError(f"the server sent {len(data)} of {size} bytes", url)
+    return data
 
 
 def remote_version(url: str) -> FileVersion:
@@ -82,14 +104,21 @@ def remote_version(url: str) -> FileVersion:
         if info is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", url)
         return FileVersion(info.size, info.etag)
-    address, headers = _web_request(url)
     try:
-        answer = web.request(address, {**headers, "Range": "bytes=0-0"}, 1)
+        version, _ = _web_range(url, 0, 1)
     except EOFError:  # an empty file has no first byte
         return FileVersion(0)
-    if answer.total is None:
-        raise OSError(errno.EOPNOTSUPP, web.NO_RANGES, url)
-    return FileVersion(answer.total, answer.headers.get("ETag"))
+    if version.length < 0:
+        raise OSError(errno.EOPNOTSUPP, _NO_RANGES, url)
+    return version
+
+
+def _web_range(url: str, offset: int, size: int) -> tuple[FileVersion, bytes]:
+    """Request a range of a file. The length of the version is -1 if the server does not tell it."""
+    address, headers = _web_address(url)
+    answered, data = _request(address, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size)
+    total = _TOTAL.fullmatch(answered.get("Content-Range", ""))
+    return FileVersion(int(total[1]) if total else -1, answered.get("ETag")), data
 
 
 def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
@@ -102,12 +131,46 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
         OSError, ValueError, MissingExtraError: see `read_remote`.
         TransientInputError: an object store does not respond.
     """
+    files: dict[str, int] = {}
+    directories: list[str] = []
     if scheme_of(url) in STORE_SCHEMES:
-        return _list_objects(url)
-    return _list_hub(url) if scheme_of(url) == HUB_SCHEME else None
+        result = retry(lambda: _list_objects(url), url)  # obstore does not repeat a list that is cut off
+        files = {each["path"].rpartition("/")[2]: int(each["size"]) for each in result["objects"]}
+        return files, [prefix.rstrip("/").rpartition("/")[2] for prefix in result["common_prefixes"]]
+    if scheme_of(url) != HUB_SCHEME:
+        return None
+    endpoint, headers, repository, revision, path = _hub(url)
+    kind = "" if repository.split("/")[0] in _HUB_KINDS else "models/"
+    page: str | None = f"{endpoint}/api/{kind}{repository}/tree/{revision}/{path}".rstrip("/")
+    while page is not None:
+        answered, body = _request(page, headers, _MAX_PAGE_BYTES)
+        try:
+            entries = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise OSError(errno.EPROTO, f"the answer of {page} is not JSON: {error}") from error
+        for entry in entries:
+            name = str(entry["path"]).rpartition("/")[2]
+            if entry["type"] == "directory":
+                directories.append(name)
+            else:
+                files[name] = int(entry["size"])
+        following = _NEXT.search(answered.get("Link", ""))
+        page = following[1] if following else None
+    return files, directories
 
 
-def _web_request(url: str) -> tuple[str, dict[str, str]]:
+def _list_objects(url: str) -> Any:
+    import obstore
+    from obstore.exceptions import BaseError
+
+    with _object(url.rstrip("/")) as (bucket, key):
+        try:
+            return obstore.list_with_delimiter(bucket.store, key or None)
+        except BaseError as error:
+            raise UnreachableError(str(error).partition("\n")[0].partition(": <?xml")[0], url) from error
+
+
+def _web_address(url: str) -> tuple[str, dict[str, str]]:
     """Return the URL of the content of a file, and the headers of a request for it."""
     if scheme_of(url) != HUB_SCHEME:
         return url, {}
@@ -128,45 +191,6 @@ def _hub(url: str) -> tuple[str, dict[str, str], str, str, str]:
     return endpoint, headers, repository, quote(revision or "main", safe=""), quote("/".join(parts[length:]))
 
 
-def _list_hub(url: str) -> tuple[dict[str, int], list[str]]:
-    endpoint, headers, repository, revision, path = _hub(url)
-    kind = "" if repository.split("/")[0] in _HUB_KINDS else "models/"
-    page: str | None = f"{endpoint}/api/{kind}{repository}/tree/{revision}/{path}".rstrip("/")
-    files: dict[str, int] = {}
-    directories: list[str] = []
-    while page is not None:
-        answer = web.request(page, headers, _MAX_PAGE_BYTES)
-        try:
-            entries = json.loads(answer.body)
-        except (ValueError, RecursionError) as error:
-            raise OSError(errno.EPROTO, f"the answer of {page} is not JSON: {error}") from error
-        for entry in entries:
-            name = str(entry["path"]).rpartition("/")[2]
-            if entry["type"] == "directory":
-                directories.append(name)
-            else:
-                files[name] = int(entry["size"])
-        following = _NEXT.search(answer.headers.get("Link", ""))
-        page = following[1] if following else None
-    return files, directories
-
-
-def _list_objects(url: str) -> tuple[dict[str, int], list[str]]:
-    import obstore
-    from obstore.exceptions import BaseError
-
-    def listed() -> Any:
-        with _object(url.rstrip("/")) as (bucket, key):
-            try:
-                return obstore.list_with_delimiter(bucket.store, key or None)
-            except BaseError as error:
-                raise UnreachableError(str(error).partition("\n")[0].partition(": <?xml")[0], url) from error
-
-    result = retry(listed, url)  # obstore does not repeat a list that is cut off
-    files = {each["path"].rpartition("/")[2]: int(each["size"]) for each in result["objects"]}
-    return files, [prefix.rstrip("/").rpartition("/")[2] for prefix in result["common_prefixes"]]
-
-
 @contextlib.contextmanager
 def _object(url: str) -> Iterator[tuple[ObjectFolder, str]]:
     """Yield the bucket in the URL of an object, and the key of the object. Translate the errors of the store."""
@@ -181,3 +205,83 @@ def _object(url: str) -> Iterator[tuple[ObjectFolder, str]]:
 
 
 _bucket = functools.lru_cache(_BUCKETS)(ObjectFolder.open)
+
+
+def _request(url: str, headers: Mapping[str, str], max_bytes: int) -> tuple[Mapping[str, str], bytes]:
+    """Send a GET request. Repeat it if the server fails or the response is cut off.
+
+    Returns:
+        The headers of the response, and its body.
+
+    Raises:
+        FileNotFoundError, PermissionError, OSError: the server refuses the request.
+        EOFError: the file ends before the requested range.
+        UnreachableError: the server does not respond after several attempts.
+        OSError: the answer is longer than `max_bytes` (EFBIG), or no range although one was requested (EOPNOTSUPP).
+    """
+    with name_missing_extra("remote"):
+        import urllib3.exceptions
+    from edje_index import __version__
+
+    sent = {"User-Agent": f"edje-index/{__version__}", "Accept-Encoding": "identity", **headers}
+    deadline = time.monotonic() + MAX_SECONDS
+    for attempt in range(_ATTEMPTS):
+        pause: float = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt)
+        try:
+            response = _pool().request("GET", url, headers=sent, preload_content=False)
+            try:
+                if response.status < http.HTTPStatus.MULTIPLE_CHOICES:
+                    if "Range" in headers and response.status != http.HTTPStatus.PARTIAL_CONTENT:
+                        raise OSError(errno.EOPNOTSUPP, _NO_RANGES, url)
+                    return response.headers, _body(response, url, max_bytes, deadline)
+            finally:
+                response.close()
+                response.release_conn()
+        except urllib3.exceptions.LocationValueError as error:
+            raise OSError(errno.EINVAL, f"{url} is not a valid URL: {error}") from error
+        except urllib3.exceptions.HTTPError as error:
+            reason = getattr(error, "reason", None) or error  # the innermost one, without addresses of objects
+            problem = re.sub(r"<[^>]*>:? ?|\S+\(host=[^)]*\)[:.]? ?", "", str(reason)).strip()[:200]
+            problem = problem or type(reason).__name__
+        else:
+            status = response.status
+            problem = f"HTTP status {status} ({http.client.responses.get(status, 'unknown')})"
+            if status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                raise EOFError(f"{url} ends before the requested range")
+            if status in _GONE:
+                raise FileNotFoundError(errno.ENOENT, problem, url)
+            if status not in _TEMPORARY:
+                raise PermissionError(errno.EACCES, problem, url)
+            seconds = response.headers.get("Retry-After", "")
+            pause = min(_LONGEST_PAUSE, max(pause, float(seconds) if seconds.isdecimal() else 0.0))
+        if attempt + 1 < _ATTEMPTS and time.monotonic() + pause < deadline:
+            time.sleep(pause)
+    raise UnreachableError(f"{problem}, in the last of {_ATTEMPTS} attempts", url)
+
+
+def _body(response: urllib3.BaseHTTPResponse, url: str, max_bytes: int, deadline: float) -> bytes:
+    declared = response.headers.get("Content-Length", "")
+    length, body = int(declared) if declared.isdecimal() else 0, bytearray()
+    chunks = response.stream(_CHUNK, decode_content=False)
+    while length <= max_bytes and (chunk := next(chunks, b"")):
+        body += chunk
+        length = max(length, len(body))
+        if time.monotonic() > deadline:
+            raise UnreachableError(f"the file did not arrive within {MAX_SECONDS:g} seconds", url)
+    if length > max_bytes:
+        raise OSError(errno.EFBIG, f"{length} bytes is over the limit of {max_bytes}", url)
+    return bytes(body)
+
+
+@functools.cache
+def _pool() -> urllib3.PoolManager:
+    """Return the connection pool of this process."""
+    import urllib3
+
+    return urllib3.PoolManager(
+        num_pools=_HOSTS,
+        maxsize=CONNECTIONS_PER_HOST,
+        block=True,
+        timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
+        retries=urllib3.Retry(total=_MAX_REDIRECTS, connect=0, read=0, status=0, other=0, redirect=_MAX_REDIRECTS),
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 import obstore
 import pytest
 
-from edje_index.images import remote, web
+from edje_index.images import remote
 from storage_formats.format.object_store import ObjectFolder
 from tests.command_line import environment
 from tests.conftest import REPO
@@ -67,5 +67,5 @@ def servers(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         hub.files["/datasets/owner/name/resolve/main/data/train-00000.parquet"] = data
         hub.files["/api/datasets/owner/name/tree/main/data"] = json.dumps([entry]).encode()
         yield
-        web._pool().clear()
+        remote._pool().clear()
     remote._bucket.cache_clear()

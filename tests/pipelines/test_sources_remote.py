@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edje_index.images import ranges, tars, web
+from edje_index.images import ranges, remote, tars
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.transient import TransientInputError
 from pipelines import update_index
@@ -38,8 +38,8 @@ def server(running: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
     for part in (running.files, running.faults, running.responses, running.requests):
         part.clear()
     running.ranges = True
-    monkeypatch.setattr(web, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(web, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_LONGEST_PAUSE", 0.02)
     return running
 
 

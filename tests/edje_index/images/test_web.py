@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from edje_index.images import web
+from edje_index.images import remote
 from edje_index.images.containers import Container
 from edje_index.images.decode import ImageError
 from edje_index.images.inputs import InputRef, read_bytes
@@ -31,8 +31,8 @@ def server(running: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
     for part in (running.files, running.faults, running.responses, running.requests, running.open_requests):
         part.clear()
     running.ranges = True
-    monkeypatch.setattr(web, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(web, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
     return running
 
@@ -117,13 +117,13 @@ def test_redirects(server: WebServer) -> None:
 
 
 def test_a_server_that_stalls(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    web._pool.cache_clear()
-    monkeypatch.setattr(web, "READ_SECONDS", 0.1)
+    remote._pool.cache_clear()
+    monkeypatch.setattr(remote, "READ_SECONDS", 0.1)
     server.files["/a.jpg"] = DATA
     server.faults["/a.jpg"] = ["slow"] * 20
     with pytest.raises(ImageError, match=r"unreachable: .*[Tt]imed out"):
         read_bytes(ref(server, "/a.jpg"))
-    web._pool.cache_clear()
+    remote._pool.cache_clear()
 
 
 def test_connections_per_host_are_limited(server: WebServer) -> None:
@@ -133,4 +133,4 @@ def test_connections_per_host_are_limited(server: WebServer) -> None:
     with ThreadPoolExecutor(40) as pool:
         results = list(pool.map(lambda number: read_bytes(ref(server, f"/{number}.jpg")), range(40)))
     assert results == [DATA] * 40
-    assert 4 < server.open_requests["most"] <= web.CONNECTIONS_PER_HOST
+    assert 4 < server.open_requests["most"] <= remote.CONNECTIONS_PER_HOST
