@@ -89,7 +89,9 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
         found, data = _web_range(url, offset, size)
     except EOFError as error:  # the file ends before the range
         raise ChangedFileError(url) from error
-    if found.length not in (-1, version.length) or (None not in (found.etag, version.etag) and found.etag != version.etag):
+    if found.length not in (-1, version.length) or (
+        None not in (found.etag, version.etag) and found.etag != version.etag
+    ):
         raise ChangedFileError(url)
     if len(data) != size:
         raise UnreachableError(f"the server sent {len(data)} of {size} bytes", url)

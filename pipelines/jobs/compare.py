@@ -16,8 +16,8 @@ from edje_index.images.urls import is_remote
 from pipelines.jobs.plan import SourceGroup, holds_clips, recorded_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
-from pipelines.sources import Source, count_ignored, digested, hashed, iter_all, open_sources, without_nested
-from pipelines.sources.base import STANDARD_INPUT, file_input
+from pipelines.sources import count_ignored, digested, hashed, iter_all, open_sources, without_nested
+from pipelines.sources.base import STANDARD_INPUT, Source, file_input
 from pipelines.sources.folder import FolderSource
 from pipelines.sources.packed import is_packed_name, packed_source
 from storage_formats.errors import EdjeError, UsageError

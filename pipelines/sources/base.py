@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,18 +41,18 @@ _MAX_KEYS = 100
 
 
 class Ignored(dict[str, int]):
-    """Counts the entries that are not inputs, by suffix or by reason in parentheses."""
+    """Counts the entries that are not inputs, by suffix or by reason in parentheses. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
 
     def count(self, key: str, entries: int = 1) -> None:
         """Count entries under `key`, or under "(other)" if the key is unusual."""
-        if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
-            key = "(other)"
-        self[key] = self.get(key, 0) + entries
-
-    def add(self, counts: Mapping[str, int]) -> None:
-        """Add the counts of another source."""
-        for key, count in counts.items():
-            self.count(key, count)
+        with self._lock:
+            if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
+                key = "(other)"
+            self[key] = self.get(key, 0) + entries
 
 
 @dataclass

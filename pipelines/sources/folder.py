@@ -13,7 +13,6 @@ from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.remote import list_remote_folder, read_remote
 from edje_index.images.urls import is_remote
 from pipelines.sources.base import (
-    Ignored,
     Source,
     file_input,
     has_input_suffix,
@@ -66,34 +65,30 @@ class FolderSource(Source):
         self._visited: set[_FileId] = set()
         self._linked: dict[_FileId, set[bytes]] = {}  # files already used through a link, by directory
         self._packed_seen: set[_FileId] = set()
-        list_directory = self._list_remote if is_remote(self.path) else self._list_local
         pending = [self.path.rstrip(b"/") if is_remote(self.path) else self.path]
         while pending:
             path = pending.pop()
             try:
-                directory = list_directory(path)
+                directory = self._list(path)
             except OSError as error:
                 yield InputRef(display_path(path), path, problem=problem_of(error))
                 continue
             yield from self._inputs(directory)
             pending += [os.path.join(path, name) for name in sorted(directory.directories, reverse=True)]
 
-    def _list_remote(self, path: bytes) -> _Directory:
-        listing = list_remote_folder(os.fsdecode(path))
-        if listing is None:
-            raise ValueError(f"the server of {self.spec} does not list directories; give the URLs of files")
-        files, directories = listing
-        hidden = {name for name in directories if name.startswith(".")}
-        if hidden:
-            self.ignored.count("(hidden)", len(hidden))
-        return _Directory(
-            path,
-            {os.fsencode(name): size for name, size in files.items()},
-            directories={os.fsencode(name) for name in directories if name not in hidden},
-        )
-
-    def _list_local(self, path: bytes) -> _Directory:
+    def _list(self, path: bytes) -> _Directory:
         directory = _Directory(path)
+        if is_remote(path):
+            contents = list_remote_folder(os.fsdecode(path))
+            if contents is None:
+                raise ValueError(f"the server of {self.spec} does not list directories; give the URLs of files")
+            directory.files = {os.fsencode(name): size for name, size in contents[0].items()}
+            for name in map(os.fsencode, contents[1]):
+                if name.startswith(b"."):
+                    self.ignored.count("(hidden)")
+                else:
+                    directory.directories.add(name)
+            return directory
         identity = _file_id(path)
         if identity in self._visited:
             self.ignored.count("(folder seen)")
@@ -119,12 +114,14 @@ class FolderSource(Source):
                 else:
                     self.ignored.count("(not a file)")
         self._visited.add(identity)
-        if _is_index(directory):
+        is_index = b"index.json" in directory.files and {b"manifest", b"rows", b"tokens"} <= directory.directories
+        if is_index or (b"build" in directory.directories and Layout(Path(os.fsdecode(path))).lock.exists()):
             self.ignored.count("(index)")
             return _Directory(path)
         return directory
 
     def _inputs(self, directory: _Directory) -> Iterator[InputRef]:
+        """Yield the inputs among the files of a directory, and then those in its archives and Parquet files."""
         sidecars = find_sidecars(directory.files, self.clips)
         names = [name for name in sorted([*directory.files, *directory.links]) if name not in sidecars]
         reads_packed = not holds_inputs(names, self.clips)
@@ -133,25 +130,18 @@ class FolderSource(Source):
         for name in names:
             is_packed = reads_packed and is_packed_name(os.fsdecode(name)) and not name.startswith(b".")
             (packed if is_packed else files).append(name)
-        read = functools.partial(_file, directory, sidecars, self.clips)
+        read = functools.partial(self._file, directory, sidecars)
         is_server = is_remote(directory.path)
-        results = ordered_map(read, files, _FILES_AT_ONCE, 4 * _FILES_AT_ONCE) if is_server else map(read, files)
-        for name, (ref, ignored) in zip(files, results, strict=True):
-            self.ignored.add(ignored)
-            if ref is None:
-                continue
-            if self._is_repeated(directory, name, ref):
+        refs = ordered_map(read, files, _FILES_AT_ONCE, 4 * _FILES_AT_ONCE) if is_server else map(read, files)
+        for name, ref in zip(files, refs, strict=True):
+            if ref is not None and self._is_repeated(directory, name, ref):
                 self.ignored.count("(link seen)")
-            else:
+            elif ref is not None:
                 yield ref
-        yield from self._packed_inputs(directory.path, packed)
-
-    def _packed_inputs(self, directory: bytes, names: list[bytes]) -> Iterator[InputRef]:
         sources: list[Source] = []
-        for name in names:
-            path = os.path.join(directory, name)
+        for path in (os.path.join(directory.path, name) for name in packed):
             try:
-                identity = None if is_remote(path) else _file_id(path)
+                identity = None if is_server else _file_id(path)
             except OSError as error:
                 yield InputRef(display_path(path), path, problem=problem_of(error))
                 continue
@@ -163,7 +153,27 @@ class FolderSource(Source):
             sources.append(packed_source(os.fsdecode(path), clips=self.clips))
         yield from scan_ahead(sources)
         for source in sources:
-            self.ignored.add(source.ignored)
+            for key, count in source.ignored.items():
+                self.ignored.count(key, count)
+
+    def _file(self, directory: _Directory, sidecars: frozenset[bytes], name: bytes) -> InputRef | None:
+        """Return the input for a file. Return None if it is no input, and count it as ignored."""
+        path, size = os.path.join(directory.path, name), directory.files.get(name)
+        try:
+            key = ignored_as(name, lambda: read_head(path, size), clips=self.clips)
+        except (OSError, EOFError) as error:
+            return InputRef(display_path(path), path, problem=problem_of(error))
+        if key is not None:
+            self.ignored.count(key)
+            return None
+        stem = os.path.splitext(name)[0]
+        contents = {
+            suffix: _read_sidecar(os.path.join(directory.path, stem + suffix.encode()))
+            for suffix in SIDECAR_SUFFIXES
+            if stem + suffix.encode() in sidecars
+        }
+        metadata = sidecar_values(contents, self.ignored) if contents else None
+        return file_input(path, size=size, metadata=metadata)
 
     def _is_repeated(self, directory: _Directory, name: bytes, ref: InputRef) -> bool:
         """Return True if the file of an input was used before, under another path. Record the target of a link."""
@@ -174,8 +184,7 @@ class FolderSource(Source):
         target_directory, target = os.path.split(os.path.realpath(ref.path))
         try:
             home = _file_id(target_directory)
-            read = functools.partial(read_head, ref.path)
-            if home in self._visited and ignored_as(target, read, clips=self.clips) is None:
+            if home in self._visited and ignored_as(target, lambda: read_head(ref.path), clips=self.clips) is None:
                 return True
         except OSError:
             return False
@@ -183,28 +192,6 @@ class FolderSource(Source):
         is_repeated = target in used
         used.add(target)
         return is_repeated
-
-
-def _file(
-    directory: _Directory, sidecars: frozenset[bytes], clips: bool, name: bytes
-) -> tuple[InputRef | None, Ignored]:
-    """Return (input, ignored entries) for a file. The input is None if the file is ignored."""
-    path, size, ignored = os.path.join(directory.path, name), directory.files.get(name), Ignored()
-    try:
-        key = ignored_as(name, functools.partial(read_head, path, size), clips=clips)
-    except (OSError, EOFError) as error:
-        return InputRef(display_path(path), path, problem=problem_of(error)), ignored
-    if key is not None:
-        ignored.count(key)
-        return None, ignored
-    stem = os.path.splitext(name)[0]
-    contents = {
-        suffix: _read_sidecar(os.path.join(directory.path, stem + suffix.encode()))
-        for suffix in SIDECAR_SUFFIXES
-        if stem + suffix.encode() in sidecars
-    }
-    metadata = sidecar_values(contents, ignored) if contents else None
-    return file_input(path, size=size, metadata=metadata), ignored
 
 
 def _read_sidecar(path: bytes) -> bytes | None:
@@ -222,13 +209,6 @@ def _read_sidecar(path: bytes) -> bytes | None:
     except OSError as error:
         problem_of(error)  # raises TransientInputError, for example because the disk fails
         return None
-
-
-def _is_index(directory: _Directory) -> bool:
-    """Return True if the files of a directory are an index, or a process is writing an index there."""
-    if b"index.json" in directory.files and {b"manifest", b"rows", b"tokens"} <= directory.directories:
-        return True
-    return b"build" in directory.directories and Layout(Path(os.fsdecode(directory.path))).lock.exists()
 
 
 def find_sidecars(names: Iterable[bytes], clips: bool) -> frozenset[bytes]:

@@ -112,13 +112,36 @@ class ListSource(Source):
             yield ref if metadata is None else dataclasses.replace(ref, metadata=metadata)
 
     def _entries(self) -> Iterator[_Entry]:
+        """Yield the entries. Empty fields of CSV are left out. If two columns share a name, the first wins."""
         if self._suffix == LINES_SUFFIX:
-            return self._lines()
-        if self._suffix == CAPTION_SUFFIX:
-            return self._caption_entries()
-        if self._suffix == ".parquet":
-            return self._parquet_entries()
-        return self._csv_entries() if self._suffix in _DELIMITERS else self._json_entries()
+            yield from self._lines()
+        elif self._suffix == CAPTION_SUFFIX:
+            record_of_image: dict[str, CaptionRecord] = {}
+            for record in read_records(Path(os.fsdecode(self._file))):
+                first = record_of_image.setdefault(record.image, record)
+                if first is not record:
+                    joined = dataclasses.replace(first, captions=(*first.captions, *record.captions))
+                    record_of_image[record.image] = joined
+            for number, record in enumerate(record_of_image.values(), 1):
+                texts = list(record.captions) or None
+                yield number, {_PATH: record.image, CAPTIONS: texts, SPLIT_KEY: record.split, ID_KEY: record.image_id}
+        elif self._suffix == ".parquet":
+            yield from self._parquet_entries()
+        elif self._suffix in _DELIMITERS:
+            rows = self._csv_rows()
+            names = next(rows)[1] or []
+            if repeated := len(names) - len(set(names)):
+                self.ignored.count(BAD_NAME, repeated)
+            for number, row in rows:
+                values: dict[Any, Any] = {}
+                for name, text in zip(names, row or [], strict=False):
+                    if text:
+                        values.setdefault(name, PlainText(text))
+                if len(row or []) > len(names):
+                    self.ignored.count(MORE_FIELDS)
+                yield number, values
+        else:
+            yield from self._json_entries()
 
     def _columns(self) -> list[str]:
         if self._suffix in _DELIMITERS:
@@ -161,17 +184,6 @@ class ListSource(Source):
                 elif text := line.strip():
                     yield number, {_PATH: os.fsdecode(text)}
 
-    def _caption_entries(self) -> Iterator[_Entry]:
-        record_of_image: dict[str, CaptionRecord] = {}
-        for record in read_records(Path(os.fsdecode(self._file))):
-            first = record_of_image.setdefault(record.image, record)
-            if first is not record:
-                joined = dataclasses.replace(first, captions=(*first.captions, *record.captions))
-                record_of_image[record.image] = joined
-        for number, record in enumerate(record_of_image.values(), 1):
-            texts = list(record.captions) or None
-            yield number, {_PATH: record.image, CAPTIONS: texts, SPLIT_KEY: record.split, ID_KEY: record.image_id}
-
     def _json_entries(self) -> Iterator[_Entry]:
         for line in read_json_lines(self._file, decode_errors="surrogateescape"):  # file names need not be UTF-8
             yield line.number, line.value if isinstance(line.value, dict) else {}
@@ -194,21 +206,6 @@ class ListSource(Source):
                 parameter="sources",
             ) from error
 
-    def _csv_entries(self) -> Iterator[_Entry]:
-        """Yield the entries without empty fields. If two columns share a name, the first wins."""
-        rows = self._csv_rows()
-        names = next(rows)[1] or []
-        if repeated := len(names) - len(set(names)):
-            self.ignored.count(BAD_NAME, repeated)
-        for number, row in rows:
-            values: dict[Any, Any] = {}
-            for name, text in zip(names, row or [], strict=False):
-                if text:
-                    values.setdefault(name, PlainText(text))
-            if len(row or []) > len(names):
-                self.ignored.count(MORE_FIELDS)
-            yield number, values
-
     def _csv_rows(self) -> Iterator[_Row]:
         """Yield the rows of a table, including the header.
 
@@ -216,17 +213,16 @@ class ListSource(Source):
         tables. In a table with commas, quoted text can contain line breaks.
         """
         with open(self._file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            rows = _tab_rows(file) if _DELIMITERS[self._suffix] == "\t" else _comma_rows(file, self.spec)
-            yield from (row for row in rows if row[1] != [])
-
-
-def _tab_rows(lines: Iterable[str]) -> Iterator[_Row]:
-    for number, line in enumerate(lines, 1):
-        try:
-            yield number, next(csv.reader([line], delimiter="\t", strict=True))
-        except csv.Error:  # quotation marks that quote no field, or a field that is too long
-            is_too_long = len(line) > csv.field_size_limit()
-            yield number, None if is_too_long else line.rstrip("\r\n").split("\t")
+            if _DELIMITERS[self._suffix] == ",":
+                yield from _comma_rows(file, self.spec)
+                return
+            for number, line in enumerate(file, 1):
+                try:
+                    row: list[str] | None = next(csv.reader([line], delimiter="\t", strict=True))
+                except csv.Error:  # quotation marks that quote no field, or a field that is too long
+                    row = None if len(line) > csv.field_size_limit() else line.rstrip("\r\n").split("\t")
+                if row != []:
+                    yield number, row
 
 
 def _comma_rows(file: Iterable[str], name: str) -> Iterator[_Row]:
@@ -252,4 +248,5 @@ def _comma_rows(file: Iterable[str], name: str) -> Iterator[_Row]:
                 "quotation marks of this line",
                 parameter="sources",
             )
-        yield rows.line_num, row
+        if row != []:
+            yield rows.line_num, row

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipelines.sources.base import Ignored
@@ -100,31 +100,26 @@ def _holds_binary(arrow_type: Any) -> bool:
 def parquet_rows(file: Any, names: list[str], rows: int, leaves: list[str] | None = None) -> Iterator[tuple[Any, ...]]:
     """Yield the values of the columns `names` of each row of an open Parquet file, as Python objects.
 
+    If a text is not UTF-8, the texts of its batch become bytes. If a value has no Python object, they become text.
     `rows` rows are read at once. `leaves` are the columns to read, if only parts of structs are needed.
-    """
-    from storage_formats.format.parquet import iter_batches
-
-    for batch in iter_batches(file, rows, names if leaves is None else leaves):
-        positions = [batch.schema.get_all_field_indices(name)[0] for name in names]
-        yield from zip(*(_to_python(batch.column(position)) for position in positions), strict=True)
-
-
-def _to_python(column: Any) -> Sequence[Any]:
-    """Return the values of an Arrow column as Python objects.
-
-    If a text is not UTF-8, all texts become bytes. If a value has no Python object, all values become text.
     """
     import pyarrow as pa
 
-    if pa.types.is_timestamp(column.type):
-        column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
-    try:
-        values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        values = column.cast(pa.binary()).to_pylist()
-    except (ValueError, OverflowError):  # a date after the year 9999, for example
-        values = column.cast(pa.string()).to_pylist()
-    return values
+    from storage_formats.format.parquet import iter_batches
+
+    for batch in iter_batches(file, rows, names if leaves is None else leaves):
+        values: list[list[Any]] = []
+        for name in names:
+            column = batch.column(batch.schema.get_all_field_indices(name)[0])
+            if pa.types.is_timestamp(column.type):
+                column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
+            try:
+                values.append(column.to_pylist())
+            except UnicodeDecodeError:
+                values.append(column.cast(pa.binary()).to_pylist())
+            except (ValueError, OverflowError):  # a date after the year 9999, for example
+                values.append(column.cast(pa.string()).to_pylist())
+        yield from zip(*values, strict=True)
 
 
 def _typed(value: Any) -> Value:

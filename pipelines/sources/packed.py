@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -96,7 +97,7 @@ class ArchiveSource(Source):
         metadata: dict[bytes, dict[str, Value] | None] = {}
         for stem, members in sidecars.items():
             if stem in stems:
-                contents = {suffix: _read_sidecar(archive, member) for suffix, member in members.items()}
+                contents = {suffix: _read(archive, member, member.size) for suffix, member in members.items()}
                 metadata[stem] = sidecar_values(contents, self.ignored)
             else:
                 for member in members.values():
@@ -121,7 +122,8 @@ class ArchiveSource(Source):
         # macOS puts the attributes of files into a directory of its own
         name = next((part for part in parts if part.startswith(b".") or part == b"__MACOSX"), parts[-1])
         name = b"." if name == b"__MACOSX" else name
-        key = ignored_as(name, functools.partial(_read_head, archive, member), clips=self.clips)
+        size = min(HEAD_BYTES, member.size)
+        key = ignored_as(name, lambda: (_read(archive, member, size) or b"")[:HEAD_BYTES], clips=self.clips)
         if key is not None:
             self.ignored.count(key)
         return key is None
@@ -155,17 +157,10 @@ def _split(member: Member, archive: Archive) -> tuple[bytes, str]:
     return folder + slash + stem if stem else b"", os.fsdecode(suffix).lower()
 
 
-def _read_head(archive: Archive, member: Member) -> bytes:
-    """Return the first bytes of a member; empty if the member cannot be read or has more than a megabyte."""
+def _read(archive: Archive, member: Member, size: int) -> bytes | None:
+    """Return the content of a member; None if it cannot be read or has more than a megabyte."""
     try:
-        return archive.read(member.offset, min(HEAD_BYTES, member.size), MAX_SIDECAR_BYTES)[:HEAD_BYTES]
-    except ImageError:
-        return b""
-
-
-def _read_sidecar(archive: Archive, member: Member) -> bytes | None:
-    try:
-        return archive.read(member.offset, member.size, MAX_SIDECAR_BYTES)
+        return archive.read(member.offset, size, MAX_SIDECAR_BYTES)
     except ImageError:
         return None
 
@@ -187,18 +182,15 @@ class ParquetImagesSource(Source):
         import pyarrow as pa
 
         try:
-            with open_ranged(self.path) as file:
-                parquet = _open_parquet(file)
-                column = self.column or _find_column(parquet, self.spec, None)
+            with open_parquet_images(self.path) as (file, parquet):
+                column = self.column or find_image_column(parquet, self.spec, None)
                 leaf = None if column is None else image_leaf(parquet.schema_arrow, column)
                 if column is None or leaf is None:
                     self.ignored.count(PARQUET_SUFFIX)
                     return
                 container = Container(PARQUET, file.length, column)
-                for row, (image, metadata) in enumerate(self._rows(parquet, column, leaf)):
+                for row, (has_bytes, path, metadata) in enumerate(self._rows(parquet, column, leaf)):
                     uri = f"{display_path(self.path)}!{column}/{row}"
-                    path = image.get("path") if isinstance(image, dict) else None
-                    has_bytes = image is not None and not (isinstance(image, dict) and image.get("bytes", b"") is None)
                     if has_bytes:
                         ref = InputRef(uri, self.path, container, row)
                     elif path:
@@ -211,27 +203,46 @@ class ParquetImagesSource(Source):
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
             yield lost_file(self, error)
 
-    def _rows(self, parquet: Any, column: str, leaf: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield (image, metadata) of each row. The image bytes are read only if the column may contain nulls."""
+    def _rows(self, parquet: Any, column: str, leaf: str) -> Iterator[tuple[bool, str | None, dict[str, Any]]]:
+        """Yield (whether it has bytes, path in its struct, metadata) of the image in each row.
+
+        The image bytes are read only if the column may contain nulls.
+        """
         names = metadata_columns(parquet.schema_arrow, column, self.ignored)
-        has_nulls = _may_have_nulls(parquet.metadata, leaf)
+        index = [parquet.schema.column(index).path for index in range(len(parquet.schema))].index(leaf)
+        groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
+        statistics = (group.column(index).statistics for group in groups)
+        has_nulls = any(each is None or not each.has_null_count or each.null_count for each in statistics)
         leaves = [leaf] if has_nulls else []
         if leaf != column and parquet.schema_arrow.field(column).type.get_field_index("path") >= 0:
             leaves.append(f"{column}.path")
         if not names and not leaves:
-            yield from ((b"", {}) for _ in range(parquet.metadata.num_rows))
+            yield from itertools.repeat((True, None, {}), parquet.metadata.num_rows)
             return
         read = [*names, column] if leaves else names
         for values in parquet_rows(parquet, read, _ROWS_WITH_IMAGES if has_nulls else _ROWS, [*names, *leaves]):
             metadata = dict(zip(names, values, strict=False))
             image = values[-1] if leaves else b""
-            if isinstance(image, dict) and image.get("path"):
-                metadata.setdefault(f"{column}_path", image["path"])
-            yield image, metadata
+            path = image.get("path") if isinstance(image, dict) else None
+            if path:
+                metadata.setdefault(f"{column}_path", path)
+            yield (image.get("bytes", b"") if isinstance(image, dict) else image) is not None, path, metadata
 
 
-def find_image_column(path: str, column: str | None) -> str | None:
-    """Return the column of a Parquet file that holds the bytes of images; None if there is none.
+@contextlib.contextmanager
+def open_parquet_images(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
+    """Open a Parquet file. Raise ValueError if it declares more rows than its bytes can hold."""
+    from storage_formats.format.parquet import open_parquet
+
+    with open_ranged(path) as file:
+        parquet = open_parquet(file, buffer_size=1 << 20)
+        if parquet.metadata.num_rows > file.length:
+            raise ValueError(f"the file declares {parquet.metadata.num_rows} rows, but has only {file.length} bytes")
+        yield file, parquet
+
+
+def find_image_column(parquet: Any, path: str, column: str | None) -> str | None:
+    """Return the column of an open Parquet file that holds the bytes of images; None if there is none.
 
     A column holds images if Hugging Face Datasets recorded the type Image for it. Without a recorded type, a binary
     column holds images if its first value begins like an image file. The same is true of a struct column with a binary
@@ -244,13 +255,9 @@ def find_image_column(path: str, column: str | None) -> str | None:
         UsageError: several columns hold images, and none of them has a usual name.
         OSError, ValueError, pyarrow.ArrowException: the file cannot be read.
     """
-    with open_ranged(os.fsencode(path)) as file:
-        return _find_column(_open_parquet(file), path, column)
-
-
-def _find_column(parquet: Any, path: str, column: str | None) -> str | None:
-    names = parquet.schema_arrow.names if column is None else [column]
-    with_images = [name for name in names if _holds_images(parquet, name)]
+    with_images = [
+        name for name in parquet.schema_arrow.names if column in (None, name) and _holds_images(parquet, name)
+    ]
     preferred = [name for name in _PREFERRED if name in with_images]
     if len(with_images) > 1 and not preferred:
         raise UsageError(
@@ -260,49 +267,21 @@ def _find_column(parquet: Any, path: str, column: str | None) -> str | None:
     return next(iter([*preferred, *with_images]), None)
 
 
-def _open_parquet(file: RangedFile) -> Any:
-    """Open a Parquet file. Raise ValueError if it declares more rows than its bytes can hold."""
-    from storage_formats.format.parquet import open_parquet
-
-    parquet = open_parquet(file, buffer_size=1 << 20)
-    if parquet.metadata.num_rows > file.length:
-        raise ValueError(f"the file declares {parquet.metadata.num_rows} rows, but has only {file.length} bytes")
-    return parquet
-
-
 def _holds_images(parquet: Any, name: str) -> bool:
     from storage_formats.format.parquet import iter_batches
 
     leaf = image_leaf(parquet.schema_arrow, name)
     if leaf is None:
         return False
-    recorded_type = _hugging_face_type(parquet.schema_arrow, name)
-    if recorded_type is not None:
-        return recorded_type == "Image"
+    with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):  # another program wrote the file
+        features = json.loads((parquet.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
+        return str(features[name]["_type"]) == "Image"
     for batch in iter_batches(parquet, 1, [leaf]):
         value = batch.column(0)[0].as_py()
         data = value["bytes"] if isinstance(value, dict) else value
         if data is not None:
             return bool(image_format(data[:HEAD_BYTES]) or undecoded_format(data[:HEAD_BYTES]))
     return leaf != name  # images in files that the struct names
-
-
-def _hugging_face_type(schema: Any, name: str) -> str | None:
-    """Return the type that Hugging Face Datasets recorded for a column, such as "Image" or "Audio"; None without it."""
-    try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return str(features[name]["_type"])
-    except (KeyError, TypeError, ValueError, RecursionError):  # another program wrote the file or this entry
-        return None
-
-
-def _may_have_nulls(metadata: Any, leaf: str) -> bool:
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        columns = [group.column(index) for index in range(group.num_columns)]
-        statistics = next((each.statistics for each in columns if each.path_in_schema == leaf), None)
-        if statistics is None or not statistics.has_null_count or statistics.null_count:
-            return True
-    return False
 
 
 def scan_ahead(sources: Sequence[Source]) -> Iterator[InputRef]:

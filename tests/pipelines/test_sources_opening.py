@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.sources import open_sources
+from pipelines.sources import expand_braces, open_sources
 from pipelines.sources.base import ImageFileSource
 from pipelines.sources.folder import FolderSource
 from pipelines.sources.lists import ListSource
-from pipelines.sources.opening import expand_braces
 from pipelines.sources.packed import ArchiveSource
 from storage_formats.errors import UsageError
 
