@@ -178,7 +178,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
         )
         _ = info.pooled_similarity, info.hubness_bank  # raises ValueError for sizes that are not valid
         fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"{folder / INFO_FILE} is damaged ({error!r}): restore this file, or make the bundle again"
         ) from error

@@ -11,7 +11,8 @@ from __future__ import annotations
 import html
 import itertools
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -139,13 +140,26 @@ class JointTokenizer:
         """
         distinct = list(dict.fromkeys(captions))
         texts = [clean_canonicalize(caption) for caption in distinct] if self.canonical else distinct
-        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        with tokenizing():
+            encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         unknown = self.special_id("unk_token")
         longest = MAX_TEXT_TOKENS - NUM_SPECIAL_TOKENS
         kept = slice(-longest, None) if self.truncation_side == "left" else slice(longest)
         ids = [[unknown if i == self.image_token_id else i for i in encoding.ids[kept]] for encoding in encoded]
         ids_of_caption = dict(zip(distinct, ids, strict=True))
         return [ids_of_caption[caption] for caption in captions]
+
+
+@contextmanager
+def tokenizing() -> Iterator[None]:
+    """Context manager for calls of a tokenizer. A tokenizer that cannot split a text raises ModelError."""
+    try:
+        yield
+    except BaseException as error:
+        # The library panics at a regular expression that takes too long. The class of a panic cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"the tokenizer cannot split a text: {error}; use another tokenizer") from error
 
 
 def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointTokenizer:

@@ -35,9 +35,10 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
             raise ModelError(
                 f"the bundle {folder} lists the file {name!r} outside its directory: do not use this bundle"
             )
+    root = folder.resolve()
     for file in sorted(folder.rglob("*")):
         try:
-            status = file.stat()
+            status, target = file.stat(), file.resolve()
         except OSError as error:
             raise ModelError(
                 f"cannot read {file}: {error.strerror}; restore the file, or do not use the bundle"
@@ -49,6 +50,8 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
                 raise ModelError(
                     f"{file} has {status.st_size} bytes, too many for a file without weights: do not use the bundle"
                 )
+        if not target.is_relative_to(root):
+            raise ModelError(f"{file} is a link out of the bundle, to {target}: replace the link by a copy of the file")
         if file.suffix in CODE_SUFFIXES:
             raise ModelError(
                 f"{file} is code, but a bundle may contain only data: remove this file, or do not use the bundle"

@@ -23,7 +23,7 @@ from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.bert import Bert, BertShape, BertWeights
 from edje_index.models.clip_config import HF_CONFIG_FILE, HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig
-from edje_index.models.joint_inputs import CLEANERS, TOKENIZER_FILE, TOKENIZER_SETTINGS
+from edje_index.models.joint_inputs import CLEANERS, TOKENIZER_FILE, TOKENIZER_SETTINGS, tokenizing
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
 from edje_index.models.weights import read_weights
 from edje_index.progress import OnProgress
@@ -97,7 +97,8 @@ class TextTower(TextEncoder):
     def embed(self, texts: list[str]) -> torch.Tensor:
         from open_clip.hf_model import HFTextEncoder
 
-        ids = self.tokenizer(texts)
+        with tokenizing():
+            ids = self.tokenizer(texts)
         text = getattr(self.clip, "text", None)
         if isinstance(text, HFTextEncoder):  # masks padding, so padding after the longest row is not needed
             longest = int((ids != text.config.pad_token_id).sum(dim=1).max())
@@ -188,7 +189,8 @@ class BertTextTower(TextEncoder):
         self._tokenizer, self._clean, self._pad = tokenizer, clean, pad
 
     def embed(self, texts: list[str]) -> torch.Tensor:
-        rows = [encoding.ids for encoding in self._tokenizer.encode_batch([self._clean(text) for text in texts])]
+        with tokenizing():
+            rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(map(self._clean, texts)))]
         ids = torch.full((len(rows), max(map(len, rows))), self._pad, dtype=torch.int64)
         for position, row in enumerate(rows):
             ids[position, : len(row)] = torch.tensor(row, dtype=torch.int64)

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from edje_index.errors import ModelError
 from edje_index.models.devices import as_tensor
 from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointTokenizer
 from edje_index.models.joint_scorer import JointScorer
@@ -43,6 +44,7 @@ from edje_index.scoring.weights import (
     HUBNESS,
     LATE,
     LOGIT,
+    PART_NAMES,
     POOLED,
     TEXT_TO_IMAGE,
     HubnessSimilarity,
@@ -64,6 +66,7 @@ _STOP_WORDS = frozenset(_STOP_WORD_TEXT.split())
 _LARGEST_CODE = 127
 _CHUNK = 256  # candidates per step; small, so that memory for their products with the bank is reused
 _FLOOR_QUANTILE = 0.1
+_MAX_PART = 1e7  # the sum of all parts then fits into a float32 with any weights, see `MAX_WEIGHT`
 
 
 def late_interaction(
@@ -362,7 +365,6 @@ class ScoreModels:
         missing = {POOLED: self.pooled is None, HUBNESS: self.bank is None}
         return tuple(name for name in (LOGIT, LATE, POOLED, EMBEDDING, HUBNESS) if not missing.get(name))
 
-    @torch.inference_mode()
     def part(self, name: str, pairs: Pairs, direction: str, weights: ScoreWeights) -> Floats:
         """Compute one part of the final score for b `pairs`, float32 [b]. Higher values mean better matches.
 
@@ -371,7 +373,20 @@ class ScoreModels:
             pairs: pairs of a caption and an image.
             direction: "t2i" or "i2t".
             weights: the hubness correction uses `weights.hubness_similarity`.
+
+        Raises:
+            ModelError: a value is NaN, or so large that the final score could become infinite.
         """
+        values = self._part(name, pairs, direction, weights)
+        if not (np.abs(values) <= _MAX_PART).all():
+            raise ModelError(
+                f"the model computes a {PART_NAMES[name]} that is NaN, or beyond {_MAX_PART:g}: use another model, and "
+                "run 'edje-index verify' if the index may be damaged"
+            )
+        return values
+
+    @torch.inference_mode()
+    def _part(self, name: str, pairs: Pairs, direction: str, weights: ScoreWeights) -> Floats:
         if name == LOGIT:  # in the EDJE paper, the score is this logit
             return _numpy(self.joint.score(pairs.captions, pairs.token_tensor))
         if name == LATE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, get_args
 
 from edje_index.training.config import ONLINE, TrainSettings, Values, groups, merge_settings
 from storage_formats.errors import UsageError
+from storage_formats.format.index_files import open_regular
 
 DEDICATED_OPTIONS = {
     "captions": "inputs.captions",
@@ -65,14 +67,15 @@ def _parse_value(text: str) -> Any:
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 
 def _read_toml(path: Path) -> Values:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        with os.fdopen(open_regular(path), encoding="utf-8") as file:
+            content = tomllib.loads(file.read())
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: {error}; give a TOML file") from error
     if loose := [key for key, value in content.items() if not isinstance(value, dict)]:
         raise UsageError(

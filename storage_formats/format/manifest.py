@@ -383,7 +383,7 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             f"{where} does not match its checksum, so the file was damaged or edited; restore the file from a backup"
         )
     try:
-        manifest = _from_members(value)
+        manifest, shards = _from_members(value), int(value["shards"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(
             f"a member of {where} is missing or has the wrong type ({error!r}); restore the file from a backup"
@@ -397,10 +397,10 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
                 f"{where} lists {len(spec.segment_shards(segment))} shards, too many for a shard table of "
                 f"{table.bytes} bytes; restore the file from a backup"
             )
-    if manifest.counts.inputs != spec.used_rows or int(value.get("shards", -1)) != spec.shards:
+    if manifest.counts.inputs != spec.used_rows or shards != spec.shards:
         raise CorruptIndexError(
             f"{where} is inconsistent: its numbers of rows ({spec.used_rows}), inputs ({manifest.counts.inputs}) and "
-            f"shards ({value.get('shards')}, of {spec.shard_size} rows each) do not match; restore the "
+            f"shards ({shards}, of {spec.shard_size} rows each) do not match; restore the "
             "file from a backup"
         )
     return manifest
@@ -408,6 +408,8 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
 
 def _from_members(value: dict[str, Any]) -> Manifest:
     (m, d), counts = value["block_shape"], value["counts"]
+    if not value["precisions"]:
+        raise ValueError("precisions is empty")
     segments = [
         (Segment(int(each["first_row"]), int(each["rows"])), FileEntry.from_json(each["shard_table"]))
         for each in value.get("segments", [])

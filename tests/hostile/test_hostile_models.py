@@ -131,6 +131,10 @@ FILES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "device for a tokenizer": (
         replaced("joint/tokenizer.json", lambda path: path.symlink_to("/dev/zero")), ALL, "not a regular file",
     ),
+    "link out of the bundle": (
+        replaced("joint/tokenizer.json", lambda path: path.symlink_to(__file__)), ALL, "is a link out of the bundle",
+    ),
+    "list of files": (sized(INFO, files=[]), ALL, "is damaged"),
     "enormous tokenizer": (
         lambda bundle: os.truncate(bundle / "joint/tokenizer.json", 64 << 30), ALL, "too many for a file without",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def test_paths_of_a_file_start_at_its_directory(tmp_path):
         ("speed = 3", "speed must be in a group"),
         ("[loop]\nlr = 1", "no setting is named loop.lr; did you mean alignment.lr or optimizer.lr"),
         ("[loop", "cannot read"),
+        ("a = " + "[" * 100_000, "cannot read .*recursion"),
         ("[loop]\nsteps = 'many'", "loop.steps is 'many'"),
         ("[run]\nworkers = 0", "run.workers is 0"),
         ("[inputs]\nvision = 5", "inputs.vision is 5"),
@@ -65,6 +67,10 @@ def test_an_invalid_file_is_refused(tmp_path, text, words):
     (tmp_path / "c.toml").write_text(text)
     with pytest.raises(UsageError, match=words):
         read(config_file=tmp_path / "c.toml", steps=None, dev=None)
+    (tmp_path / "c.toml").unlink()
+    os.mkfifo(tmp_path / "c.toml")
+    with pytest.raises(UsageError, match="not a regular file"):
+        read(config_file=tmp_path / "c.toml")
 
 
 def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):

@@ -30,6 +30,8 @@ def change(root, **members):
         {"ann": {"kind": "flat", "files": 5}},
         {"ann": []},
         {"precisions": ["bf16"]},
+        {"precisions": {}},
+        {"shards": "four"},
         {"precisions": [{"name": "bf16", "encoded_from": 5}]},
     ],
 )

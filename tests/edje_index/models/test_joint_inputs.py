@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import untrained_tokenizer
+from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.joint_inputs import load_joint_tokenizer
 
@@ -60,6 +62,15 @@ def test_token_ids_equal_the_published_preprocessing(folder: Path) -> None:
     raw = load_joint_tokenizer(folder).caption_ids(texts)
     assert raw == stock_ids(folder, texts)
     assert sum(ids != other for ids, other in zip(raw, expected, strict=True)) > 300, "the captions are easy"
+
+
+def test_a_tokenizer_that_panics_is_one_error(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "pre_tokenizer": {"type": "Split", **pattern}}))
+    shutil.copy(folder / "tokenizer_config.json", tmp_path)
+    with pytest.raises(ModelError, match="the tokenizer cannot split a text"):
+        load_joint_tokenizer(tmp_path).caption_ids(["a" * 60 + " b"])
 
 
 def test_a_bundle_records_it(tiny_model: ModelBundle, tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.scoring.parts import (
-    Pairs,
-    ScoreModels,
-    content_token_mask,
-    late_interaction,
-)
+from edje_index.errors import ModelError
+from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.parts import Pairs, ScoreModels, content_token_mask, late_interaction
+from edje_index.scoring.weights import MAX_WEIGHT, PART_NAMES, ScoreWeights
 from edje_index.training.step import alignment_scores
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts, unit
 
@@ -45,6 +43,15 @@ def test_the_logit_is_the_joint_encoder_alone(bundle, models, pairs):
     inputs = bundle.joint.tokenizer.inputs(CAPTIONS, bundle.block_shape[0])
     with torch.inference_mode():
         np.testing.assert_allclose(logits, bundle.joint(inputs, pairs.tokens).numpy(), atol=1e-6)
+
+
+def test_a_score_is_always_a_number(bundle, models, pairs):
+    with torch.no_grad():
+        bundle.joint.classification_head[1].weight.fill_(3e38)
+    with pytest.raises(ModelError, match=r"computes a logit that is NaN, or beyond 1e\+07"):
+        part(bundle.score_models, "logit", pairs)
+    largest = ScoreWeights(**dict.fromkeys(PART_NAMES, MAX_WEIGHT))
+    assert np.isfinite(FinalScore.of(largest).sum(dict.fromkeys(PART_NAMES, np.float32([1e7, -1e7])))).all()
 
 
 def test_late_interaction_reads_the_content_words_of_the_joint_encoder(bundle, models, pairs):
