@@ -106,16 +106,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield staging
-        _make_readable(staging)
+        # All users may read the folder. Temporary folders and safetensors files are created for their owner only.
+        for path in (staging, *staging.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         staging.rename(out)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-
-
-def _make_readable(folder: Path) -> None:
-    """Let all users read `folder` and its files."""
-    # Temporary folders and safetensors files are created with permissions for their owner only.
-    folder.chmod(0o755)
-    for path in folder.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)

@@ -49,19 +49,6 @@ _BERT_FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Training:
-    """Settings of the training. docs/lab/models.md explains the defaults."""
-
-    embed_dim: int = 512
-    epochs: int = 14
-    batch_size: int = 512  # caption-image pairs per step; pairs of different images are negatives of each other
-    lr: float = 1e-3  # peak; a linear warm-up over 3 % of the steps, then a cosine decay to 0
-    weight_decay: float = 0.5  # biases, norms and the temperature have none
-    dropout: float = 0.3  # of the features and of the hidden activations of both heads
-    seed: int = 0
-
-
 @dataclass
 class EmbeddingModel:
     """An open_clip model with a timm image tower and a Hugging Face text tower."""
@@ -91,7 +78,7 @@ class PairFeatures:
 
 
 def start_model(
-    towers: Path, embed_dim: int, seed: int, *, image_name: str = IMAGE_NAME, image_size: int = IMAGE_SIZE
+    towers: Path, *, embed_dim: int = 512, seed: int = 0, image_name: str = IMAGE_NAME, image_size: int = IMAGE_SIZE
 ) -> EmbeddingModel:
     """Build the initial model of a training run: towers with the weights in `towers`, and heads with random weights."""
     text = towers / TEXT_TOWER
@@ -163,13 +150,26 @@ def pair_features(model: EmbeddingModel, items: Sequence[CaptionedImage]) -> Pai
     return PairFeatures(torch.cat(images), captions, torch.arange(len(items)).repeat_interleave(counts))
 
 
-def train_heads(clip: Any, data: PairFeatures, dev: PairFeatures, settings: Training) -> dict[str, dict[str, float]]:
+def train_heads(
+    clip: Any,
+    data: PairFeatures,
+    dev: PairFeatures,
+    *,
+    epochs: int = 14,
+    batch_size: int = 512,
+    lr: float = 1e-3,
+    weight_decay: float = 0.5,
+    dropout: float = 0.3,
+    seed: int = 0,
+) -> dict[str, dict[str, float]]:
     """Train the heads of `clip` in place. Keep the epoch with the highest mean of R@1 and R@10 on `dev`.
 
-    Return the recall of this epoch, see `recall`.
+    docs/lab/models.md explains the defaults. The learning rate rises over 3 % of the steps to `lr`, then falls along a
+    cosine to 0. Biases, norms and the temperature have no weight decay. Dropout affects the features and the hidden
+    activations of both heads. Return the recall of the epoch that was kept, see `recall`.
     """
-    if len(data.captions) < settings.batch_size:
-        raise ModelError(f"{len(data.captions)} captions do not fill a batch of {settings.batch_size}")
+    if len(data.captions) < batch_size:
+        raise ModelError(f"{len(data.captions)} captions do not fill a batch of {batch_size}")
     image_head, text_head, log_scale = clip.visual.head, clip.text.proj, clip.logit_scale
     heads = nn.ModuleList([image_head, text_head])
     parameters = sorted([*heads.parameters(), log_scale], key=lambda p: p.ndim <= 1)  # those with weight decay first
@@ -177,11 +177,11 @@ def train_heads(clip: Any, data: PairFeatures, dev: PairFeatures, settings: Trai
     mean, std = data.images.mean(0), data.images.std(0).clamp(min=1e-3)
     data, dev = (PairFeatures((part.images - mean) / std, part.captions, part.image_of) for part in (data, dev))
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr)
-    steps = settings.epochs * (len(data.captions) // settings.batch_size)
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    steps = epochs * (len(data.captions) // batch_size)
     warmup = max(1, int(0.03 * steps))
 
     def rate(step: int) -> float:
@@ -190,7 +190,7 @@ def train_heads(clip: Any, data: PairFeatures, dev: PairFeatures, settings: Trai
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     def drop(values: torch.Tensor) -> torch.Tensor:
-        return functional.dropout(values, settings.dropout) if heads.training and settings.dropout else values
+        return functional.dropout(values, dropout) if heads.training and dropout else values
 
     hidden = [module for module in heads.modules() if isinstance(module, nn.GELU)]
     hooks = [module.register_forward_hook(lambda _module, _inputs, output: drop(output)) for module in hidden]
@@ -198,12 +198,12 @@ def train_heads(clip: Any, data: PairFeatures, dev: PairFeatures, settings: Trai
     for parameter in parameters:
         parameter.requires_grad_(True)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        for epoch in range(1, settings.epochs + 1):
+        torch.manual_seed(seed)
+        for epoch in range(1, epochs + 1):
             heads.train()
             losses = []
-            for pairs in torch.split(torch.randperm(len(data.captions)), settings.batch_size):
-                if len(pairs) < settings.batch_size:
+            for pairs in torch.split(torch.randperm(len(data.captions)), batch_size):
+                if len(pairs) < batch_size:
                     continue
                 rows = data.image_of[pairs]
                 images = image_head(drop(data.images[rows]))

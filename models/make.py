@@ -43,7 +43,7 @@ from edje_index.bundles.shipped_model import (
 )
 from edje_index.captions.reading import check_apart, read_captions
 from edje_index.filesystem import new_folder, write_json
-from models.embedding import TOWER_WEIGHTS, Training, pair_features, start_model, train_heads
+from models.embedding import TOWER_WEIGHTS, pair_features, start_model, train_heads
 
 WEIGHT_FILES = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
 RAW_ELEMENTS = 1 << 17
@@ -126,10 +126,8 @@ def train_embedding(captions: Path, dev: Path, images: Path | None, towers: Path
     """Train an embedding model on the images of `captions`, and write it to the new folder `out`."""
     train_items, dev_items = read_captions(captions, images), read_captions(dev, images)
     check_apart(train_items, dev_items)
-    settings = Training()
-    model = start_model(towers, settings.embed_dim, settings.seed)
-    data, dev_data = pair_features(model, train_items), pair_features(model, dev_items)
-    train_heads(model.clip, data, dev_data, settings)
+    model = start_model(towers)
+    train_heads(model.clip, pair_features(model, train_items), pair_features(model, dev_items))
     model.save(out)
 
 

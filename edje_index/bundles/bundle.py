@@ -31,7 +31,6 @@ from edje_index.bundles.info import (
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
 from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig, build_adapter
-from edje_index.models.bert import BertShape
 from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_inputs import load_joint_tokenizer
@@ -244,16 +243,13 @@ def _check_fit(bundle: ModelBundle) -> None:
             f"the adapter takes patch features of width {adapter.vision_dim}, but those of the vision tower {name} "
             f"have width {vision.patch_dim}: use the vision tower that the adapter was trained with"
         )
-    if adapter.kind in (LOCAL, PATCHES) and adapter.num_tokens != vision.num_patches:
+    keeps_all = adapter.kind in (LOCAL, PATCHES)  # one token per patch
+    if (keeps_all and adapter.num_tokens != vision.num_patches) or (
+        adapter.kind in REDUCTIONS and adapter.num_tokens > vision.num_patches
+    ):
         raise ModelError(
-            f"a {adapter.kind} adapter stores one token per patch, but this adapter has "
-            f"{adapter.num_tokens} tokens and the vision tower {name} has {vision.num_patches} patches: "
-            "use the vision tower that the adapter was trained with"
-        )
-    if adapter.kind in REDUCTIONS and adapter.num_tokens > vision.num_patches:
-        raise ModelError(
-            f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches, because the vision tower "
-            f"{name} has only {vision.num_patches}: use a smaller num_tokens"
+            f"a {adapter.kind} adapter of {adapter.num_tokens} tokens does not fit the vision tower {name}, which has "
+            f"{vision.num_patches} patches: use the vision tower that the adapter was trained with"
         )
     check_scorer_fit(bundle.adapter.config, bundle.score_models, bundle.score)
 
@@ -305,11 +301,10 @@ def load_joint_encoder(info: BundleInfo) -> JointEncoder:
 
 def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> JointScorer:
     """Load the joint encoder of a bundle onto `device`, for scoring."""
-    tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
-    source = info.path / JOINT_CONFIG
-    shape = BertShape.parse(read_configuration(source), str(source))
-    path = info.path / JOINT_WEIGHTS
-    return JointScorer(tokenizer, shape, read_weights(path), source=str(path), dtype=dtype, device=device)
+    folder = info.path / JOINT_FOLDER
+    tokenizer = load_joint_tokenizer(folder, canonical=info.canonical_captions)
+    config, tensors = read_configuration(info.path / JOINT_CONFIG), read_weights(info.path / JOINT_WEIGHTS)
+    return JointScorer(tokenizer, config, tensors, source=str(folder), dtype=dtype, device=device)
 
 
 def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | None:

@@ -30,6 +30,7 @@ ADAPTER_PREFIX = "vision_projection."
 JOINT_PREFIXES = ("language_model.", "text_embeddings.", "classification_head.", "text_projection.")
 WORDS = "language_model.bert.embeddings.word_embeddings.weight"
 POSITIONS = "language_model.bert.embeddings.position_embeddings.weight"
+SIGLIP2 = "google/siglip2-"
 OPEN_CLIP_NAMES = {
     "google/siglip2-base-patch16-224": "ViT-B-16-SigLIP2:webli",
     "google/siglip2-base-patch16-384": "ViT-B-16-SigLIP2-384:webli",
@@ -209,7 +210,8 @@ def import_checkpoint(
 ) -> BundleInfo:
     """Make a bundle from a published checkpoint and the open_clip model that it was trained with.
 
-    The final score of the bundle is the logit alone, as in the published code.
+    The final score of the bundle is the logit alone, as in the published code. If the checkpoint names a SigLIP2 tower,
+    images are resized with a bilinear filter, as in the published code.
 
     Args:
         checkpoint: checkpoint file (``.pth``).
@@ -259,6 +261,9 @@ def import_checkpoint(
             f"{tower.num_patches} patches: give the tower that the checkpoint was trained with"
         )
     check_same_towers(state, clip, vision)
+    if (recorded or "").startswith(SIGLIP2):
+        # transformers resizes the images of these towers with this filter, and open_clip with another.
+        config = replace(config, preprocess={**config.preprocess, "interpolation": "bilinear"})
     if adapter.config.kind == LOCAL:  # checkpoints lack the number of patches
         adapter.config = replace(adapter.config, num_tokens=tower.num_patches)
     published.joint.tokenizer.canonical = True

@@ -510,23 +510,20 @@ class AnnIndex:
             )
         queries = queries.astype(np.float32)
         probes, live = self._probes, self.live
+        if passing is not None and not all(map(_is_exact, self._parts)):
+            # Compare the queries with the stored embeddings, because the FAISS files hold codes.
+            row_ids = np.flatnonzero(passing)
+            best: list[Neighbours] = [(np.empty(0, np.int64), np.empty(0, np.float32)) for _ in queries]
+            for start in range(0, len(row_ids), _ROWS_AT_ONCE):
+                rows = row_ids[start : start + _ROWS_AT_ONCE]
+                vectors = self._embeddings[rows]
+                has_vector = ~np.isnan(vectors[:, 0])  # holes have none
+                rows, similarities = rows[has_vector], queries @ vectors[has_vector].T
+                best = [_best(kept, (rows, its), k) for kept, its in zip(best, similarities, strict=True)]
+            return best
         if passing is not None:
-            if not all(map(_is_exact, self._parts)):
-                return self._nearest_passing(queries, k, passing)
             probes, live = max(map(_lists, self._parts)) or None, np.packbits(passing, bitorder="little")
         return _nearest(self._parts, self._embeddings, queries, k, probes=probes, live=live)
-
-    def _nearest_passing(self, queries: _Vectors, k: int, passing: NDArray[np.bool_]) -> list[Neighbours]:
-        """Compare `queries` with the stored embeddings of all rows in `passing`."""
-        row_ids = np.flatnonzero(passing)
-        best: list[Neighbours] = [(np.empty(0, np.int64), np.empty(0, np.float32)) for _ in queries]
-        for start in range(0, len(row_ids), _ROWS_AT_ONCE):
-            rows = row_ids[start : start + _ROWS_AT_ONCE]
-            vectors = self._embeddings[rows]
-            has_vector = ~np.isnan(vectors[:, 0])  # holes have none
-            rows, similarities = rows[has_vector], queries @ vectors[has_vector].T
-            best = [_best(kept, (rows, its), k) for kept, its in zip(best, similarities, strict=True)]
-        return best
 
 
 def _is_exact(part: _FaissIndex) -> bool:

@@ -6,7 +6,6 @@ All engines call `encode_shard`, so all engines give the same result. A repeated
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,7 +21,7 @@ from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.input_lists import read_shard_inputs
 from edje_index.images.inputs import DecodeSettings, InputRef, decode_input, read_bytes
 from edje_index.images.urls import is_remote
-from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
+from edje_index.indexing.attempts import DEATHS, OneAtATime, begin_attempt
 from edje_index.progress import ShardProgress
 from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
@@ -108,10 +107,20 @@ def encode_shard(
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard, machine, alive) as attempt,
         OneAtATime() if attempt.careful else ThreadPoolExecutor(threads, "edje-decode") as pool,
-        _dropping_waiting_images(pool),
+        contextlib.ExitStack() as stack,
     ):
+        stack.callback(pool.shutdown, cancel_futures=True)  # images still wait if an exception ends the shard
+
+        def prepare(image: _Image) -> _Image:
+            position = image.entry.row_id - first_row
+            if attempt.ended_workers(position):
+                died = f"{DEATHS} worker processes died or hung while they read or decoded the image"
+                image.entry.fail("worker-died", died)
+                return image
+            with attempt.preparing(position):
+                return _prepare(encoder, task.decoding, image)
+
         done = 0
-        prepare = functools.partial(_prepare, encoder, task.decoding, attempt=attempt, first_row=first_row)
         for batch in _batches_ahead(task, images, prepare, pool):
             if should_stop():
                 raise TaskInterrupted
@@ -131,15 +140,6 @@ def encode_shard(
             read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
         receipt = writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
     return receipt
-
-
-@contextlib.contextmanager
-def _dropping_waiting_images(pool: Executor) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        pool.shutdown(wait=True, cancel_futures=True)
-        raise
 
 
 @dataclass
@@ -174,27 +174,11 @@ def _batches_ahead(
     yield from pending
 
 
-def _prepare(
-    encoder: ImageEncoder,
-    settings: DecodeSettings,
-    image: _Image,
-    *,
-    attempt: Attempt | None = None,
-    first_row: int = 0,
-) -> _Image:
-    """Read, decode and preprocess one image. If this fails, mark the row of the image as failed.
-
-    The row fails as well if the image has ended too many worker processes in earlier attempts.
-    """
+def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> _Image:
+    """Read, decode and preprocess one image. If this fails, mark the row of the image as failed."""
     import torch
 
     entry = image.entry
-    if attempt is not None:
-        if attempt.ended_workers(entry.row_id - first_row):
-            entry.fail("worker-died", f"{DEATHS} worker processes died or hung while they read or decoded the image")
-            return image
-        with attempt.preparing(entry.row_id - first_row):
-            return _prepare(encoder, settings, image)
     if entry.status != INDEXED:
         return image
     started = time.perf_counter()

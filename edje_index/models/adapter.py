@@ -199,14 +199,12 @@ def build_adapter(config: AdapterConfig) -> Adapter:
             f"the width {config.vision_dim} of the tower is not divisible by {config.num_heads} heads: "
             "set num_heads to the number of attention heads of the tower"
         )
-    if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
+    is_training_free = config.kind not in (COMPRESSED, LOCAL) and config.vision_dim == config.language_dim
+    if (config.kind == PATCHES or config.is_feature) and not (is_training_free and config.is_feature):
         raise ModelError(
-            "hidden_dim may be 0 only for a training-free adapter (strided, clustered or pruned) with equal "
-            f"vision_dim and language_dim; got a {config.kind} adapter with vision_dim "
-            f"{config.vision_dim} and language_dim {config.language_dim}"
+            "hidden_dim must be 0 for a patches adapter, and may be 0 for a strided, clustered or pruned adapter, with "
+            f"equal vision_dim and language_dim; got {config}"
         )
-    if config.kind == PATCHES and config.hidden_dim:
-        raise ModelError(f"hidden_dim of a patches adapter must be 0, got {config.hidden_dim}")
     classes: dict[str, type[Adapter]] = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter}
     return classes.get(config.kind, ReducedAdapter)(config).eval()
 

@@ -8,7 +8,6 @@ Shape letters: b rows, t tokens per row, d width of the model, h heads, c width 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,61 +19,20 @@ from edje_index.models.adapter import activation
 from edje_index.models.linear import Linear
 
 
-@dataclass(frozen=True)
-class BertShape:
-    """The settings of a BERT model that the shapes of the weights do not show.
+def check_bert(config: Mapping[str, Any], source: str) -> None:
+    """Raise ModelError if `config`, a configuration in the format of transformers, does not describe a BERT encoder.
 
-    Attributes:
-        layers: number of layers.
-        heads: number of attention heads.
-        activation: name of the activation of the feed-forward layers in transformers.
-        eps: epsilon of the layer norms.
+    `source` names the configuration in error messages.
     """
-
-    layers: int
-    heads: int
-    activation: str
-    eps: float
-
-    @classmethod
-    def parse(cls, config: Mapping[str, Any], source: str) -> BertShape:
-        """Read the settings from `config`, a BERT configuration in the format of transformers.
-
-        `source` names the configuration in error messages.
-        """
-        if config.get("model_type", "bert") != "bert":
-            raise ModelError(f"{source} describes a model of type {config['model_type']!r}: give a BERT model")
-        if config.get("is_decoder") or config.get("add_cross_attention"):
-            raise ModelError(
-                f"{source} describes a decoder: give a BERT encoder, without is_decoder and cross-attention"
-            )
-        if config.get("position_embedding_type", "absolute") != "absolute":
-            raise ModelError(
-                f"{source} has the position_embedding_type {config['position_embedding_type']!r}: give a BERT "
-                "model with the type 'absolute'"
-            )
-        try:
-            layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-            shape = cls(layers, heads, str(config["hidden_act"]), float(config.get("layer_norm_eps", 1e-12)))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ModelError(
-                f"the configuration {source} of the language model is not valid: {error!r}; restore this file"
-            ) from error
-        if shape.layers < 1 or shape.heads < 1:
-            raise ModelError(f"{source} must have at least one layer and one head, got {layers} and {heads}")
-        return shape
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """The weights of one layer. Queries, keys and values share one matrix product, because this is faster."""
-
-    query: Linear | None  # None: the query projection is part of `key_value`, before the keys
-    key_value: Linear
-    output: Linear
-    output_norm: nn.LayerNorm
-    feed_forward: tuple[Linear, Linear]
-    feed_forward_norm: nn.LayerNorm
+    if config.get("model_type", "bert") != "bert":
+        raise ModelError(f"{source} describes a model of type {config['model_type']!r}: give a BERT model")
+    if config.get("is_decoder") or config.get("add_cross_attention"):
+        raise ModelError(f"{source} describes a decoder: give a BERT encoder, without is_decoder and cross-attention")
+    if config.get("position_embedding_type", "absolute") != "absolute":
+        raise ModelError(
+            f"{source} has the position_embedding_type {config['position_embedding_type']!r}: give a BERT model with "
+            "the type 'absolute'"
+        )
 
 
 class BertWeights:
@@ -128,30 +86,41 @@ class Bert:
     """The embeddings and layers of a BERT model.
 
     Args:
-        shape: settings of the model.
+        config: BERT configuration in the format of transformers.
         weights: weights of the model.
+        source: file or model that `config` comes from, for error messages.
         dtype: data type of matrix products. Residual sums and layer norms always use float32.
 
     Attributes:
         words: word embeddings, float32 [v, d].
+        width: width d of the model.
     """
 
-    def __init__(self, shape: BertShape, weights: BertWeights, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], weights: BertWeights, *, source: str, dtype: torch.dtype = torch.float32
+    ) -> None:
+        check_bert(config, source)
+        try:
+            layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+            activation_name, eps = str(config["hidden_act"]), float(config.get("layer_norm_eps", 1e-12))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ModelError(
+                f"the configuration {source} of the language model is not valid: {error!r}; restore this file"
+            ) from error
         self.words = weights.take("embeddings.word_embeddings.weight", -1, -1)
         self.width = self.words.shape[1]
-        if self.width % shape.heads:
+        if layers < 1 or heads < 1 or self.width % heads:
             raise ModelError(
-                f"the width {self.width} of the BERT model is not divisible by its {shape.heads} heads: give "
-                "another model"
+                f"{source} has {layers} layers and {heads} heads, but a BERT model has at least one layer, and its "
+                f"width, {self.width}, is divisible by the number of heads: give another model"
             )
         self._positions = weights.take("embeddings.position_embeddings.weight", -1, self.width)
         self._types = weights.take("embeddings.token_type_embeddings.weight", -1, self.width)
-        self._norm = weights.norm("embeddings.LayerNorm", self.width, shape.eps)
-        self._heads = shape.heads
-        self._activation = activation(shape.activation)
-        self._dtype = dtype
+        self._norm = weights.norm("embeddings.LayerNorm", self.width, eps)
+        act = activation(activation_name)
         self._layers = [
-            self._layer(weights, index, last=index == shape.layers - 1, shape=shape) for index in range(shape.layers)
+            _Layer(weights, f"encoder.layer.{index}.", self.width, heads, act, eps, dtype, last=index == layers - 1)
+            for index in range(layers)
         ]
 
     def embed(self, words: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
@@ -169,50 +138,59 @@ class Bert:
         `mask` is False for padding, bool [b, t]. It is None if there is no padding, which is faster.
         """
         for layer in self._layers:
-            embedded = self._run(layer, embedded, mask)
+            embedded = layer(embedded, mask)
         return embedded
 
     def first_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return ``hidden_states(embedded, mask)[:, 0]``, float32 [b, d], in less time."""
         for layer in self._layers[:-1]:
-            embedded = self._run(layer, embedded, mask)
-        return self._run(self._layers[-1], embedded, mask, outputs=1)[:, 0]
+            embedded = layer(embedded, mask)
+        return self._layers[-1](embedded, mask, outputs=1)[:, 0]
 
-    def _run(
-        self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None = None
-    ) -> torch.Tensor:
-        """Return the output of `layer` for the first `outputs` tokens. None means all tokens."""
+
+class _Layer:
+    """One layer. Queries, keys and values share one matrix product, because this is faster."""
+
+    def __init__(
+        self,
+        weights: BertWeights,
+        name: str,
+        width: int,
+        heads: int,
+        act: nn.Module,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        last: bool,
+    ) -> None:
+        query, *others = (f"{name}attention.self.{part}" for part in ("query", "key", "value"))
+        wide = len(weights.take(f"{name}intermediate.dense.bias", -1))
+        self._heads, self._activation, self._dtype = heads, act, dtype
+        # The last layer has a query projection of its own, which may be computed for the first token only.
+        self._query = weights.linear([query], width, width, dtype=dtype) if last else None
+        self._key_value = weights.linear(others if last else [query, *others], width, width, dtype=dtype)
+        self._output = weights.linear([f"{name}attention.output.dense"], width, width, dtype=dtype)
+        self._output_norm = weights.norm(f"{name}attention.output.LayerNorm", width, eps)
+        self._first = weights.linear([f"{name}intermediate.dense"], wide, width, dtype=dtype)
+        self._second = weights.linear([f"{name}output.dense"], width, wide, dtype=dtype)
+        self._feed_forward_norm = weights.norm(f"{name}output.LayerNorm", width, eps)
+
+    def __call__(self, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None = None) -> torch.Tensor:
+        """Return the output for the first `outputs` tokens. None means all tokens."""
         low = x.to(self._dtype)
-        if layer.query is None:
-            query, key, value = layer.key_value(low).chunk(3, dim=2)
+        if self._query is None:
+            query, key, value = self._key_value(low).chunk(3, dim=2)
             query = query[:, :outputs]
         else:
-            query = layer.query(low[:, :outputs])
-            key, value = layer.key_value(low).chunk(2, dim=2)
+            query = self._query(low[:, :outputs])
+            key, value = self._key_value(low).chunk(2, dim=2)
         query, key, value = (  # [b, t, d] -> [b, h, t, c]
             part.view(*part.shape[:2], self._heads, -1).transpose(1, 2) for part in (query, key, value)
         )
         attended = _attention(query, key, value, None if mask is None else mask[:, None, None, :])
-        x = layer.output_norm(x[:, :outputs] + layer.output(attended.transpose(1, 2).flatten(2)))
-        first, second = layer.feed_forward
-        normed: torch.Tensor = layer.feed_forward_norm(x + second(self._activation(first(x))))
+        x = self._output_norm(x[:, :outputs] + self._output(attended.transpose(1, 2).flatten(2)))
+        normed: torch.Tensor = self._feed_forward_norm(x + self._second(self._activation(self._first(x))))
         return normed
-
-    def _layer(self, weights: BertWeights, index: int, *, last: bool, shape: BertShape) -> _Layer:
-        d, name, dtype = self.width, f"encoder.layer.{index}.", self._dtype
-        query, *others = (f"{name}attention.self.{part}" for part in ("query", "key", "value"))
-        wide = len(weights.take(f"{name}intermediate.dense.bias", -1))
-        return _Layer(
-            query=weights.linear([query], d, d, dtype=dtype) if last else None,  # computed for the first token only
-            key_value=weights.linear(others if last else [query, *others], d, d, dtype=dtype),
-            output=weights.linear([f"{name}attention.output.dense"], d, d, dtype=dtype),
-            output_norm=weights.norm(f"{name}attention.output.LayerNorm", d, shape.eps),
-            feed_forward=(
-                weights.linear([f"{name}intermediate.dense"], wide, d, dtype=dtype),
-                weights.linear([f"{name}output.dense"], d, wide, dtype=dtype),
-            ),
-            feed_forward_norm=weights.norm(f"{name}output.LayerNorm", d, shape.eps),
-        )
 
 
 def _attention(

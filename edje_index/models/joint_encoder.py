@@ -15,7 +15,7 @@ from torch import nn
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.bert import BertShape
+from edje_index.models.bert import check_bert
 from edje_index.models.devices import autocast
 from edje_index.models.joint_inputs import JointInputs, JointTokenizer
 from edje_index.models.joint_scorer import Array, JointScorer
@@ -74,10 +74,8 @@ class JointEncoder(nn.Module):
 
     def scorer(self) -> JointScorer:
         """Return a scorer with the current weights. A scorer is faster than :meth:`forward`, but cannot be trained."""
-        source, shape = "the joint encoder", BertShape.parse(self.config.to_dict(), "the joint encoder")
-        return JointScorer(
-            self.tokenizer, shape, self.state_dict(), source=source, dtype=self.compute_dtype, device=self.device
-        )
+        config, state, source = self.config.to_dict(), self.state_dict(), "the joint encoder"
+        return JointScorer(self.tokenizer, config, state, source=source, dtype=self.compute_dtype, device=self.device)
 
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
         """Return matching logits, float32 [b] on the CPU. A higher logit means a better match.
@@ -124,10 +122,7 @@ class JointEncoder(nn.Module):
 def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
     """Read a BERT configuration from the file ``config.json`` or from its content. `overrides` replace values."""
     values = read_configuration(source) if isinstance(source, Path) else source
-    if values.get("model_type", "bert") != "bert":
-        raise ModelError(
-            f"the joint encoder must be a BERT model, got a model of type {values['model_type']!r}: give a BERT model"
-        )
+    check_bert(values, str(source) if isinstance(source, Path) else "the joint encoder")
     try:
         return BertConfig.from_dict({**values, **overrides})
     except Exception as error:

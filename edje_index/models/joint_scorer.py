@@ -6,7 +6,7 @@ Shape letters: b pairs, m image tokens, t tokens per row, d width of the languag
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from edje_index.errors import ModelError
-from edje_index.models.bert import Bert, BertShape, BertWeights
+from edje_index.models.bert import Bert, BertWeights
 from edje_index.models.devices import as_tensor
 from edje_index.models.joint_inputs import JointInputs, JointTokenizer
 
@@ -38,7 +38,7 @@ class JointScorer:
     def __init__(
         self,
         tokenizer: JointTokenizer,
-        shape: BertShape,
+        config: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
         *,
         source: str,
@@ -49,7 +49,7 @@ class JointScorer:
 
         Args:
             tokenizer: tokenizer of the captions.
-            shape: settings of the language model.
+            config: BERT configuration of the language model, in the format of transformers.
             tensors: weights by name, as in published checkpoints. The scorer may share their memory.
             source: file or model that the weights come from, for error messages.
             dtype: see `compute_dtype`.
@@ -58,9 +58,9 @@ class JointScorer:
         self.tokenizer = tokenizer
         self.compute_dtype = dtype
         self.device = device or torch.device("cpu")
-        self._shape = shape
-        self._weights = BertWeights(tensors, _BERT, source=source, device=self.device)
-        self._bert = Bert(shape, self._weights, dtype)
+        weights = BertWeights(tensors, _BERT, source=source, device=self.device)
+        self._make_bert = partial(Bert, config, weights, source=source)
+        self._bert = self._make_bert(dtype=dtype)
         tokenizer.check_fits(len(self._bert.words))
         head = BertWeights(tensors, "classification_head.", source=source, device=self.device)
         self._pooler = head.linear(["0.dense"], self.width, self.width)
@@ -132,7 +132,7 @@ class JointScorer:
 
     @cached_property
     def _exact_bert(self) -> Bert:
-        return self._bert if self.compute_dtype == torch.float32 else Bert(self._shape, self._weights)
+        return self._bert if self.compute_dtype == torch.float32 else self._make_bert()
 
     def _mask(self, inputs: JointInputs) -> torch.Tensor | None:
         return None if bool(inputs.attention_mask.all()) else inputs.attention_mask.to(self.device, torch.bool)

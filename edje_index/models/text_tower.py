@@ -21,7 +21,7 @@ from torch.nn import functional
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.bert import Bert, BertShape, BertWeights
+from edje_index.models.bert import Bert, BertWeights
 from edje_index.models.clip_config import HF_CONFIG_FILE, HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig
 from edje_index.models.joint_inputs import CLEANERS, TOKENIZER_FILE, TOKENIZER_SETTINGS, tokenizing
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
@@ -241,10 +241,8 @@ def load_bert_text_tower(folder: Path, config: ClipConfig, device: torch.device)
             f"cannot read the tokenizer of the text tower in {folder}: {error}; copy the tokenizer files again"
         ) from error
     tensors = read_weights(path, prefix="text.")
-    bert = Bert(
-        BertShape.parse(bert_config, str(source)),
-        BertWeights(tensors, "transformer.", source=str(path), device=device),
-    )
+    weights = BertWeights(tensors, "transformer.", source=str(path), device=device)
+    bert = Bert(bert_config, weights, source=str(source))
     head = BertWeights(tensors, "proj.", source=str(path), device=device)
     if text["hf_proj_type"] == "linear":
         projection = [head.take("weight", config.embed_dim, bert.width)]

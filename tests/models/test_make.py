@@ -33,15 +33,7 @@ from edje_index.models.vision_tower import vision_tower
 from edje_index.scoring.parts import HubnessBank
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
 from edje_index.training.start import load_language_model
-from models.embedding import (
-    TOWER_WEIGHTS,
-    EmbeddingModel,
-    Training,
-    contrastive_loss,
-    pair_features,
-    start_model,
-    train_heads,
-)
+from models.embedding import TOWER_WEIGHTS, EmbeddingModel, contrastive_loss, pair_features, start_model, train_heads
 from models.make import pack_model
 
 import timm  # isort: skip
@@ -50,7 +42,7 @@ COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 220), 
 
 
 def tiny_model(towers: Path) -> EmbeddingModel:
-    return start_model(towers, 12, seed=0, image_name="test_vit", image_size=64)
+    return start_model(towers, embed_dim=12, image_name="test_vit", image_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +105,7 @@ def test_loss_is_the_formula():
 def test_the_trained_model_is_the_one_that_open_clip_and_the_bundle_use(towers, items, tmp_path):
     model, start = tiny_model(towers), tiny_model(towers).clip.state_dict()
     data = pair_features(model, items)
-    settings = Training(embed_dim=12, epochs=30, batch_size=16, lr=3e-2, dropout=0)
-    recalls = train_heads(model.clip, data, data, settings)
+    recalls = train_heads(model.clip, data, data, epochs=30, batch_size=16, lr=3e-2, dropout=0)
     model.save(tmp_path / "model")
     trained = model.clip.state_dict()
     heads = ("visual.head.", "text.proj.")

@@ -109,7 +109,7 @@ def test_parts_that_do_not_fit_are_refused(tiny_model: ModelBundle, tmp_path: Pa
         "width 40.*width 32": replace(config, vision_dim=40),
         "width 12.*width 16": replace(config, language_dim=12),
         "7 tokens.*has 16 patches": replace(config, kind=LOCAL, num_tokens=7),
-        "cannot keep 20 patches.*only 16": replace(config, kind="strided", num_tokens=20),
+        "strided adapter of 20 tokens.*has 16 patches": replace(config, kind="strided", num_tokens=20),
     }
     for message, adapter in wrong.items():
         tiny_model.adapter = build_adapter(adapter)

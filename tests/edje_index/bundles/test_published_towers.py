@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.import_models import (
@@ -17,6 +18,7 @@ from edje_index.bundles.import_models import (
     import_checkpoint,
 )
 from edje_index.errors import ModelError
+from edje_index.images.preprocessing import Preprocessor
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.weights import save_weights
@@ -28,7 +30,7 @@ prepare_torchvision()
 import open_clip  # noqa: E402
 from timm.models import register_model  # noqa: E402
 from timm.models.vision_transformer import VisionTransformer  # noqa: E402
-from transformers import SiglipConfig, SiglipModel, SiglipVisionModel  # noqa: E402
+from transformers import SiglipConfig, SiglipImageProcessor, SiglipModel, SiglipVisionModel  # noqa: E402
 
 WIDTH, LAYERS, PATCHES, WORDS = 32, 3, 16, 90
 TRUNK = {  # as open_clip describes SigLIP
@@ -66,7 +68,9 @@ def hugging_face(seed: int = 0) -> SiglipModel:
 def write_tower(folder: Path, source: SiglipModel) -> str:
     """`source` as an open_clip folder. Its outputs are those of `source`, so its weights have the right names."""
     model = {"embed_dim": WIDTH, "vision_cfg": TRUNK, "text_cfg": TEXT, "custom_text": True}
-    config = ClipConfig("small-siglip", model, {"size": [32, 32], "mean": [0.5] * 3, "std": [0.5] * 3})
+    config = ClipConfig(
+        "small-siglip", model, {"size": [32, 32], "mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"}
+    )
     clip = random_clip(config)
     for target, tower, names in (
         (clip.visual.trunk, source.vision_model, _VISION_NAMES),
@@ -131,8 +135,12 @@ def test_what_the_trainer_saves_is_read(tmp_path: Path, tower: str, siglip: Sigl
     path = checkpoint(tmp_path / "run", siglip, dtype=dtype, siglip_path="google/siglip2-base-patch8-32")
     info = import_checkpoint(path, tower, tmp_path / "bundle")
     assert info.block_shape == (6, 16)
-    pixels = torch.randn(1, 3, 32, 32)
-    features, _ = ModelBundle.load(tmp_path / "bundle").vision.encode(pixels)
+    bundle = ModelBundle.load(tmp_path / "bundle")
+    image = Image.effect_noise((50, 41), 90).convert("RGB")
+    processor = SiglipImageProcessor(size={"height": 32, "width": 32}, resample=Image.Resampling.BILINEAR)
+    pixels = processor(images=image, return_tensors="pt")["pixel_values"]  # as the published code resizes
+    torch.testing.assert_close(Preprocessor(bundle.clip_config)(image)[None], pixels, atol=0.01, rtol=0)
+    features, _ = bundle.vision.encode(pixels)
     with torch.inference_mode():
         expected = siglip.vision_model(pixels).last_hidden_state
     torch.testing.assert_close(features, expected, atol=1e-4, rtol=1e-4)

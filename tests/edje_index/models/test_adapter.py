@@ -32,7 +32,7 @@ def test_patches_are_stored_untouched_by_an_adapter_without_weights() -> None:
     assert torch.equal(adapter(PATCHES), PATCHES)
     assert not adapter.state_dict()
     assert adapter.config.is_feature
-    with pytest.raises(ModelError, match="hidden_dim of a patches adapter must be 0"):
+    with pytest.raises(ModelError, match="hidden_dim must be 0 for a patches adapter"):
         build_adapter(replace(adapter.config, hidden_dim=4))
 
 
@@ -60,8 +60,8 @@ def test_training_free_kinds_reduce_then_apply_the_local_layer(kind: str) -> Non
         ({"num_tokens": 0}, "must be positive"),
         ({"num_heads": 3}, "not divisible by 3 heads"),
         ({"activation": "nope"}, "unknown activation 'nope'"),
-        ({"hidden_dim": 0}, "training-free"),
-        ({"kind": STRIDED, "hidden_dim": 0}, "training-free"),
+        ({"hidden_dim": 0}, "hidden_dim must be 0"),
+        ({"kind": STRIDED, "hidden_dim": 0}, "hidden_dim must be 0"),
     ],
 )
 def test_refuses(changes: dict[str, object], message: str) -> None:
