@@ -23,12 +23,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from edje_index.filesystem import read_json_lines
 from edje_index.images.decode import ImageError
 from edje_index.images.inputs import display_path
 from edje_index.images.ranges import open_ranged
 from edje_index.images.tars import TarArchive
 from storage_formats.errors import UsageError
+from storage_formats.format.parquet import iter_batches, open_parquet
 
 IMAGE_KEYS = ("image", "path", "image_path", "file_name", "filename", "filepath")
 CAPTION_KEYS = ("captions", "caption", "text")
@@ -231,10 +234,6 @@ def _json_file(path: Path) -> Iterator[_Located]:
 
 
 def _parquet(path: Path) -> Iterator[_Located]:
-    import pyarrow as pa
-
-    from storage_formats.format.parquet import iter_batches, open_parquet
-
     number = 0
     try:
         with open_parquet(path) as file:

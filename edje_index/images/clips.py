@@ -98,6 +98,7 @@ def _decode(data: bytes, count: int | None, max_pixels: int, max_clip_pixels: in
     """Yield `count` frames of a clip, or the frame that `key_frame` returns if `count` is None."""
     with name_missing_extra("video"):
         import av
+        from av.stream import Disposition
     name = clip_format(data[:12])
     if name is None:
         raise ImageError(reason="unsupported-video", detail=f"the first bytes, {data[:12]!r}, match no video format")
@@ -113,7 +114,16 @@ def _decode(data: bytes, count: int | None, max_pixels: int, max_clip_pixels: in
             check_samples(data)
         options = {**codec_options, "max_streams": str(MAX_STREAMS)}
         with av.open(CountedReads(data), "r", format=name, options=options) as container:
-            stream = _video_stream(container)
+            videos = container.streams.video
+            stream = next((each for each in videos if not each.disposition & Disposition.attached_pic), None)
+            if stream is None:
+                raise ImageError(reason="unsupported-video", detail="the file has no video stream")
+            codec = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
+            if codec not in CODECS:
+                detail = (
+                    f"the video codec {codec} is not supported; the supported codecs are {', '.join(sorted(CODECS))}"
+                )
+                raise ImageError(reason="unsupported-video", detail=detail)
             context = stream.codec_context
             check_size((context.width, context.height), max_pixels)
             context.options = codec_options
@@ -128,21 +138,6 @@ def _decode(data: bytes, count: int | None, max_pixels: int, max_clip_pixels: in
         raise ImageError(reason="too-expensive", detail=str(error)) from error
     except Exception as error:  # PyAV raises many kinds of exceptions on damaged input
         raise ImageError(reason="corrupt", detail=f"{name}: {error}") from error
-
-
-def _video_stream(container: InputContainer) -> VideoStream:
-    from av.stream import Disposition
-
-    stream = next((each for each in container.streams.video if not each.disposition & Disposition.attached_pic), None)
-    if stream is None:
-        raise ImageError(reason="unsupported-video", detail="the file has no video stream")
-    codec = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
-    if codec not in CODECS:
-        raise ImageError(
-            reason="unsupported-video",
-            detail=f"the video codec {codec} is not supported; the supported codecs are {', '.join(sorted(CODECS))}",
-        )
-    return stream
 
 
 def _choose(container: InputContainer, stream: VideoStream, count: int | None, max_pixels: int) -> Iterator[VideoFrame]:

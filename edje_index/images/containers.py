@@ -20,10 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import pyarrow as pa
+
 from edje_index.images.decode import ImageError
 from edje_index.images.ranges import RangedFile, StreamWindow, open_ranged
-from edje_index.images.tars import Member, TarArchive
+from edje_index.images.tars import Member, TarArchive, check_bytes
 from edje_index.images.urls import is_remote
+from storage_formats.format.parquet import iter_batches, open_parquet
 
 PARQUET, PARQUET_SUFFIX = "parquet", ".parquet"
 
@@ -36,6 +39,10 @@ _ZIP_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 _ENCRYPTED = 0x1
 _ZIP_STEP = 1 << 20
 _PARQUET_BUFFER = 1 << 20  # bytes of a column that are read at once; without it, whole columns of a row group are
+_DAMAGE = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError),
+    *(RuntimeError, LookupError, OverflowError, pa.ArrowException),
+)
 _MAX_OPEN = 8
 _OPENING = threading.Lock()
 
@@ -81,7 +88,7 @@ class ZipArchive:
 
     def __init__(self, file: RangedFile) -> None:
         self._file = file
-        with _named_damage("the list of members"):
+        with _named_damage("the list of members of the zip"):
             self._archive = zipfile.ZipFile(file)
         self._info_at = {info.header_offset: info for info in self._archive.infolist()}
 
@@ -98,10 +105,8 @@ class ZipArchive:
             raise ImageError(reason="changed-since-plan", detail=f"the archive has no member at byte {offset}")
         if (problem := _zip_problem(info)) is not None:
             raise ImageError(reason=problem, detail="found while planning")
-        if max(size, info.file_size) > max_bytes:
-            detail = f"{max(size, info.file_size)} bytes is over the limit of {max_bytes}"
-            raise ImageError(reason="too-many-bytes", detail=detail)
-        with _named_damage("the member"), self._archive.open(info) as member:
+        check_bytes(max(size, info.file_size), max_bytes)
+        with _named_damage("the member of the zip"), self._archive.open(info) as member:
             return b"".join(iter(lambda: member.read(_ZIP_STEP), b""))
 
     def close(self) -> None:
@@ -120,18 +125,17 @@ def _zip_problem(info: zipfile.ZipInfo) -> str | None:
 
 @contextmanager
 def _named_damage(part: str) -> Iterator[None]:
-    """Turn errors of `zipfile` at damaged archives into ImageError. Operating system errors stay unchanged."""
+    """Turn the errors of a parser at a damaged file into ImageError. Operating system errors stay unchanged."""
     try:
         yield
-    except (
-        *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError),
-        *(ValueError, RuntimeError, LookupError, OverflowError),
-    ) as error:
+    except _DAMAGE as error:
         # `zipfile` replaces an error of the operating system at the end of the file by BadZipFile.
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
-        detail = f"{part} of the zip is damaged: {error or type(error).__name__}"
+        if isinstance(error, MemoryError):  # of Arrow
+            raise
+        detail = f"{part} is damaged: {error or type(error).__name__}"
         raise ImageError(reason="damaged-archive", detail=detail) from error
 
 
@@ -143,10 +147,8 @@ class ParquetImages:
     """
 
     def __init__(self, file: RangedFile, column: str) -> None:
-        from storage_formats.format.parquet import open_parquet
-
         self._file = file
-        with _named_parquet_damage():
+        with _named_damage("the Parquet file"):
             self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
             leaf = image_leaf(self._parquet.schema_arrow, column)
         if leaf is None:
@@ -166,8 +168,7 @@ class ParquetImages:
         image = items[0].data
         if image is None:
             raise ImageError(reason="changed-since-plan", detail=f"row {offset} has no image any more")
-        if len(image) > max_bytes:
-            raise ImageError(reason="too-many-bytes", detail=f"{len(image)} bytes is over the limit of {max_bytes}")
+        check_bytes(len(image), max_bytes)
         return image
 
     def close(self) -> None:
@@ -175,27 +176,12 @@ class ParquetImages:
         self._file.close()
 
     def _images(self, group: int) -> Iterator[tuple[int, bytes | None]]:
-        from storage_formats.format.parquet import iter_batches
-
         # One row per batch: repeated values would make larger batches arbitrarily large.
         groups = list(range(group, len(self._group_starts)))
-        with _named_parquet_damage():
+        with _named_damage("the Parquet file"):
             for batch in iter_batches(self._parquet, 1, [self._leaf], groups):
                 value = batch.column(0)[0].as_py()
                 yield 1, value["bytes"] if isinstance(value, dict) else value
-
-
-@contextmanager
-def _named_parquet_damage() -> Iterator[None]:
-    """Turn errors of pyarrow at damaged files into ImageError. Operating system errors stay unchanged."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (OSError, ValueError, EOFError, pa.ArrowException) as error:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
-            raise
-        raise ImageError(reason="damaged-archive", detail=f"the Parquet file is damaged: {error}") from error
 
 
 def image_leaf(schema: Any, column: str) -> str | None:
@@ -203,8 +189,6 @@ def image_leaf(schema: Any, column: str) -> str | None:
 
     Images are in a binary column, or in a struct column with a binary field `bytes` (as Hugging Face writes it).
     """
-    import pyarrow as pa
-
     if len(schema.get_all_field_indices(column)) != 1:
         return None
     arrow_type, leaf = schema.field(column).type, column

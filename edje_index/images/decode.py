@@ -164,7 +164,9 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
                 raise
             detail = f"not enough memory to decode an image of {image.width} x {image.height} pixels"
             raise MemoryError(detail) from error
-        rgb, turn = to_rgb(image), _turn_of(image)
+        rgb, turn = to_rgb(image), None
+        with contextlib.suppress(Exception):  # damaged metadata must not fail the image
+            turn = _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation, 1))  # of EXIF or XMP
         return rgb if turn is None else rgb.transpose(turn)
     except (ImageError, MemoryError):
         raise
@@ -253,11 +255,3 @@ def _pillow_formats() -> dict[str, Any]:
             library.TIFFSetErrorHandler(None)
             library.TIFFSetWarningHandler(None)
     return {name: Image.OPEN[name] for name in _FORMATS if name in Image.OPEN}
-
-
-def _turn_of(image: Image.Image) -> Image.Transpose | None:
-    """Return the operation that turns an image upright by its EXIF or XMP orientation."""
-    try:
-        return _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # damaged metadata must not fail the image
-        return None

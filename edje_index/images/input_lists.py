@@ -13,7 +13,13 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from edje_index.images.containers import Container
 from edje_index.images.inputs import InputRef, metadata_text
@@ -21,17 +27,29 @@ from edje_index.images.transient import is_transient
 from storage_formats.atomic import fsync_paths, naming
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
-
-if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
-    from numpy.typing import NDArray
+from storage_formats.format.parquet import ParquetRowGroups
 
 LIST_ROWS = 1 << 16
 """Number of inputs per file, rounded down to whole shards. A file has at least one shard."""
 
 _GROUP_ROWS = 1024
 _ROW_ID = "row_id"
+
+INPUT_SCHEMA = pa.schema(
+    [
+        pa.field(_ROW_ID, pa.int64(), nullable=False),
+        pa.field("uri", pa.string(), nullable=False),
+        pa.field("path", pa.binary(), nullable=False),
+        pa.field("container", pa.string()),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("size", pa.int64()),
+        pa.field("content_hash", pa.binary(32)),
+        pa.field("duplicate_of", pa.int64()),
+        pa.field("problem", pa.string()),
+        pa.field("metadata", pa.string()),
+    ]
+)
+"""The columns of a list of inputs: the row id, and the fields of `InputRef`."""
 
 
 def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int, *, first_shard: int = 0) -> list[Path]:
@@ -46,14 +64,12 @@ def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int,
     Returns:
         The paths of the files, in row order.
     """
-    import pyarrow.parquet as pq
-
     paths: list[Path] = []
     row, remaining, rows_per_file = first_shard * shard_size, iter(refs), _rows_per_file(shard_size)
     for first in remaining:
         path = layout.input_list(row // rows_per_file)
         refs_of_file = itertools.chain([first], itertools.islice(remaining, rows_per_file - row % rows_per_file - 1))
-        with naming(path), pq.ParquetWriter(path, input_schema(), compression="zstd") as writer:
+        with naming(path), pq.ParquetWriter(path, INPUT_SCHEMA, compression="zstd") as writer:
             for table in _tables(refs_of_file, row, _GROUP_ROWS):
                 writer.write_table(table)
                 row += len(table)
@@ -68,16 +84,11 @@ def read_shard_inputs(layout: Layout, spec: IndexSpec, shard: int) -> list[Input
         CorruptIndexError: the file is missing, damaged or not a list of inputs, or lacks inputs of the shard.
         OSError, MemoryError: the file cannot be read now, for example because the disk fails.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    from storage_formats.format.parquet import ParquetRowGroups
-
     path, rows = layout.input_list(shard * spec.shard_size // _rows_per_file(spec.shard_size)), spec.shard_rows(shard)
     try:
         with path.open("rb") as file:
             groups = ParquetRowGroups(file, path.stat().st_size, _ROW_ID).read(file, rows)
-            table = pa.concat_tables([input_schema().empty_table(), *(group.cast(input_schema()) for group in groups)])
+            table = pa.concat_tables([INPUT_SCHEMA.empty_table(), *(group.cast(INPUT_SCHEMA) for group in groups)])
         row_ids = table[_ROW_ID]
         table = table.filter(pc.and_(pc.greater_equal(row_ids, rows.start), pc.less(row_ids, rows.stop)))
         if table[_ROW_ID].to_pylist() != list(rows):
@@ -94,11 +105,9 @@ def write_input_table(path: Path, refs: Iterable[InputRef]) -> int:
 
     If writing fails, `path` does not change.
     """
-    import pyarrow as pa
-
     temporary, rows = path.with_name(f".{path.name}.part"), 0
     located = (dataclasses.replace(ref, metadata=None) for ref in refs)
-    with naming(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, input_schema()) as writer:
+    with naming(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, INPUT_SCHEMA) as writer:
         for table in _tables(located, 0, 1 << 14):
             writer.write_table(table)
             rows += len(table)
@@ -116,11 +125,9 @@ class InputTable:
     """
 
     def __init__(self, path: Path) -> None:
-        import pyarrow as pa
-
         try:
             self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-            if self._table.schema != input_schema():
+            if self._table.schema != INPUT_SCHEMA:
                 raise ValueError("it has other columns")
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptIndexError(
@@ -135,34 +142,12 @@ class InputTable:
         return [_refs(self._table.slice(row, 1))[0] for row in rows.tolist()]
 
 
-def input_schema() -> pa.Schema:
-    """Return the columns of a list of inputs: the row id, and the fields of `InputRef`."""
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            pa.field(_ROW_ID, pa.int64(), nullable=False),
-            pa.field("uri", pa.string(), nullable=False),
-            pa.field("path", pa.binary(), nullable=False),
-            pa.field("container", pa.string()),
-            pa.field("offset", pa.int64(), nullable=False),
-            pa.field("size", pa.int64()),
-            pa.field("content_hash", pa.binary(32)),
-            pa.field("duplicate_of", pa.int64()),
-            pa.field("problem", pa.string()),
-            pa.field("metadata", pa.string()),
-        ]
-    )
-
-
 def _rows_per_file(shard_size: int) -> int:
     return max(1, LIST_ROWS // shard_size) * shard_size
 
 
 def _tables(refs: Iterable[InputRef], first_row: int, rows: int) -> Iterator[pa.Table]:
     """Yield tables of at most `rows` inputs. The row ids count up from `first_row`."""
-    import pyarrow as pa
-
     remaining = iter(refs)
     while batch := list(itertools.islice(remaining, rows)):
         columns: dict[str, Any] = {_ROW_ID: range(first_row, first_row + len(batch))}
@@ -170,7 +155,7 @@ def _tables(refs: Iterable[InputRef], first_row: int, rows: int) -> Iterator[pa.
         columns["content_hash"] = [digits and bytes.fromhex(digits) for digits in columns["content_hash"]]
         columns["metadata"] = [values and metadata_text(values) for values in columns["metadata"]]
         columns["container"] = [container and str(container) for container in columns["container"]]
-        yield pa.table(columns, schema=input_schema())
+        yield pa.table(columns, schema=INPUT_SCHEMA)
         first_row += len(batch)
 
 

@@ -7,8 +7,6 @@ threads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from PIL import Image
@@ -27,7 +25,10 @@ class Preprocessor:
     def __init__(self, config: ClipConfig) -> None:
         steps = eval_transform(config).transforms
         self._geometry = steps[:-2]
-        self._table = _tabulate(steps[-2], steps[-1])
+        to_tensor, normalize = steps[-2:]
+        levels = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)
+        normalized = normalize(to_tensor(Image.fromarray(levels)))  # every byte in every channel, [3, 1, 256]
+        self._table = np.ascontiguousarray(normalized[:, 0].numpy())
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         values = np.asarray(self.resize(image))
@@ -51,10 +52,3 @@ class Preprocessor:
                 reason="extreme-aspect-ratio", detail=f"{width} x {height} pixels cannot be resized: {error}"
             ) from error
         return image
-
-
-def _tabulate(to_tensor: Any, normalize: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the normalised value of every byte in every channel, float32 [3, 256]."""
-    levels = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)
-    table: np.ndarray[Any, np.dtype[np.float32]] = normalize(to_tensor(Image.fromarray(levels)))[:, 0].numpy()
-    return np.ascontiguousarray(table)

@@ -267,6 +267,13 @@ class StreamWindow:
         self._damages: dict[int, tuple[int, ImageError]] = {}  # by part: the first position that cannot be read
         self._restart(0)
 
+    def _restart(self, part: int) -> None:
+        self._items = self._begin(part)
+        self._kept: deque[StreamItem] = deque()
+        self._kept_bytes = 0
+        self._first = self._end = self._starts[part]
+        self._is_ended = self._is_broken = False
+
     def read(self, first: int, stop: int) -> list[StreamItem]:
         """Return the items that overlap with [first, stop), up to the end of the stream.
 
@@ -283,13 +290,24 @@ class StreamWindow:
             if self._is_broken or first < self._first or is_far_ahead:
                 self._restart(part)
             while self._end < stop and not self._is_ended:
+                self._is_broken = True  # until the item has arrived: an iterator ends at its first exception
                 try:
-                    self._read_next(first)
+                    width, data = next(self._items, (0, None))
                 except ImageError as damage:
                     if self._end >= start:
                         self._damages[part] = self._end, damage
                         raise
                     self._restart(part)  # the damage is in an earlier part
+                    continue
+                self._is_broken, self._is_ended = False, not width
+                if width:
+                    self._kept.append(StreamItem(self._end, self._end + width, data))
+                    self._kept_bytes += len(data or b"")
+                    self._end += width
+                while self._kept_bytes > KEPT_BYTES and self._kept[0].stop <= first:
+                    oldest = self._kept.popleft()
+                    self._first = oldest.stop
+                    self._kept_bytes -= len(oldest.data or b"")
             items = []
             for item in reversed(self._kept):  # most reads are near the end
                 if item.stop <= first:
@@ -297,28 +315,6 @@ class StreamWindow:
                 if item.start < stop:
                     items.append(item)
             return items[::-1]
-
-    def _restart(self, part: int) -> None:
-        self._items = self._begin(part)
-        self._kept: deque[StreamItem] = deque()
-        self._kept_bytes = 0
-        self._first = self._end = self._starts[part]
-        self._is_ended = self._is_broken = False
-
-    def _read_next(self, needed_from: int) -> None:
-        """Read the next item. Drop the oldest items before `needed_from`, but keep the last `KEPT_BYTES` bytes."""
-        self._is_broken = True  # until the item has arrived: an iterator ends at its first exception
-        width, data = next(self._items, (0, None))
-        self._is_broken, self._is_ended = False, not width
-        if self._is_ended:
-            return
-        self._kept.append(StreamItem(self._end, self._end + width, data))
-        self._kept_bytes += len(data or b"")
-        self._end += width
-        while self._kept_bytes > KEPT_BYTES and self._kept[0].stop <= needed_from:
-            oldest = self._kept.popleft()
-            self._first = oldest.stop
-            self._kept_bytes -= len(oldest.data or b"")
 
     @contextmanager
     def _turn(self, position: int) -> Iterator[None]:

@@ -7,9 +7,11 @@ import gzip
 import lzma
 import tarfile
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, cast
+
+import pyarrow as pa
 
 from edje_index.images.decode import ImageError
 from edje_index.images.ranges import RangedFile, StreamWindow
@@ -42,6 +44,12 @@ class Member:
     problem: str | None = None
 
 
+def check_bytes(size: int, max_bytes: int) -> None:
+    """Raise ImageError if an input of `size` bytes is over the limit."""
+    if size > max_bytes:
+        raise ImageError(reason="too-many-bytes", detail=f"{size} bytes is over the limit of {max_bytes}")
+
+
 class TarArchive:
     """An open tar, uncompressed or compressed with gzip, bzip2, xz or zstd. Thread-safe.
 
@@ -68,15 +76,43 @@ class TarArchive:
                 file ends before the end-of-archive marker, and "damaged-archive" if a header is invalid.
             OSError: the file cannot be read.
         """
-        start: int | None = 0
-        while start is not None:
-            end = yield from self._archive_members(start)
-            start = self._next_archive(end)
+        end = 0
+        while True:
+            file = _HeaderFile(self, end)
+            try:
+                archive = tarfile.TarFile(fileobj=cast(IO[bytes], file), encoding="utf-8", errors="surrogateescape")
+                while True:
+                    file.seek(end)
+                    info = tarfile.TarInfo.fromtarfile(archive)
+                    name = info.name.encode("utf-8", "surrogateescape")
+                    if not 0 <= info.size < _MAX_SIZE or b"\0" in name or archive.offset <= end:
+                        raise ImageError("damaged-archive", f"the header at byte {end} has an invalid name or size")
+                    is_regular = info.isreg() and not info.issparse()
+                    is_regular &= not any(key.startswith("GNU.sparse.") for key in info.pax_headers)
+                    if is_regular and not self.is_compressed and info.offset_data + info.size > self._file.length:
+                        raise ImageError("truncated-archive", f"the file ends inside the member at byte {end}")
+                    if not info.isdir():
+                        yield Member(name, info.offset_data, info.size, None if is_regular else "unsupported-member")
+                    end = archive.offset
+            except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+                if file.reached_end:
+                    raise ImageError("truncated-archive", f"the file ends inside the header at byte {end}") from error
+            # `tarfile` raises such an error both at a damaged header and at the end marker.
+            marker = self.pread(tarfile.BLOCKSIZE, end)
+            if len(marker) < tarfile.BLOCKSIZE:
+                detail = f"the file ends at byte {end + len(marker)} without an end marker"
+                raise ImageError("truncated-archive", detail)
+            if marker != _ZEROS:
+                raise ImageError("damaged-archive", f"the header at byte {end} is invalid")
+            following = self.pread(tarfile.RECORDSIZE, end + tarfile.BLOCKSIZE)
+            zeros = len(following) - len(following.lstrip(b"\0"))
+            if zeros == len(following):
+                return
+            end += tarfile.BLOCKSIZE * (1 + zeros // tarfile.BLOCKSIZE)  # of a concatenated archive
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         """Return the data of a member, or fewer bytes if the archive ends earlier."""
-        if size > max_bytes:
-            raise ImageError(reason="too-many-bytes", detail=f"{size} bytes is over the limit of {max_bytes}")
+        check_bytes(size, max_bytes)
         return self.pread(size, offset)
 
     def pread(self, size: int, offset: int) -> bytes:
@@ -91,43 +127,6 @@ class TarArchive:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _archive_members(self, start: int) -> Generator[Member, None, int]:
-        """Yield the members of the archive that begins at `start`. Return the offset after the last member."""
-        file = _HeaderFile(self, start)
-        end = start
-        try:
-            archive = tarfile.TarFile(fileobj=cast(IO[bytes], file), encoding="utf-8", errors="surrogateescape")
-            while True:
-                file.seek(end)
-                info = tarfile.TarInfo.fromtarfile(archive)
-                name = info.name.encode("utf-8", "surrogateescape")
-                if not 0 <= info.size < _MAX_SIZE or b"\0" in name or archive.offset <= end:
-                    raise ImageError("damaged-archive", f"the header at byte {end} has an invalid name or size")
-                is_regular = info.isreg() and not info.issparse()
-                is_regular &= not any(key.startswith("GNU.sparse.") for key in info.pax_headers)
-                if is_regular and not self.is_compressed and info.offset_data + info.size > self._file.length:
-                    raise ImageError("truncated-archive", f"the file ends inside the member at byte {end}")
-                if not info.isdir():
-                    yield Member(name, info.offset_data, info.size, None if is_regular else "unsupported-member")
-                end = archive.offset
-        except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            # `tarfile` raises such an error at the end marker too; the caller checks for the marker.
-            if file.reached_end:
-                raise ImageError("truncated-archive", f"the file ends inside the header at byte {end}") from error
-        return end
-
-    def _next_archive(self, end: int) -> int | None:
-        """Return the offset of the next concatenated archive; None if there is none."""
-        # `tarfile` takes a damaged header for the marker, so this method checks that the bytes at `end` are the marker.
-        marker = self.pread(tarfile.BLOCKSIZE, end)
-        if len(marker) < tarfile.BLOCKSIZE:
-            raise ImageError("truncated-archive", f"the file ends at byte {end + len(marker)} without an end marker")
-        if marker != _ZEROS:
-            raise ImageError("damaged-archive", f"the header at byte {end} is invalid")
-        following = self.pread(tarfile.RECORDSIZE, end + tarfile.BLOCKSIZE)
-        zeros = len(following) - len(following.lstrip(b"\0"))
-        return None if zeros == len(following) else end + tarfile.BLOCKSIZE * (1 + zeros // tarfile.BLOCKSIZE)
 
     def _chunks(self, decompress: _Decompress) -> Iterator[tuple[int, bytes]]:
         """Yield (length, content) of the chunks of the decompressed archive. OS errors stay unchanged."""
@@ -180,12 +179,6 @@ def _chunks_of(stream: Any) -> Iterator[bytes]:
     return iter(lambda: stream.read(_CHUNK), b"")
 
 
-def _zstd_chunks(file: RangedFile) -> Iterator[bytes]:
-    import pyarrow as pa  # the Python versions before 3.14 have no zstd of their own
-
-    yield from _chunks_of(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd"))
-
-
 def _xz_chunks(file: RangedFile) -> Iterator[bytes]:
     """Decompress an xz file with bounded memory, which `lzma.LZMAFile` does not offer."""
     data = file.read(_CHUNK)
@@ -209,6 +202,7 @@ _DECOMPRESSORS: dict[bytes, _Decompress] = {
     b"\x1f\x8b": lambda file: _chunks_of(gzip.GzipFile(fileobj=file)),
     b"BZh": lambda file: _chunks_of(bz2.BZ2File(file)),
     b"\xfd7zXZ": _xz_chunks,
-    b"\x28\xb5\x2f\xfd": _zstd_chunks,
+    # Python has no zstd of its own before 3.14.
+    b"\x28\xb5\x2f\xfd": lambda file: _chunks_of(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")),
 }
 """Functions that yield the content of a compressed file, by its first bytes."""

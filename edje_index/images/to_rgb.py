@@ -31,13 +31,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
             grey.paste(Image.fromarray(to_bytes(band)), (0, top))
             top += len(band)
         return grey.convert("RGB")
-    if image.mode in _WITH_ALPHA or "transparency" in image.info:
-        return _over_white(image)
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _over_white(image: Image.Image) -> Image.Image:
-    """Composite the image over white. If the image is opaque, only drop the alpha channel."""
+    if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
+        return image if image.mode == "RGB" else image.convert("RGB")
     key = image.info.get("transparency")
     if isinstance(key, tuple) and max(key) > 255:  # 16-bit colour, decoded to its high bytes
         image.info["transparency"] = tuple(value >> 8 for value in key)
@@ -45,7 +40,7 @@ def _over_white(image: Image.Image) -> Image.Image:
         image = image.convert("LA")
     if image.mode != "RGBA":
         image = image.convert("RGBA")
-    if image.getchannel("A").getextrema() == (255, 255):
+    if image.getchannel("A").getextrema() == (255, 255):  # opaque
         return image.convert("RGB")
     white = Image.new("RGB", image.size, "white")
     white.paste(image, mask=image)

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import pyarrow as pa
+
 from edje_index.images.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.inputs import InputRef, metadata_text, read_bytes
@@ -197,8 +199,6 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
         UsageError: the path does not exist, cannot be read, or is not a source.
         MissingExtraError: the library for this kind of server is not installed.
     """
-    import pyarrow as pa
-
     if spec == STANDARD_INPUT:
         return ListSource(spec)
     _refuse_credentials(spec)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pyarrow as pa
+
 from edje_index.captions.reading import ID_KEY, SPLIT_KEY, CaptionRecord, read_records
 from edje_index.filesystem import read_json_lines
 from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, display_path
@@ -22,6 +24,7 @@ from edje_index.images.urls import is_remote
 from pipelines.sources.base import STANDARD_INPUT, Source, file_name, listed_input
 from pipelines.sources.metadata import BAD_NAME, CAPTIONS, metadata_columns, parquet_rows, source_values
 from storage_formats.errors import UsageError
+from storage_formats.format.parquet import open_parquet
 from storage_formats.format.source_columns import PlainText
 
 TABLE_SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson")
@@ -149,10 +152,6 @@ class ListSource(Source):
         if self._suffix != ".parquet":
             objects = (values for _, values in itertools.islice(self._json_entries(), _LINES_WITH_COLUMNS))
             return list(next(filter(None, objects), {}))
-        import pyarrow as pa
-
-        from storage_formats.format.parquet import open_parquet
-
         with open_parquet(os.fsdecode(self._file)) as file:
             schema = file.schema_arrow
         is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
@@ -190,10 +189,6 @@ class ListSource(Source):
 
     def _parquet_entries(self) -> Iterator[_Entry]:
         """Yield the entries, numbered from 1. Columns with binary values are left out, except the path column."""
-        import pyarrow as pa
-
-        from storage_formats.format.parquet import open_parquet
-
         number, column = 0, str(self.column)
         try:
             with open_parquet(os.fsdecode(self._file)) as file:

@@ -11,7 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from pipelines.sources.base import Ignored
+from storage_formats.format.parquet import iter_batches
 from storage_formats.format.source_columns import Value, is_allowed, stored_name
 
 CAPTIONS = "captions"
@@ -88,8 +91,6 @@ def metadata_columns(schema: Any, input_column: str, ignored: Ignored) -> list[s
 
 
 def _holds_binary(arrow_type: Any) -> bool:
-    import pyarrow as pa
-
     if pa.types.is_dictionary(arrow_type):
         return _holds_binary(arrow_type.value_type)
     tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
@@ -103,10 +104,6 @@ def parquet_rows(file: Any, names: list[str], rows: int, leaves: list[str] | Non
     If a text is not UTF-8, the texts of its batch become bytes. If a value has no Python object, they become text.
     `rows` rows are read at once. `leaves` are the columns to read, if only parts of structs are needed.
     """
-    import pyarrow as pa
-
-    from storage_formats.format.parquet import iter_batches
-
     for batch in iter_batches(file, rows, names if leaves is None else leaves):
         values: list[list[Any]] = []
         for name in names:

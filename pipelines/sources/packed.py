@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from edje_index.images.containers import (
     ARCHIVES,
     PARQUET,
@@ -34,6 +36,7 @@ from pipelines.sources.metadata import (
     source_values,
 )
 from storage_formats.errors import UsageError
+from storage_formats.format.parquet import iter_batches, open_parquet
 from storage_formats.format.source_columns import Value
 
 NO_IMAGE = "(row without an image)"
@@ -179,8 +182,6 @@ class ParquetImagesSource(Source):
     column: str | None = None
 
     def _iter_inputs(self) -> Iterator[InputRef]:
-        import pyarrow as pa
-
         try:
             with open_parquet_images(self.path) as (file, parquet):
                 column = self.column or find_image_column(parquet, self.spec, None)
@@ -232,8 +233,6 @@ class ParquetImagesSource(Source):
 @contextlib.contextmanager
 def open_parquet_images(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
     """Open a Parquet file. Raise ValueError if it declares more rows than its bytes can hold."""
-    from storage_formats.format.parquet import open_parquet
-
     with open_ranged(path) as file:
         parquet = open_parquet(file, buffer_size=1 << 20)
         if parquet.metadata.num_rows > file.length:
@@ -268,8 +267,6 @@ def find_image_column(parquet: Any, path: str, column: str | None) -> str | None
 
 
 def _holds_images(parquet: Any, name: str) -> bool:
-    from storage_formats.format.parquet import iter_batches
-
     leaf = image_leaf(parquet.schema_arrow, name)
     if leaf is None:
         return False
