@@ -282,7 +282,7 @@ def write_collection(folder: Path, index: TokenIndex, queries: Sequence[tuple[st
     joint, shape = index.model.joint, (len(row_ids), *index.manifest.spec.block_shape)
     bits = np.lib.format.open_memmap(folder / "tokens.npy", mode="w+", dtype=np.uint16, shape=shape)
     for start in range(0, len(row_ids), _CHUNK):
-        blocks = torch.from_numpy(index.fetch_blocks(row_ids[start : start + _CHUNK].tolist()).astype(np.float32))
+        blocks = torch.from_numpy(index.store.fetch(row_ids[start : start + _CHUNK]).astype(np.float32))
         bits[start : start + _CHUNK] = _unit(blocks, joint).astype(ml_dtypes.bfloat16).view(np.uint16)
     bits.flush()
     positions = {int(row): position for position, row in enumerate(row_ids)}

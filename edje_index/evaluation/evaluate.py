@@ -272,7 +272,7 @@ def evaluate(
     finals: dict[str, dict[str, dict[int, Floats]]] = {}
     for source in sources:
         key = {
-            "bundle": bundle.fingerprint,
+            "bundle": bundle.info.fingerprint,
             "index": [opened.manifest.plan, opened.manifest.model["fingerprint"], opened.manifest.spec.rows],
             "precision": [source.codec.name, source.simulated_from],
             "dtype": compute_dtype,
@@ -324,8 +324,8 @@ def evaluate(
         name=Path(index).resolve().stem,
         index=str(index),
         bundle=str(bundle.info.path),
-        fingerprint=bundle.fingerprint,
-        trained=bundle.trained,
+        fingerprint=bundle.info.fingerprint,
+        trained=bundle.info.trained,
         block_shape=opened.manifest.spec.block_shape,
         weights={direction: its_weights.to_json() for direction, its_weights in weights.items()},
         candidates={direction: counts[direction] for direction in nearest},

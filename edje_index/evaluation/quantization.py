@@ -271,7 +271,7 @@ def measure_precisions(
         query_source="built-in captions" if queries is None else str(queries),
         queries=len(texts) if left_out is None else 0,
         pool=pool,
-        trained=opened is not None and opened.model.trained,
+        trained=opened is not None and opened.model.info.trained,
         ranking_left_out=left_out,
         impossible=impossible,
         precisions=tuple(costs),

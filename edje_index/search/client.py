@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.search.query import query_text, query_texts
-from storage_formats.arguments import as_count, as_list, as_text
+from storage_formats.arguments import as_count, as_list
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 
@@ -93,6 +93,7 @@ class Client:
         where: str | None = None,
         joint_pool: int | None = None,
         precision: str | None = None,
+        columns: Sequence[str] | None = None,
     ) -> list[Hit]:
         """Return the `k` best images for `query`, best first.
 
@@ -100,23 +101,24 @@ class Client:
             query: a text, or the bytes of an image file. For an image, the hits are the most similar images of
                 the index.
             k: number of hits.
-            pool: number of candidates to re-rank; values below `k` are raised to `k`.
+            pool: number of candidates to re-rank, at least `k`.
             score: as in `TokenIndex.search`.
             where: as in `TokenIndex.search`.
             joint_pool: as in `TokenIndex.search`.
-            precision: precision of the tokens to re-rank with; None selects the first precision of the index.
+            precision: precision of the tokens to re-rank with; None selects the default of the service.
+            columns: columns of the rows that every hit brings; None selects the captions, if there are any.
 
         Raises:
-            UsageError: an argument has a wrong type or value.
+            UsageError: an argument cannot be sent.
             ServiceError: the service refused the request or cannot be reached.
         """
         from edje_index.search.hits import Hit
 
-        by = {"image": _base64(query)} if isinstance(query, bytes) else {"query": query_text(query, "query")}
-        options = {"score": score, "where": where, "joint_pool": joint_pool, "precision": precision}
-        body = {**by, **_counts(k, pool), **options}
-        names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
-        return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
+        by = {"image": _base64(query)} if isinstance(query, bytes) else {"query": query}
+        options = {"score": score, "where": where, "joint_pool": joint_pool, "precision": precision, "columns": columns}
+        answer = self._json("POST", "/search", {**by, "k": k, "pool": pool, **options})
+        names = [field.name for field in fields(Hit)]
+        return [Hit(**{name: hit[name] for name in names}) for hit in answer["hits"]]
 
     def search_texts(
         self, image: int | bytes, texts: Sequence[str], k: int = 10, pool: int = 100, *, precision: str | None = None
@@ -127,19 +129,18 @@ class Client:
             image: row id, or the bytes of an image file.
             texts: texts to choose from.
             k: number of hits.
-            pool: number of texts to re-rank; values below `k` are raised to `k`.
-            precision: precision of the tokens of the row; None selects the first precision of the index.
+            pool: number of texts to re-rank, at least `k`.
+            precision: precision of the tokens of the row; None selects the default of the service.
 
         Raises:
-            UsageError: an argument has a wrong type or value.
+            UsageError: an argument cannot be sent.
             ServiceError: the service refused the request or cannot be reached.
         """
         from edje_index.search.hits import TextHit
 
-        by = {"image": _base64(image)} if isinstance(image, bytes) else {"row_id": as_count(image, "image", least=0)}
-        options = {**_counts(k, pool), "precision": precision}
-        answer = self._json("POST", "/search/texts", {**by, "texts": query_texts(texts, "texts"), **options})
-        return [TextHit(**hit) for hit in answer["hits"]]
+        by = {"image": _base64(image)} if isinstance(image, bytes) else {"row_id": image}
+        body = {**by, "texts": as_list(texts, "texts", "strings"), "k": k, "pool": pool, "precision": precision}
+        return [TextHit(**hit) for hit in self._json("POST", "/search/texts", body)["hits"]]
 
     def rerank(self, query: str, documents: Sequence[Document], top_n: int | None = None) -> list[tuple[int, float]]:
         """Score `documents` for `query`. Return (position in `documents`, score) pairs, best first.
@@ -150,20 +151,17 @@ class Client:
             top_n: number of pairs to return; None returns one pair per document.
 
         Raises:
-            UsageError: an argument has a wrong type or value.
+            UsageError: an argument cannot be sent.
             ServiceError: the service refused the request or cannot be reached.
         """
-        sent: list[dict[str, int | str]] = []
-        for document in as_list(documents, "documents", "row ids, uris and images"):
-            if isinstance(document, bytes):
-                sent.append({"image": _base64(document)})
-            elif isinstance(document, str):
-                sent.append({"uri": as_text(document, "documents")})
-            else:
-                sent.append({"row_id": as_count(document, "documents", least=0)})
-        body = {"query": query_text(query, "query"), "documents": sent, "top_n": top_n}
-        results = self._json("POST", "/v2/rerank", body)["results"]
-        return [(result["index"], result["relevance_score"]) for result in results]
+        sent = [
+            {"image": _base64(document)}
+            if isinstance(document, bytes)
+            else {"uri" if isinstance(document, str) else "row_id": document}
+            for document in as_list(documents, "documents", "row ids, uris and images")
+        ]
+        answer = self._json("POST", "/v2/rerank", {"query": query, "documents": sent, "top_n": top_n})
+        return [(result["index"], result["relevance_score"]) for result in answer["results"]]
 
     def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> NDArray[np.float32]:
         """Return the embeddings of texts or images, float32 [n, embed_dim].
@@ -172,13 +170,11 @@ class Client:
             inputs: n texts, or the bytes of n image files.
 
         Raises:
-            UsageError: an argument has a wrong type or value.
+            UsageError: an argument cannot be sent.
             ServiceError: the service refused the request or cannot be reached.
         """
-        sent = [
-            {"image": _base64(value)} if isinstance(value, bytes) else query_text(value, "inputs")
-            for value in as_list(inputs, "inputs", "texts or images")
-        ]
+        values = as_list(inputs, "inputs", "texts or images")
+        sent = [{"image": _base64(value)} if isinstance(value, bytes) else value for value in values]
         return np.array(self._json("POST", "/embed", {"inputs": sent}), dtype=np.float32)
 
     def thumbnail(self, row_id: int) -> bytes:
@@ -188,8 +184,7 @@ class Client:
             UsageError: an argument has a wrong type or value.
             ServiceError: the service has no thumbnail of the row, refused the request, or cannot be reached.
         """
-        row = as_count(row_id, "row_id", least=0)
-        return self._send("GET", f"/thumbnails/{row}")
+        return self._send("GET", f"/thumbnails/{as_count(row_id, 'row_id', least=0)}")
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         return json.loads(self._send(method, path, body))
@@ -219,8 +214,3 @@ class Client:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _counts(k: int, pool: int) -> dict[str, int]:
-    hits = as_count(k, "k")
-    return {"k": hits, "pool": max(as_count(pool, "pool"), hits)}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from edje_index.search.rows import CAPTIONS
 from storage_formats.errors import EdjeError
@@ -163,30 +163,16 @@ class Stages(dict[str, float]):
             self["total"] = ended - self._started
 
 
-@dataclass(frozen=True)
-class RankedHit:
-    """A hit and its rank among the candidates before and after re-ranking. The first rank is 1.
-
-    Attributes:
-        hit: the hit.
-        rank: rank by the final score.
-        embedding_rank: rank by embedding similarity.
-    """
+class RankedHit(NamedTuple):
+    """A hit, its rank by the final score, and its rank by embedding similarity. The first rank is 1."""
 
     hit: Hit
     rank: int
     embedding_rank: int
 
-    @property
-    def moved(self) -> int:
-        """Number of ranks by which re-ranking raised the hit; negative if re-ranking lowered the hit."""
-        return self.embedding_rank - self.rank
-
 
 def rank_hits(hits: Sequence[Hit]) -> list[RankedHit]:
-    """Return each hit with its two ranks.
-
-    Hits of equal embedding similarity are ranked by row id.
+    """Return each hit with its two ranks. Hits of equal embedding similarity are ranked by row id.
 
     Args:
         hits: all candidates of a search, best final score first.

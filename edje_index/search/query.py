@@ -1,20 +1,29 @@
-"""Checks what a caller of a search gives: queries, numbers of hits, and rows by row id or uri."""
+"""Reads what a caller of a search gives: queries, numbers of hits, images, and rows by row id or uri."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_formats.arguments import as_count, as_list, as_text, shown
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from storage_formats.arguments import as_count, as_list, as_path, as_text, shown
 from storage_formats.errors import UsageError
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import DUPLICATE, INDEXED, iter_rows, read_index_rows
+from storage_formats.row_ids import check_row_ids
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from PIL import Image
 
-    from storage_formats.format.manifest import CommittedIndex
+    from edje_index.indexing.image_encoder import ImageEncoder
+    from storage_formats.codecs import Blocks
 
 _MEMBERS = ("query", "text", "caption", "captions")
 _SHOWN = 3
@@ -99,13 +108,6 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[
         RowIdError: a row id is out of range, unused or deleted.
         UsageError: an entry is neither an integer nor a string, no row has the uri, or a row has no tokens.
     """
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    from storage_formats.format.rows import DUPLICATE, INDEXED, iter_rows, read_index_rows
-    from storage_formats.row_ids import check_row_ids
-
     rows = as_list(rows, "rows", "row ids and uris")
     if any(isinstance(row, bool) or not isinstance(row, int | np.integer | str) for row in rows):
         raise UsageError(f"rows must be a sequence of row ids and uris, got {shown(rows)}", parameter="rows")
@@ -122,8 +124,7 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[
     if unknown:
         more = f" (and {len(unknown) - _SHOWN} more)" if len(unknown) > _SHOWN else ""
         raise UsageError(
-            f"no row of {index.root} has the uri {', '.join(map(repr, unknown[:_SHOWN]))}{more}; give uris of indexed "
-            "images",
+            f"no row has the uri {', '.join(map(repr, unknown[:_SHOWN]))}{more}; give uris of indexed images",
             parameter="rows",
         )
     row_ids = check_row_ids(
@@ -136,7 +137,56 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[
         why = f"it is a duplicate of row {first['duplicate_of']}" if first["status"] == DUPLICATE else first["reason"]
         more = f" (and {len(holes) - 1} more)" if len(holes) > 1 else ""
         raise UsageError(
-            f"row {first['row_id']}{more} of {index.root} has no tokens: {why}; choose rows with the status 'indexed'",
+            f"row {first['row_id']}{more} has no tokens: {why}; choose rows with the status 'indexed'",
             parameter="rows",
         )
     return row_ids
+
+
+def encode_images(
+    encoder: ImageEncoder, images: Sequence[str | Path | bytes | Image.Image]
+) -> tuple[Blocks, NDArray[np.float32]]:
+    """Encode query images in the same way as a build.
+
+    Args:
+        encoder: the vision tower and the adapter.
+        images: paths of image files, bytes of image files, or PIL images.
+
+    Returns:
+        (tokens, bfloat16 [b, m, d]; embeddings, float32 [b, embed_dim]).
+
+    Raises:
+        UsageError: an image cannot be read.
+    """
+    import torch
+    from PIL import Image, ImageOps
+
+    from edje_index.images.decode import ImageError, decode_rgb
+    from edje_index.images.inputs import InputRef, display_path, read_bytes
+    from edje_index.images.to_rgb import to_rgb
+
+    pixels = []
+    for image in images:
+        name = f" {image}" if isinstance(image, str | Path) else ""
+        try:
+            if isinstance(image, str | Path):
+                path = os.fsencode(as_path(image, "image"))
+                image = read_bytes(InputRef(display_path(path), path))
+            if isinstance(image, bytes):
+                rgb = decode_rgb(image)
+            elif not isinstance(image, Image.Image) or not all(image.size):
+                raise UsageError(
+                    "image must be a path, the bytes of an image file, or a PIL image with pixels, got "
+                    f"{shown(image)}; convert an array of pixels with PIL.Image.fromarray",
+                    parameter="image",
+                )
+            else:
+                try:
+                    rgb = to_rgb(ImageOps.exif_transpose(image))
+                except (OSError, SyntaxError, ValueError) as error:  # Pillow reads pixels of an opened file only now
+                    raise ImageError(reason="corrupt", detail=str(error)) from error
+            pixels.append(encoder.preprocess(rgb))
+        except ImageError as error:
+            message = f"cannot read the query image{name}: {error}; give another image"
+            raise UsageError(message, parameter="image") from error
+    return encoder.encode(torch.stack(pixels))

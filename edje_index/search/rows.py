@@ -48,7 +48,7 @@ class IndexRows:
         if columns is None:
             columns = [column.name for column in index.manifest.columns if column.name == CAPTIONS]
         check_names(columns, self.schema.names)
-        self._described = list(columns)
+        self._described = list(dict.fromkeys(columns))
         self._columns: OrderedDict[tuple[int, str], pa.Array] = OrderedDict()
         self._bytes = 0
         self._results: OrderedDict[str, NDArray[np.bool_]] = OrderedDict()
@@ -65,12 +65,15 @@ class IndexRows:
     ) -> list[tuple[str, dict[str, Any]]]:
         """Return the uri and the values of `columns` by name of each of `row_ids` [k], which are in use.
 
-        None selects the columns that were given to the constructor.
+        None selects the columns that were given to the constructor. Raises UsageError if there is no such column.
 
         Raises:
             CorruptIndexError: a file of `rows/` is damaged.
         """
-        size, names = self._index.manifest.spec.shard_size, self._described if columns is None else columns
+        size, names = self._index.manifest.spec.shard_size, self._described
+        if columns is not None:
+            check_names(columns, self.schema.names)
+            names = list(dict.fromkeys(columns))
         shards = sorted({row // size for row in row_ids.tolist()})
         tables = dict(zip(shards, self._tables(shards, ["uri", *names]), strict=True))
         described = []

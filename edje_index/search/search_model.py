@@ -69,16 +69,6 @@ class SearchModel:
         check_scorer_fit(self.adapter_config, self.score_models, info.score)
 
     @property
-    def trained(self) -> bool:
-        """False if the bundle has random weights. The scores are then meaningless."""
-        return self.info.trained
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the bundle: a SHA-256 over all files and settings that affect an output."""
-        return self.info.fingerprint
-
-    @property
     def adapter_config(self) -> AdapterConfig:
         """Configuration of the adapter: everything that defines the adapter except the weights."""
         return AdapterConfig.from_json(self.info.adapter, self.info.path / INFO_FILE)

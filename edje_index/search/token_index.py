@@ -30,10 +30,10 @@ from edje_index.scoring.weights import (
     ScoreWeights,
 )
 from edje_index.search.hits import Hit, Hits, Stages, TextHit
-from edje_index.search.query import hit_counts, query_text, query_texts, requested_rows
+from edje_index.search.query import encode_images, hit_counts, query_text, query_texts, requested_rows
 from edje_index.search.rows import IndexRows
 from edje_index.search.search_model import SearchModel
-from storage_formats.arguments import as_count, as_list
+from storage_formats.arguments import as_count, as_list, as_text
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
@@ -101,7 +101,8 @@ class TokenIndex:
         self.model = model
         self.rows = IndexRows(index, columns)
         self._ann = AnnIndex(index)
-        self._store = TokenStore(index, precision)
+        self.store = TokenStore(index, precision)
+        self._stores = {self.store.precision: self.store}
         self._score = score
         self._columns = columns
         self._refreshing = threading.Lock()
@@ -119,16 +120,20 @@ class TokenIndex:
     @property
     def precision(self) -> str:
         """Precision of the tokens that re-ranking reads."""
-        return self._store.precision
+        return self.store.precision
 
     def with_precision(self, precision: str) -> TokenIndex:
         """Return a copy of this object that re-ranks with tokens of `precision`. The copy shares the model.
+
+        The tokens of a precision are opened once. Several threads may call this method.
 
         Raises:
             UsageError: the index has no tokens of `precision`.
         """
         other = copy.copy(self)
-        other._store = TokenStore(self.committed, precision)
+        if as_text(precision, "precision") not in self._stores:
+            self._stores[precision] = TokenStore(self.committed, precision)
+        other.store = self._stores[precision]
         return other
 
     @classmethod
@@ -294,7 +299,7 @@ class TokenIndex:
             while blocks is None and reads_tokens(final.parts, TEXT_TO_IMAGE):
                 try:
                     with stages.timed("fetch"):
-                        blocks = self._store.fetch(np.concatenate([rows for rows, _ in candidates]))
+                        blocks = self.store.fetch(np.concatenate([rows for rows, _ in candidates]))
                 except CorruptIndexError as error:  # damaged candidates are left out
                     if not error.row_ids:
                         raise
@@ -369,7 +374,7 @@ class TokenIndex:
         return scored
 
     def _final_score(
-        self, score: str | ScoreWeights | None, joint_pool: int | None = None
+        self, score: str | ScoreWeights | None, joint_pool: int | None = None, direction: str = TEXT_TO_IMAGE
     ) -> tuple[ScoreWeights, FinalScore]:
         """Return the weights of the score to sort by, and the score.
 
@@ -377,9 +382,9 @@ class TokenIndex:
             UsageError: the score or `joint_pool` is invalid.
             ModelError: the model cannot compute the score.
         """
-        weights = self.model.weights(TEXT_TO_IMAGE, self._score if score is None else score)
+        weights = self.model.weights(direction, self._score if score is None else score)
         final = FinalScore.of(weights, joint_pool)
-        if reads_tokens(final.parts, TEXT_TO_IMAGE):
+        if reads_tokens(final.parts, direction):
             self.model.check_reranks()
         return weights, final
 
@@ -457,7 +462,7 @@ class TokenIndex:
             for its_rows, embedding in zip(row_ids, embeddings, strict=True)
         ]
         with stages.timed("fetch"):
-            blocks = self._store.fetch(every_row) if reads_tokens(final.parts, TEXT_TO_IMAGE) else None
+            blocks = self.store.fetch(every_row) if reads_tokens(final.parts, TEXT_TO_IMAGE) else None
         return self._hits(
             self.score_candidates(texts, candidates, blocks, weights, stages=stages), len(every_row), stages
         )
@@ -482,8 +487,6 @@ class TokenIndex:
         weights, final = self._final_score(score)
         if not images:
             return []
-        from edje_index.search.query_image import encode_images
-
         tokens, embeddings = encode_images(self.model.image_encoder, images)
         similarities = embeddings @ self.model.text.encode([text])[0]
         pairs = Pairs([text] * len(images), tokens, similarities, embeddings)
@@ -491,54 +494,47 @@ class TokenIndex:
         values = {name: models.part(name, pairs, TEXT_TO_IMAGE, weights) for name in final.parts}
         return [float(value) for value in final.sum(values)]
 
-    def search_image(self, image: str | Path | bytes | Image.Image, k: int = 10, *, where: str | None = None) -> Hits:
+    def search_image(
+        self, image: int | str | Path | bytes | Image.Image, k: int = 10, *, where: str | None = None
+    ) -> Hits:
         """Return the `k` images of the index with the embeddings most similar to the embedding of `image`, best first.
 
         Args:
-            image: path of an image file, bytes of an image file, or a PIL image.
+            image: row id of an image, or path of an image file, bytes of an image file, or a PIL image. The hits of a
+                row are other rows.
             k: number of hits.
             where: filter, as for `search`.
 
         Raises:
-            UsageError: the image cannot be read, `k` is out of range, or `where` is invalid.
+            UsageError: the image cannot be read, the row has no tokens, `k` is out of range, or `where` is invalid.
 
         Example:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
             >>> index.search_image(index.search("a dog", k=1)[0].uri, k=1)[0].embedding_score > 0.999
             True
-        """
-        k = as_count(k, "k")
-        from edje_index.search.query_image import encode_images
-
-        stages, passing = Stages(), None if where is None else self.rows.passing(where)
-        with stages.timed("vision_tower"):
-            _, embeddings = encode_images(self.model.image_encoder, [image])
-        with stages.timed("nearest"):
-            nearest = self._ann.nearest(embeddings[0], k, passing)
-        return self._hits([_by_embedding(nearest)], k, stages)[0]
-
-    def search_row(self, row_id: int, k: int = 10, *, where: str | None = None) -> Hits:
-        """Return the `k` images with the embeddings most similar to the embedding of row `row_id`, best first.
-
-        The row `row_id` is not among the hits. `where` is a filter, as for `search`.
-
-        Raises:
-            UsageError: the row id is out of range, the row has no tokens, `k` is out of range, or `where` is invalid.
-
-        Example:
-            >>> from edje_index import TokenIndex
-            >>> 2 in [hit.row_id for hit in TokenIndex.open("photos.edje").search_row(2, k=3)]
+            >>> 2 in [hit.row_id for hit in index.search_image(2, k=3)]
             False
         """
         k, stages = as_count(k, "k"), Stages()
-        row = requested_rows(self.committed, [row_id])
-        embedding = read_embeddings(self.committed, row)[0]
         passing = None if where is None else self.rows.passing(where)
+        with stages.timed("vision_tower"):
+            row_id, _, embedding = self._encoded(image)
         with stages.timed("nearest"):
-            rows, similarities = self._ann.nearest(embedding, k + 1, passing)
-        other = rows != row
-        return self._hits([_by_embedding((rows[other], similarities[other]))], k, stages)[0]
+            rows, values = self._ann.nearest(embedding, k + 1 if row_id >= 0 else k, passing)
+        rows, values = rows[rows != row_id], values[rows != row_id]
+        return self._hits([ScoredCandidates(rows, values, values, None, {EMBEDDING: values})], k, stages)[0]
+
+    def _encoded(self, image: int | str | Path | bytes | Image.Image) -> tuple[int, Blocks | None, Floats]:
+        """Return the row id of an image, its tokens [1, m, d], and its embedding [embed_dim].
+
+        The tokens of a row are None: they can be read by its row id. The row id of an image file is -1.
+        """
+        if isinstance(image, int | np.integer):
+            row = requested_rows(self.committed, [image])
+            return int(row[0]), None, read_embeddings(self.committed, row)[0]
+        tokens, embeddings = encode_images(self.model.image_encoder, [image])
+        return -1, tokens, embeddings[0]
 
     def search_texts(
         self,
@@ -574,20 +570,11 @@ class TokenIndex:
         if not texts:
             raise UsageError("texts is empty: give at least one text", parameter="texts")
         k, pool = hit_counts(k, pool)
-        weights = self.model.weights(IMAGE_TO_TEXT, self._score if score is None else score)
-        final, models = FinalScore.of(weights), self.model.score_models
-        needs_tokens = reads_tokens(final.parts, IMAGE_TO_TEXT)
-        if needs_tokens:
-            self.model.check_reranks()
-        block: Blocks | None = None
-        if isinstance(image, int | np.integer):
-            rows = requested_rows(self.committed, [image])
-            block = self._store.fetch(rows) if needs_tokens else None
-            embedding = read_embeddings(self.committed, rows)[0]
-        else:
-            from edje_index.search.query_image import encode_images
-
-            block, (embedding,) = encode_images(self.model.image_encoder, [image])
+        weights, final = self._final_score(score, direction=IMAGE_TO_TEXT)
+        models = self.model.score_models
+        row_id, block, embedding = self._encoded(image)
+        if row_id >= 0 and reads_tokens(final.parts, IMAGE_TO_TEXT):
+            block = self.store.fetch([row_id])
         embeddings = self.model.text.encode(texts)
         similarities = embeddings @ embedding
         nearest = np.argsort(-similarities, kind="stable")[:pool]
@@ -606,13 +593,3 @@ class TokenIndex:
             )
             for at in np.argsort(-scores, kind="stable")[:k]
         ]
-
-    def fetch_blocks(self, row_ids: Sequence[int]) -> Blocks:
-        """Return the token blocks of `row_ids`, bfloat16 [k, m, d]. See `TokenStore.fetch`."""
-        return self._store.fetch(row_ids)
-
-
-def _by_embedding(candidates: Candidates) -> ScoredCandidates:
-    """Return the scores of a search without re-ranking: the similarities of the embeddings."""
-    rows, similarities = candidates
-    return ScoredCandidates(rows, similarities, similarities, None, {EMBEDDING: similarities})

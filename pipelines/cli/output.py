@@ -23,7 +23,7 @@ LOG_KEY = "pipelines.cli.log"
 
 def print_json(value: dict[str, Any]) -> None:
     """Print `value` as a JSON object on one line of standard output."""
-    click.echo(json.dumps(value, sort_keys=True))
+    click.echo(json.dumps(value, sort_keys=True, default=str))  # times as text
 
 
 def print_line(text: str) -> None:

@@ -28,7 +28,7 @@ from pipelines.cli.output import note, print_json, print_line
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.search.hits import Hits, TextHit
+    from edje_index.search.hits import Hits
 
 _QUERIES_AT_ONCE = 64  # their hits appear together
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -58,6 +58,11 @@ _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".t
 @score_option
 @where_option
 @read_precision_option
+@click.option(
+    "--columns",
+    metavar="NAMES",
+    help="Columns that each hit shows, separated by commas: --columns captions,width.  [default: the captions]",
+)
 @model_option
 @device_option
 @dtype_option
@@ -79,6 +84,7 @@ def search(
     score: str,
     where: str | None,
     precision: str | None,
+    columns: str | None,
     model: Path | None,
     device: str,
     dtype: str,
@@ -107,6 +113,7 @@ def search(
       edje-index search photos.edje "a red car" --joint-pool 20
       edje-index search photos.edje "a red car" --precision fp8
       edje-index search photos.edje "a red car" --where "width > 800 and licence = 'cc0'"
+      edje-index search photos.edje "a red car" --columns captions,licence
       edje-index search photos.edje "a red car" --html car.html
       edje-index search photos.edje --queries queries.txt --json
       edje-index search photos.edje --image car.jpg
@@ -140,15 +147,37 @@ def search(
     from edje_index.search.token_index import TokenIndex
 
     started = time.perf_counter()
-    opened = TokenIndex.open(index, model, precision=precision, device=device, dtype=dtype, score=score)
+    names = None if columns is None else [name.strip() for name in columns.split(",")]
+    opened = TokenIndex.open(index, model, precision=precision, score=score, columns=names, device=device, dtype=dtype)
     loading = time.perf_counter() - started
-    if not opened.model.trained:
+    if not opened.model.info.trained:
         note("note: this model is untrained: the order of these hits has no meaning")
     if image is not None and choices:
-        _show_texts(str(image), opened.search_texts(image, choices, k, pool, score=score), as_json)
+        found = opened.search_texts(image, choices, k, pool, score=score)
+        if as_json:
+            print_json({"query": str(image), "hits": [asdict(hit) for hit in found]})
+            return
+        print_line(f"{'score':>9} {'embedding':>10}  text")
+        for text_hit in found:
+            print_line(f"{text_hit.score:>9.4f} {text_hit.embedding_score:>10.4f}  {text_hit.text}")
         return
+
+    def show(query: str, hits: Hits) -> None:
+        if as_json:
+            stages = {stage: round(1000 * seconds, 3) for stage, seconds in hits.stages.items()}
+            print_json({"query": query, "hits": [asdict(hit) for hit in hits], "stages_ms": stages})
+            return
+        if not hits:
+            note("no photo passes the filter" if where is not None else "no hits: the index has no photos")
+            return
+        print_line(f"{'score':>9} {'joint':>9} {'embedding':>10} {'row':>9}  image")
+        for hit in hits:
+            joint = "-" if hit.joint_score is None else f"{hit.joint_score:.4f}"
+            numbers = f"{hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f} {hit.row_id:>9}"
+            print_line("  ".join(filter(None, [numbers, hit.uri, hit.described()])))
+
     if image is not None:
-        _show(str(image), opened.search_image(image, k, where=where), as_json)
+        show(str(image), opened.search_image(image, k, where=where))
         return
     for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
         batch = query_texts[start : start + _QUERIES_AT_ONCE]
@@ -156,7 +185,7 @@ def search(
         for query, hits in zip(batch, results, strict=True):
             if queries is not None and not as_json:
                 print_line(f"query: {query}")
-            _show(query, hits.first(k), as_json)
+            show(query, hits.first(k))
     if not as_json:
         note(
             f"score = {opened.model.weights('t2i', score).described()}; scores order the hits of one query and cannot "
@@ -174,28 +203,9 @@ def search(
             query=query_texts[0],
             precision=opened.precision,
             weights=opened.model.weights("t2i", score),
-            trained=opened.model.trained,
+            trained=opened.model.info.trained,
+            is_filtered=where is not None,
             timings={"load index and model": loading, **results[0].stages},
         )
         write_bytes_atomic(html, page.encode())
         note(f"page: {html}")
-
-
-def _show(query: str, hits: Hits, as_json: bool) -> None:
-    if as_json:
-        stages = {stage: round(1000 * seconds, 3) for stage, seconds in hits.stages.items()}
-        print_json({"query": query, "hits": [asdict(hit) for hit in hits], "stages_ms": stages})
-        return
-    print_line(f"{'score':>9} {'joint':>9} {'embedding':>10} {'row':>9}  image")
-    for hit in hits:
-        joint = "-" if hit.joint_score is None else f"{hit.joint_score:.4f}"
-        print_line(f"{hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f} {hit.row_id:>9}  {hit.uri}")
-
-
-def _show_texts(query: str, hits: list[TextHit], as_json: bool) -> None:
-    if as_json:
-        print_json({"query": query, "hits": [asdict(hit) for hit in hits]})
-        return
-    print_line(f"{'score':>9} {'embedding':>10}  text")
-    for hit in hits:
-        print_line(f"{hit.score:>9.4f} {hit.embedding_score:>10.4f}  {hit.text}")

@@ -92,11 +92,10 @@ def serve(
     allowed = [] if not is_local and not hosts else ["localhost", "127.0.0.1", "[::1]", host, *hosts]
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits
-        from pipelines.service.index import open_served_index
-        from pipelines.service.server import address_of, listen, run_service
+        from pipelines.service.server import address_of, listen, open_warm, run_service
 
     limits = Limits(deadline_seconds=deadline)
     with listen(host, port) as listener:
         note(f"loading {index}")
-        opened = open_served_index(index, model, device=device, dtype=dtype)
+        opened = open_warm(index, model, device=device, dtype=dtype)
         run_service(opened, limits, listener, lambda: print_line(address_of(listener)), keys, allowed)

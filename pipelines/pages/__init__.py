@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edje_index.images.thumbnails import read_thumbnails
 from edje_index.scoring.weights import PART_NAMES, ScoreWeights
-from edje_index.search.hits import RankedHit, rank_hits
+from edje_index.search.hits import rank_hits
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def search_page(
     precision: str,
     weights: ScoreWeights,
     trained: bool,
+    is_filtered: bool,
     timings: Mapping[str, float],
 ) -> str:
     """Return the HTML page of a search.
@@ -58,12 +59,22 @@ def search_page(
         precision: precision of the tokens.
         weights: weights of the final score.
         trained: False if the model has random weights.
+        is_filtered: whether only some rows were searched.
         timings: seconds by stage.
     """
     shown, ranked = min(k, MAX_SHOWN), rank_hits(pool)
     by_score = ranked[:shown]
     by_embedding = sorted(ranked, key=lambda hit: hit.embedding_rank)[:shown]
     row_ids = sorted({each.hit.row_id for each in [*by_score, *by_embedding]})
+    stayed = sum(each.rank == each.embedding_rank for each in by_score)
+    entered = sum(each.embedding_rank > shown for each in by_score)
+    summary = f"Of the first {len(by_score)}, {stayed} kept their rank and {entered} came from further down."
+    best = max(by_score, key=lambda each: each.embedding_rank - each.rank, default=None)
+    if best is None:
+        summary = "No photo passes the filter." if is_filtered else "There are no hits."
+    elif best.embedding_rank > best.rank:
+        name = _short_name(best.hit.uri)
+        summary += f" The largest rise is that of {name}: from {best.embedding_rank} to {best.rank}."
     return _render(
         "search.html",
         index=str(root),
@@ -71,7 +82,7 @@ def search_page(
         precision=precision,
         trained=trained,
         pool=len(pool),
-        summary=_movement_summary(by_score, by_embedding),
+        summary=summary,
         by_embedding=by_embedding,
         by_score=by_score,
         thumbnails={thumbnail.row_id: thumbnail for thumbnail in read_thumbnails(root, row_ids)},
@@ -80,21 +91,6 @@ def search_page(
         formula=weights.described(),
         timings=timings,
     )
-
-
-def _movement_summary(by_score: Sequence[RankedHit], by_embedding: Sequence[RankedHit]) -> str:
-    """Return one or two sentences on how re-ranking changed the order of the shown hits."""
-    if not by_score:
-        return "There are no hits."
-    before = {ranked.hit.row_id for ranked in by_embedding}
-    entered = sum(ranked.hit.row_id not in before for ranked in by_score)
-    stayed = sum(ranked.moved == 0 for ranked in by_score)
-    climbed = max(by_score, key=lambda ranked: ranked.moved)
-    text = f"Of the first {len(by_score)}, {stayed} kept their rank and {entered} came from further down."
-    if climbed.moved > 0:
-        name = _short_name(climbed.hit.uri)
-        text += f" The largest rise is that of {name}: from {climbed.embedding_rank} to {climbed.rank}."
-    return text
 
 
 def explain_page(explanation: Explanation) -> str:

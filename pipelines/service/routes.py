@@ -9,10 +9,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -22,15 +23,14 @@ from starlette.exceptions import HTTPException
 from edje_index import __version__
 from edje_index.images.decode import ImageError, decode_rgb
 from edje_index.images.thumbnails import read_thumbnails
-from edje_index.scoring.weights import EMBEDDING
+from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from edje_index.search.hits import rank_hits
-from edje_index.search.query import requested_rows
-from edje_index.search.query_image import encode_images
+from edje_index.search.query import encode_images, requested_rows
 from pipelines.service import schemas
 from pipelines.service.batching import Batcher, Timing
 from pipelines.service.guard import CODES, Limits, Metrics
-from pipelines.service.index import ServedIndex
 from storage_formats.errors import RowIdError, UsageError
+from storage_formats.format.rows import type_name
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -49,7 +49,8 @@ class ServiceState:
     """The state that all routes share.
 
     Attributes:
-        index: the open index.
+        index: the open index. After a change of the index, a new object takes its place.
+        name: name of the index in requests and responses.
         limits: limits on the size and duration of requests.
         metrics: metrics for Prometheus.
         batcher: queue of requests for the model.
@@ -59,13 +60,18 @@ class ServiceState:
         decoding: the thread that decodes the images of requests, one after the other. An image takes up to 400 MB.
     """
 
-    index: ServedIndex
+    index: TokenIndex
+    name: str
     limits: Limits
     metrics: Metrics
     batcher: Batcher
     file_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
     image_requests: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
     decoding: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="decoding"))
+
+    async def opened(self, precision: str | None) -> TokenIndex:
+        """Return the index, opened with the tokens of `precision`. None means the default precision."""
+        return self.index if precision is None else await self.in_thread(self.index.with_precision, precision)
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call `function`, which reads files, on another thread. The number of threads is limited."""
@@ -160,17 +166,35 @@ async def health() -> dict[str, str]:
 @router.get("/info")
 async def info(state: State) -> dict[str, Any]:
     """Return the index with its precisions and scores, and the limits on requests."""
-    index, limits = state.index.describe(), state.limits
+    index, limits = state.index, state.limits
+    manifest, model, weights = index.manifest, index.model, index.model.weights(TEXT_TO_IMAGE)
+    dtype = str(model.joint.compute_dtype).removeprefix("torch.")
+    described = {
+        "name": state.name,
+        "rows": manifest.spec.rows,
+        "indexed": manifest.counts.indexed,
+        "block_shape": list(manifest.spec.block_shape),
+        "embed_dim": manifest.spec.embed_dim,
+        "precisions": list(manifest.spec.precisions),
+        "precision": index.precision,
+        "columns": {field.name: type_name(field.type) for field in index.rows.schema},
+        "encoder_fingerprint": model.info.encoder_fingerprint,
+        "bundle_fingerprint": model.info.fingerprint,
+        "trained": model.info.trained,
+        "dtype": dtype,
+        "score": weights.described(),
+        "weights": {part: weight for part, weight in weights.by_part().items() if weight},
+    }
     return {
         "version": __version__,
-        "indexes": [index],
+        "indexes": [described],
         "limits": asdict(limits),
         # The other members are for clients of text-embeddings-inference.
         "sha": None,
         "docker_label": None,
-        "model_id": index["name"],
-        "model_sha": index["bundle_fingerprint"],
-        "model_dtype": index["dtype"],
+        "model_id": state.name,
+        "model_sha": model.info.fingerprint,
+        "model_dtype": dtype,
         "model_type": {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}},
         "max_concurrent_requests": limits.waiting,
         "max_input_length": limits.query_letters,
@@ -191,15 +215,15 @@ async def metrics(state: State) -> Response:
 @router.post("/search")
 async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
     """Search by text, or search for images that are similar to an image or to a row."""
-    index = await state.in_thread(state.index.at, body.precision)
+    index = await state.opened(body.precision)
     where, tokens = body.where, index.manifest.spec.block_shape[0]
-    weights = index.model.weights("t2i", body.score or "bundle").by_part()
+    weights = index.model.weights(TEXT_TO_IMAGE, body.score or "bundle").by_part()
     is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
     if where is not None:  # the rows are read before the model is busy with the request
         await state.in_thread(index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds)
     if body.row_id is not None:
         hits, timing = await state.batcher.submit(
-            body.row_id, lambda rows: [index.search_row(row, body.k, where=where) for row in rows], cost=tokens
+            body.row_id, lambda rows: [index.search_image(row, body.k, where=where) for row in rows], cost=tokens
         )
     elif body.image is not None:
         (hits,), timing = await state.on_images(
@@ -220,21 +244,20 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
             (body.query, body.pool if body.embedding_order else body.k),
             search_texts,
             cost=pairs * tokens,
-            kind=("search", id(index), body.pool, *options.values()),
+            kind=("search", id(index.store), body.pool, *options.values()),
         )
-    best: list[dict[str, Any]] = [
-        {**vars(hit), "rank": rank, "embedding_rank": None} for rank, hit in enumerate(hits[: body.k], 1)
-    ]
+    if body.columns is not None:
+        row_ids = np.array([hit.row_id for hit in hits], dtype=np.int64)
+        described = await state.in_thread(index.rows.described, row_ids, body.columns)
+        hits[:] = [replace(hit, columns=columns) for hit, (_, columns) in zip(hits, described, strict=True)]
+    best = [{**vars(hit), "rank": rank, "embedding_rank": None} for rank, hit in enumerate(hits, 1)]
     by_embedding = None
     if body.query is not None and body.embedding_order and is_reranked and hits:
-        ranked = rank_hits(hits)
-        best, by_embedding = (
-            [{**vars(each.hit), "rank": each.rank, "embedding_rank": each.embedding_rank} for each in order[: body.k]]
-            for order in (ranked, sorted(ranked, key=lambda each: each.embedding_rank))
-        )
+        best = [{**vars(hit), "rank": rank, "embedding_rank": other} for hit, rank, other in rank_hits(hits)]
+        by_embedding = sorted(best, key=lambda hit: hit["embedding_rank"])[: body.k]
     return {
         "precision": index.precision,
-        "hits": best,
+        "hits": best[: body.k],
         "by_embedding": by_embedding,
         "weights": {part: weight for part, weight in weights.items() if weight},
         "timing": {  # milliseconds in the queue, of the batch, and of each stage of the batch
@@ -253,7 +276,7 @@ async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[st
     if len(texts) > limits.documents:
         raise HTTPException(413, f"send fewer texts: {len(texts)} are over the limit of {limits.documents}")
     state.check_query(*texts)
-    index = await state.in_thread(state.index.at, body.precision)
+    index = await state.opened(body.precision)
 
     def run(queries: Sequence[Any]) -> list[Any]:
         return [index.search_texts(query, texts, body.k, body.pool, score=body.score) for query in queries]
@@ -264,7 +287,7 @@ async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[st
         hits, _ = await state.batcher.submit(body.row_id, run, cost=cost)
     else:
         (hits,), _ = await state.on_images(index, [_image_bytes(body.image)], run, pairs)
-    weights = index.model.weights("i2t", body.score or "bundle").by_part()
+    weights = index.model.weights(IMAGE_TO_TEXT, body.score or "bundle").by_part()
     return {
         "precision": index.precision,
         "hits": [vars(hit) for hit in hits],
@@ -299,12 +322,12 @@ async def rerank(
         if body.return_documents and isinstance(text := body.documents[position], str):
             results[-1]["document"] = {"text": text}
     meta = {"api_version": {"version": "2"}}
-    return {"id": str(uuid.uuid4()), "model": state.index.name, "results": results, "meta": meta, "usage": {}}
+    return {"id": str(uuid.uuid4()), "model": state.name, "results": results, "meta": meta, "usage": {}}
 
 
 async def _rerank(state: ServiceState, query: str, documents: list[schemas.Document]) -> list[tuple[int, float]]:
     """Return (position, score) of each document, best first."""
-    limits, index = state.limits, state.index.at(None)
+    limits, index = state.limits, state.index
     state.check_query(query)
     if len(documents) > limits.documents:
         raise HTTPException(413, f"send fewer documents: {len(documents)} are over the limit of {limits.documents}")
@@ -327,7 +350,7 @@ async def _rerank(state: ServiceState, query: str, documents: list[schemas.Docum
 
         unique = sorted(set(row_ids))
         hits, _ = await state.batcher.submit(
-            (query, unique), rerank_rows, cost=len(unique) * tokens, kind=("rerank", id(index))
+            (query, unique), rerank_rows, cost=len(unique) * tokens, kind=("rerank", id(index.store))
         )
         of_row = {hit.row_id: hit.score for hit in hits}
         scores |= {position: of_row[row_id] for position, row_id in zip(rows, row_ids, strict=True)}
@@ -373,7 +396,7 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
     if texts and images:
         raise HTTPException(422, "a request cannot mix texts and images; send either texts or images")
     state.check_query(*texts)
-    index = state.index.at(None)
+    index = state.index
     model, tokens = index.model, index.manifest.spec.block_shape[0]
     embeddings: list[list[float]] = []
     if texts:
@@ -384,7 +407,7 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
 
         # A text takes the text tower about as long as one pair takes the joint encoder.
         embeddings, _ = await state.batcher.submit(
-            texts, embed_texts, cost=len(texts) * tokens, kind=("embed", id(index))
+            texts, embed_texts, cost=len(texts) * tokens, kind=("embed", id(index.store))
         )
     elif images:
         embeddings, _ = await state.on_images(
@@ -397,7 +420,7 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
 async def thumbnail(state: State, row_id: int = Path(ge=0, le=_MAX_ROW_ID)) -> Response:
     """Return a small JPEG of the image of a row, or status 404 with the reason if there is no image."""
     try:
-        (found,) = await state.in_thread(read_thumbnails, state.index.at(None).committed, [row_id])
+        (found,) = await state.in_thread(read_thumbnails, state.index.committed, [row_id])
     except RowIdError as error:
         raise HTTPException(404, str(error)) from error
     if found.jpeg is None:

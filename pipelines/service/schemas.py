@@ -60,6 +60,9 @@ class SearchRequest(_Search):
         description="Filter such as width > 800 and licence = 'cc0'; only rows that pass are searched. /info lists "
         "the columns.",
     )
+    columns: list[Name] | None = Field(
+        None, max_length=64, description="Columns of the rows that each hit brings; the default is the captions."
+    )
     embedding_order: bool = Field(False, description="Also return the first k candidates in the order by embedding.")
 
     @model_validator(mode="after")

@@ -18,11 +18,14 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
 from edje_index import __version__
+from edje_index.search.token_index import TokenIndex
 from pipelines.service.batching import Batcher
-from pipelines.service.guard import Guard, Limits, Metrics, answer_error
-from pipelines.service.index import ServedIndex, follow_changes
+from pipelines.service.guard import Guard, Limits, Metrics, answer_error, logger
 from pipelines.service.routes import ServiceState, router
 from storage_formats.errors import EdjeError, UsageError
+
+_WARM_UP_POOL = 32
+_WATCH_SECONDS = 2.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,8 +49,35 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def open_warm(path: Path, model: Path | None = None, *, device: str = "auto", dtype: str = "float32") -> TokenIndex:
+    """Open the index at `path`, load the whole model and run it once, so that the first request is as fast as others.
+
+    The arguments and errors are those of `TokenIndex.open`.
+    """
+    index = TokenIndex.open(path, model, device=device, dtype=dtype)
+    _ = index.model.image_encoder
+    if index.manifest.counts.indexed:
+        index.search("a photo of a dog on a beach", 1, _WARM_UP_POOL)
+    return index
+
+
+async def follow_changes(state: ServiceState) -> None:
+    """Check the index every two seconds, and open it again after a change. Runs until the task is cancelled."""
+    before = ""
+    while True:
+        await asyncio.sleep(_WATCH_SECONDS)
+        problem = ""
+        try:
+            state.index = await state.in_thread(state.index.at_current_snapshot)
+        except (EdjeError, OSError, MemoryError) as error:
+            problem = str(error) or type(error).__name__
+        if problem and problem != before:
+            logger.warning("the service keeps using the earlier snapshot of %s: %s", state.name, problem)
+        before = problem
+
+
 def run_service(
-    index: ServedIndex,
+    index: TokenIndex,
     limits: Limits,
     listener: socket.socket,
     on_ready: Callable[[], None],
@@ -73,8 +103,9 @@ def run_service(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = state = ServiceState(index, limits, metrics, Batcher(limits, metrics))
-        watch = asyncio.create_task(follow_changes(index, state.file_threads))
+        name = str(index.root).rstrip("/").rpartition("/")[2].removesuffix(".edje") or "index"
+        app.state.service = state = ServiceState(index, name, limits, metrics, Batcher(limits, metrics))
+        watch = asyncio.create_task(follow_changes(state))
         on_ready()
         yield
         watch.cancel()

@@ -91,6 +91,12 @@ def test_options_of_a_text_search(run, root):
     assert ["logit" in hit["parts"] for hit in answer["hits"]] == [True, True, False, False]
     (filtered,) = hits_of(run, *command, "--where", "row_id = 7")
     assert [hit["row_id"] for hit in filtered["hits"]] == [7]
+    (chosen,) = hits_of(run, *command, "--where", "row_id = 7", "--columns", "row_id, width")
+    assert chosen["hits"] == [{**filtered["hits"][0], "columns": {"row_id": 7, "width": 32}}]
+    assert run(*command, "--columns", "x")[2].startswith(
+        "error: --columns: the rows have no column x; choose from: row_id"
+    )
+    assert "no photo passes the filter" in run(*command, "--where", "row_id > 99")[2]
     code, _, err = run("search", root, "a dog", "--where", "size > 'a'")
     assert code == 2
     assert "the column size (int64) cannot be compared with the constant 'a'; give a whole number" in err

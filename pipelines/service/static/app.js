@@ -173,14 +173,16 @@ function show(result, what, milliseconds) {
   byId("orders").classList.toggle("single", !isRanked);
   byId("before-section").hidden = !isRanked;
   const like = what.row_id === undefined ? "the image" : `row ${what.row_id}`;
-  byId("after-title").textContent = isRanked ? `Re-ranked with ${result.precision} tokens` : `Similar photos to ${like}`;
+  const similar = what.query === undefined ? `Similar photos to ${like}` : "No photos";
+  byId("after-title").textContent = isRanked ? `Re-ranked with ${result.precision} tokens` : similar;
   byId("before").replaceChildren(...(result.by_embedding ?? []).map((hit) => card(hit, result, "before")));
   byId("after").replaceChildren(...result.hits.map((hit) => card(hit, result, isRanked ? "after" : "single")));
   byId("share").hidden = what.image !== undefined;
   const timing = result.timing;
   const network = Math.max(0, milliseconds - timing.waited_ms - timing.computed_ms);
+  const none = byId("where").value.trim() ? "No photo passes the filter. " : "";
   say(
-    `${result.hits.length} hits in ${Math.round(milliseconds)} ms: ${Math.round(timing.waited_ms)} ms in the queue, ` +
+    `${result.hits.length ? "" : none}${result.hits.length} hits in ${Math.round(milliseconds)} ms: ${Math.round(timing.waited_ms)} ms in the queue, ` +
       `${Math.round(timing.computed_ms)} ms search and re-ranking, ${Math.round(network)} ms network.`,
   );
   byId("stages").textContent = stages(timing.stages_ms);
@@ -215,6 +217,10 @@ function card(hit, result, kind) {
   inside(".rank").textContent = kind === "before" ? hit.embedding_rank : hit.rank;
   inside(".name").textContent = name;
   inside(".name").title = hit.uri;
+  inside(".columns").textContent = Object.entries(hit.columns)
+    .filter(([, value]) => value !== null)
+    .map(([column, value]) => (column === "captions" ? "" : `${column}: `) + [value].flat().join("; "))
+    .join(" | ");
   inside(".facts").textContent = `row ${hit.row_id}, cosine ${hit.embedding_score.toFixed(4)}`;
   inside("img").alt = name;
   loadThumbnail(inside("img"), hit.row_id);

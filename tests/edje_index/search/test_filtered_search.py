@@ -96,7 +96,7 @@ def test_hits_pass_the_filter(photos):
     assert [hit.row_id for hit in best] == [hit.row_id for hit in even[:3]]
     assert index.search(["a dog", "a cat"], where="width > 1000") == [[], []]
     assert index.search_image(ranked[0].uri, 5, where=f"row_id != {ranked[0].row_id}")[0].row_id != ranked[0].row_id
-    assert {hit.row_id for hit in index.search_row(2, 9, where="row_id < 4")} == {0, 1, 3}
+    assert {hit.row_id for hit in index.search_image(2, 9, where="row_id < 4")} == {0, 1, 3}
     for search in (index.search, index.search_image):
         with pytest.raises(UsageError, match="there is no column licence; the columns are row_id"):
             search("a dog", where="licence = 'cc0'")

@@ -200,7 +200,7 @@ def test_rows_are_reranked_by_id_and_by_uri(index, built):
 def test_rows_that_cannot_be_scored_are_refused(index):
     for rows, message in (
         ([99], "row id 99 is out of range"),
-        ([0, HOLE], f"row {HOLE} of .* has no tokens: not-an-image"),
+        ([0, HOLE], f"row {HOLE} has no tokens: not-an-image"),
         ([DUPLICATE_ROW], "has no tokens: it is a duplicate of row 0"),
         (["nowhere.png", 1, "x", "y", "z"], r"has the uri 'nowhere.png', 'x', 'y' \(and 1 more\)"),
     ):
@@ -221,7 +221,7 @@ def test_an_image_finds_itself_and_its_neighbours(index, built):
     with Image.open(path) as image:
         assert index.search_image(path.read_bytes(), k=5) == index.search_image(image, k=5) == hits
         turned, exif, data = image.transpose(Image.Transpose.ROTATE_90), Image.Exif(), BytesIO()
-    assert rows_of(index.search_row(4, k=4)) == expected[1:]
+    assert rows_of(index.search_image(4, k=4)) == expected[1:]
     exif[0x0112] = 6  # the viewer turns it by 90 degrees clockwise
     turned.save(data, "PNG", exif=exif)
     for query in (data.getvalue(), Image.open(data)):

@@ -48,6 +48,7 @@ def index(tmp_path_factory, tiny_bundle) -> Path:
     for seed in range(6):
         write_photo(folder / "photos" / f"{seed}.jpg", seed)
     write_photo(folder / "photos" / "<img src=x onerror=alert(1)>.jpg", 6)
+    (folder / "photos" / "0.txt").write_text("a <b>red</b> canoe")
     build_index(folder / "photos", folder / "photos.edje", tiny_bundle, engine="inline", threads=1)
     (folder / "photos" / "5.jpg").unlink()
     return folder / "photos.edje"
@@ -64,6 +65,8 @@ def test_both_orders_show_every_photo(index, run, tmp_path):
     assert len([tag for tag, _ in page.tags if tag == "li"]) == 14
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 12
     text = " ".join(page.text)
+    assert text.count("a <b>red</b> canoe") == 2
+    assert "0.jpg  a <b>red</b> canoe\n" in out
     assert text.count("missing: no such file") == 2
     assert "load index and model" in text
     assert "untrained" in text

@@ -19,13 +19,12 @@ _WITH_LIMITS = """
 import json, sys
 from pathlib import Path
 from pipelines.service.guard import Limits
-from pipelines.service.index import open_served_index
-from pipelines.service.server import address_of, listen, run_service
+from pipelines.service.server import address_of, listen, open_warm, run_service
 
 limits = Limits(**json.loads(sys.argv[2]))
 with listen("127.0.0.1", 0) as listener:
     ready = lambda: print(address_of(listener), flush=True)
-    run_service(open_served_index(Path(sys.argv[1])), limits, listener, ready)
+    run_service(open_warm(Path(sys.argv[1])), limits, listener, ready)
 """
 
 

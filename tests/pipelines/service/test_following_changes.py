@@ -13,7 +13,6 @@ import pytest
 
 from edje_index import Client, TokenIndex
 from pipelines import delete_rows, quantize_index
-from pipelines.service.index import ServedIndex
 from storage_formats import Manifest, UsageError
 from storage_formats.format.layout import Layout
 from tests.pipelines.service.server import serve
@@ -29,28 +28,27 @@ def rows_of(index: TokenIndex) -> list[int]:
     return sorted(hit.row_id for hit in index.search("a dog", 12, 12))
 
 
-def test_a_refresh_takes_what_has_changed_and_nothing_else(changing):
-    served = ServedIndex("changing", TokenIndex.open(changing))
-    begun = served.at(None)
-    served.refresh()
-    assert served.at(None) is begun, "nothing has changed"
+def test_a_new_snapshot_takes_what_has_changed_and_nothing_else(changing):
+    begun = TokenIndex.open(changing)
+    assert begun.at_current_snapshot() is begun, "nothing has changed"
+    assert begun.with_precision("nvfp4").store is begun.with_precision("nvfp4").store, "opened once"
     delete_rows(changing, [3])
     quantize_index(changing, ["int8"])
-    served.refresh()
-    assert 3 not in rows_of(served.at(None))
-    assert 3 not in rows_of(served.at("nvfp4"))
-    assert served.at("int8").precision == "int8"
+    index = begun.at_current_snapshot()
+    assert 3 not in rows_of(index)
+    assert 3 not in rows_of(index.with_precision("nvfp4"))
+    assert index.with_precision("int8").precision == "int8"
     assert 3 in rows_of(begun), "a request that has begun keeps its state"
-    assert served.at(None).model is begun.model
+    assert index.model is begun.model
 
 
 def test_another_model_needs_a_restart(changing):
-    served = ServedIndex("changing", TokenIndex.open(changing))
+    index = TokenIndex.open(changing)
     manifest = Manifest.load(changing)
     replace(manifest, model={**manifest.model, "fingerprint": "0" * 64}).write(Layout(changing))
     with pytest.raises(UsageError, match="with another model"):
-        served.refresh()
-    assert rows_of(served.at(None))
+        index.at_current_snapshot()
+    assert rows_of(index)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 
 from edje_index import Client, ServiceError, TokenIndex
 from edje_index.images.thumbnails import read_thumbnails
+from storage_formats import UsageError
 from tests.pipelines.service.conftest import HOLE, ROWS
 from tests.pipelines.service.server import resident_bytes
 
@@ -58,7 +59,7 @@ def test_search_gives_the_hits_of_the_library(client, library):
 def test_search_by_image_and_by_row(client, library, index, http):
     assert same_hits(client.search(photo(index, 7), k=3), library.search_image(photo(index, 7), 3))
     answer = http.post("/search", json={"row_id": 7, "k": 3}).json()
-    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search_row(7, 3)]
+    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search_image(7, 3)]
 
 
 TEXTS = ["a red canoe", "two dogs", "snow", "a man on a bicycle", "a red canoe"]
@@ -83,6 +84,16 @@ def test_a_search_with_a_filter(client, library, http):
     assert {hit["row_id"] for hit in by_row} == {4, 6, 8, 9, 10, 11}
     assert http.post("/search", json={"query": "a dog", "where": "width > 9999"}).json()["hits"] == []
     assert http.get("/info").json()["indexes"][0]["columns"]["width"] == "int32"
+
+
+def test_hits_bring_captions_or_the_chosen_columns(client, library):
+    of_row = {3: ["a red canoe", "<b>two</b> dogs"]}
+    for hits in (client.search("a dog", 11), library.search("a dog", 11), library.search_image(0, 11)):
+        assert [hit.columns for hit in hits] == [{"captions": of_row.get(hit.row_id)} for hit in hits]
+    (hit,) = client.search("a dog", where="row_id = 3", columns=["author", "width"])
+    assert hit.columns == {"author": "Ada", "width": 64}
+    with pytest.raises(ServiceError, match="the rows have no column x; choose from: row_id"):
+        client.search("a dog", columns=["x"])
 
 
 def test_search_returns_both_orders(http, library):
@@ -158,7 +169,7 @@ def test_embed_texts_and_images(client, library, index, http):
     assert http.post("/embed", json={"inputs": []}).json() == []
     np.testing.assert_allclose(client.embed(["a dog", "b"]), library.model.text.encode(["a dog", "b"]), atol=1e-5)
     embedding = client.embed([photo(index, 7)])[0]
-    assert library.search_row(7, 1)
+    assert library.search_image(7, 1)
     np.testing.assert_allclose(
         library.search_image(photo(index, 7), 1)[0].embedding_score, embedding @ embedding, atol=1e-5
     )
@@ -181,7 +192,7 @@ def test_info_describes_the_index_and_the_limits(client, library):
     (index,) = value["indexes"]
     assert (index["name"], index["rows"], index["indexed"]) == ("photos", ROWS, ROWS - 1)
     assert index["precisions"] == ["bf16", "nvfp4"]
-    assert index["bundle_fingerprint"] == library.model.fingerprint
+    assert index["bundle_fingerprint"] == library.model.info.fingerprint
     assert value["limits"]["documents"] == 1000
 
 
@@ -213,6 +224,7 @@ def test_info_describes_the_index_and_the_limits(client, library):
         ("/rerank", {"query": "a"}, 422, "Field required"),
         ("/rerank", {"query": "a", "texts": ["https://x/y.jpg"]}, 422, "URLs are not fetched"),
         ("/rerank", {"query": "a", "texts": ["99"]}, 422, "out of range"),
+        ("/rerank", {"query": "a", "texts": ["no.jpg"]}, 422, "no row has the uri 'no.jpg'"),
         ("/rerank", {"query": "a", "texts": ["0"] * 1001}, 413, "send fewer documents: 1001 are over"),
         ("/rerank", {"query": "a", "documents": [{}]}, 422, "document 0 is empty"),
         ("/rerank", {"query": "a", "documents": [{"image": "http://x"}]}, 422, "URLs are not fetched"),
@@ -222,7 +234,7 @@ def test_info_describes_the_index_and_the_limits(client, library):
         ("/embed", {"inputs": ["a"] * 1001}, 413, "1001 inputs: send at most"),
     ],
 )
-def test_invalid_requests_have_one_shape(http, path, body, status, message):
+def test_invalid_requests_have_one_shape(http, index, path, body, status, message):
     answer = http.post(path, json=body)
     assert (answer.status_code, set(answer.json()), set(answer.json()["error"])) == (
         status,
@@ -230,6 +242,7 @@ def test_invalid_requests_have_one_shape(http, path, body, status, message):
         {"code", "message"},
     ), answer.text
     assert message in answer.json()["error"]["message"]
+    assert str(index.parent) not in answer.text, "a path of the server"
 
 
 def test_malformed_bodies_are_refused(http):
@@ -300,6 +313,9 @@ def test_the_client_reports_what_the_service_says(client):
     with pytest.raises(ServiceError, match="does not have precision") as caught:
         client.search("a", precision="fp2")
     assert caught.value.status == 422
+    for wrong in (object(), "a \ud800 dog", float("nan")):
+        with pytest.raises(UsageError, match="cannot be sent as JSON"):
+            client.search(wrong)
     with Client("http://127.0.0.1:9") as nobody, pytest.raises(ServiceError, match="cannot reach") as unreachable:
         nobody.info()
     assert unreachable.value.status is None
