@@ -46,7 +46,7 @@ def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
         with tempfile.TemporaryFile() as file:
             ours.encode(tokens).tofile(file)
             mapped = np.memmap(file, dtype=np.uint8, mode="r")
-        gathers[name] = partial(ours.scatter, mapped, order * ours.record_bytes, out, rows)
+        gathers[name] = partial(ours.scatter, mapped, (order * ours.record_bytes, rows), out)
     tasks["gather"] = gathers
     all_rates, medians, ratios = {}, {}, {}
     for task, subjects in tasks.items():

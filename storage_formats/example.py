@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -31,7 +33,9 @@ def example_index() -> Path:
         >>> Manifest.load(example_index()).spec.rows
         10
     """
-    root = Path(_temporary_directory().name) / "example.edje"
+    folder = tempfile.mkdtemp(prefix="edje-example-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    root = Path(folder) / "example.edje"
     begin_index(root, _SPEC)
     rng = np.random.default_rng(0)
     receipts = []
@@ -50,8 +54,3 @@ def example_index() -> Path:
         root, _SPEC, receipts, Provenance(model={"fingerprint": "example"}, settings={}, plan="example"), ann={}
     )
     return root
-
-
-@functools.cache
-def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="edje-example-")

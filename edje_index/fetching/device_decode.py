@@ -9,12 +9,13 @@ could give other results, because some devices flush subnormal numbers to zero.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from storage_formats.codecs import BF16, codec
-from storage_formats.codecs.group_scaled import GroupScaledCodec
+from storage_formats.codecs import Codec, codec
+from storage_formats.codecs.formats import GroupScaledCodec
 from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1
 from storage_formats.errors import UsageError
 
@@ -32,56 +33,43 @@ def decode_records_torch(name: str, records: torch.Tensor, block_shape: tuple[in
         `records` if `records` is contiguous.
 
     Raises:
-        UsageError: the precision is unknown, or `records` has the wrong shape or dtype.
+        UsageError: the precision is unknown or has no decoder here, or `records` has the wrong shape or dtype.
     """
     entry = codec(name, block_shape)
+    if name not in _DECODERS:
+        raise UsageError(f"precision '{name}' cannot be decoded with PyTorch; fetch the blocks with TokenStore.fetch")
     if records.dtype != torch.uint8 or records.ndim != 2 or records.shape[1] != entry.record_bytes:
         raise UsageError(f"records must be uint8 [k, {entry.record_bytes}], got {records.dtype} {list(records.shape)}")
-    if isinstance(entry, GroupScaledCodec):
-        blocks = _decode_groups(entry, records)
-    elif name == "int8":
-        blocks = _decode_int8(records, block_shape)
-    elif name == "sign1":
-        blocks = _decode_sign1(records, block_shape)
-    elif name == "fp16":
-        blocks = _canonical(_words(records).view(torch.float16).float().bfloat16())
-    else:
-        blocks = _words(records).view(torch.bfloat16)
-    return blocks.reshape(len(records), *block_shape)
+    return _DECODERS[name](entry, records).reshape(len(records), *block_shape)
 
 
-def _decode_groups(entry: GroupScaledCodec, records: torch.Tensor) -> torch.Tensor:
+def _decode_groups(entry: Codec, records: torch.Tensor) -> torch.Tensor:
+    assert isinstance(entry, GroupScaledCodec)
     codes, scales = records[:, : entry.codes_bytes], records[:, entry.codes_bytes :]
     if entry.element is E2M1:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1)
-    table = _products(entry.name, records.device)
+    table = _products(type(entry), records.device)
     groups = codes.reshape(*scales.shape, entry.group).int()
     return table.view(torch.bfloat16)[(scales.int() * (len(table) // 256)).unsqueeze(-1) + groups]
 
 
 @functools.lru_cache(maxsize=32)
-def _products(name: str, device: torch.device) -> torch.Tensor:
-    """Return the product of each of the 256 scales and each code, as bfloat16 bits, int16 [256 * number of codes]."""
-    entry = codec(name)
-    assert isinstance(entry, GroupScaledCodec)
-    with np.errstate(over="ignore", invalid="ignore"):  # the table also has products that encoders never write
-        products = (entry.scale_values[:, None] * entry.element.values).astype(BF16)
-    bits = np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16))
-    return torch.from_numpy(bits.reshape(-1).view(np.int16)).to(device)
+def _products(codec_class: type[GroupScaledCodec], device: torch.device) -> torch.Tensor:
+    """Copy the table of products of scale and code to a device, int16 [256 * number of codes]."""
+    return torch.from_numpy(codec_class.products().view(np.int16)).to(device)
 
 
-def _decode_int8(records: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
-    values = block_shape[0] * block_shape[1]
-    codes = records[:, :values].view(torch.int8).reshape(-1, *block_shape).float()
-    scales = _words(records[:, values:]).view(torch.bfloat16).float()
+def _decode_int8(entry: Codec, records: torch.Tensor) -> torch.Tensor:
+    codes = records[:, : entry.values].view(torch.int8).reshape(-1, *entry.block_shape).float()
+    scales = _words(records[:, entry.values :]).view(torch.bfloat16).float()
     return _canonical((codes * scales.unsqueeze(-1)).bfloat16())
 
 
-def _decode_sign1(records: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
-    size = block_shape[0] * block_shape[1] // 8
+def _decode_sign1(entry: Codec, records: torch.Tensor) -> torch.Tensor:
+    size = entry.values // 8
     bits = torch.arange(8, dtype=torch.uint8, device=records.device)
     negative = (records[:, :size].unsqueeze(-1) >> bits) & 1
-    signs = negative.reshape(-1, *block_shape).to(torch.int16) << 15
+    signs = negative.reshape(-1, *entry.block_shape).to(torch.int16) << 15
     return _canonical((_words(records[:, size:]).unsqueeze(-1) ^ signs).view(torch.bfloat16))
 
 
@@ -96,3 +84,12 @@ def _canonical(blocks: torch.Tensor) -> torch.Tensor:
     return torch.where(blocks.isnan(), torch.tensor(CANONICAL_NAN, dtype=torch.int16, device=bits.device), bits).view(
         torch.bfloat16
     )
+
+
+_DECODERS: dict[str, Callable[[Codec, torch.Tensor], torch.Tensor]] = {
+    "bf16": lambda _, records: _words(records).view(torch.bfloat16),
+    "fp16": lambda _, records: _canonical(_words(records).view(torch.float16).float().bfloat16()),
+    "int8": _decode_int8,
+    "sign1": _decode_sign1,
+    **dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), _decode_groups),
+}

@@ -1,27 +1,18 @@
-"""The registry of precisions. To add a precision, write a module with a codec class and add the class to `_CODECS`."""
+"""The precisions of stored tokens. To add one, write a codec class in `codecs.formats` and a decoder for GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
 from storage_formats.codecs.base import BF16, Blocks, Codec, Records
-from storage_formats.codecs.bf16 import BF16Codec
-from storage_formats.codecs.fp16 import FP16Codec
-from storage_formats.codecs.group_scaled import FP8Codec, MXFP4Codec, MXFP8Codec, NVFP4Codec
-from storage_formats.codecs.int8 import Int8Codec
-from storage_formats.codecs.sign1 import Sign1Codec
+from storage_formats.codecs.formats import CODECS
 from storage_formats.errors import UsageError
 
 __all__ = ["BF16", "Blocks", "Codec", "Records", "codec", "fill_record", "finest", "precisions"]
 
 DEFAULT_BLOCK_SHAPE = (64, 384)
-
-_CODECS: dict[str, Callable[[tuple[int, int]], Codec]] = {
-    codec_class.name: codec_class
-    for codec_class in (BF16Codec, FP16Codec, Int8Codec, FP8Codec, MXFP8Codec, NVFP4Codec, MXFP4Codec, Sign1Codec)
-}
 
 
 def precisions() -> tuple[str, ...]:
@@ -32,7 +23,7 @@ def precisions() -> tuple[str, ...]:
         >>> precisions()
         ('bf16', 'fp16', 'int8', 'fp8', 'mxfp8', 'nvfp4', 'mxfp4', 'sign1')
     """
-    return tuple(_CODECS)
+    return tuple(CODECS)
 
 
 def finest(names: Iterable[str]) -> str:
@@ -67,9 +58,9 @@ def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Code
         (2, 64, 384)
     """
     try:
-        return _CODECS[name](block_shape)
+        return CODECS[name](block_shape)
     except KeyError:
-        raise UsageError(f"unknown precision '{name}'; choose one of: {', '.join(_CODECS)}") from None
+        raise UsageError(f"unknown precision '{name}'; choose one of: {', '.join(CODECS)}") from None
 
 
 def fill_record(codec: Codec) -> Records:

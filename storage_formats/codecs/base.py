@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs.minifloat import NAN_CODE
 from storage_formats.errors import UsageError
-from storage_formats.row_ids import as_indices
 from storage_formats.threads import run_chunks
 
 BFloat16: TypeAlias = Any  # ml_dtypes.bfloat16 has no stub that NDArray accepts
@@ -20,8 +19,6 @@ Blocks: TypeAlias = NDArray[BFloat16]
 """Token blocks, ml_dtypes.bfloat16 [k, m, d]."""
 Records: TypeAlias = NDArray[np.uint8]
 """Encoded blocks, uint8 [k, record_bytes]."""
-Indices: TypeAlias = Sequence[int] | NDArray[np.integer]
-"""Indices or byte offsets, [k]."""
 Bits: TypeAlias = NDArray[np.uint16]
 """Bits of bfloat16 values, flat."""
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -46,6 +43,7 @@ class Codec(ABC):
     Attributes:
         name: name of the precision. The directory of its shards under `tokens/` has the same name.
         logical_dtype: number format of the stored values, for example `bfloat16` or `int8`.
+        width_multiple: the width of a token must be a multiple of this number.
         block_shape: (m, d), tokens per block and values per token.
         values: number of values per block.
         record_bytes: length of a record in bytes, including scales.
@@ -69,12 +67,20 @@ class Codec(ABC):
     logical_dtype: str
     zarr_dtype = "uint8"
     fill_value = NAN_CODE
+    width_multiple = 1
 
     def __init__(self, block_shape: tuple[int, int], record_bytes: int) -> None:
+        width, multiple = block_shape[1], self.width_multiple
+        if width % multiple:
+            raise UsageError(
+                f"precision '{self.name}' needs tokens whose width is a multiple of {multiple}, but the width is "
+                f"{width}; use fp8 or int8, which accept any width"
+            )
         self.block_shape = block_shape
-        self.values = block_shape[0] * block_shape[1]
+        self.values = block_shape[0] * width
         self.record_bytes = record_bytes
-        self.record_shape: tuple[int, ...] = (record_bytes,)
+        self.record_shape: tuple[int, ...] = (record_bytes,) if self.zarr_dtype == "uint8" else block_shape
+        self._geometry = (self.values, width, multiple if multiple > 1 else width)  # see `kernels`
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         """Encode the blocks with the indices `range(*span)`."""
@@ -111,51 +117,29 @@ class Codec(ABC):
         check_out(out, shape)
         order = np.arange(len(records))
         flat = np.ascontiguousarray(records).reshape(-1)
-        self._convert(flat, (order * self.record_bytes, order), out, threads)
+        self.scatter(flat, (order * self.record_bytes, order), out, threads)
         return out
 
     def scatter(
         self,
-        memory: NDArray[np.uint8],
-        offsets: Indices,
-        out: Blocks,
-        indices: Indices,
-        threads: int | None = None,
-        check: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """Decode the record that starts at byte `offsets[i]` of `memory` into `out[indices[i]]`, for each i.
-
-        Args:
-            memory: uint8 [bytes], contiguous.
-            offsets: [k], byte offsets of records.
-            out: bf16 [n, m, d].
-            indices: [k], distinct indices of blocks of `out`.
-            threads: maximum number of threads.
-            check: called as `check(start, stop)` just before the same thread decodes records [start, stop). The records
-                are then still in the processor's cache. `check` raises an exception if a record is damaged.
-
-        Raises:
-            UsageError: an offset or an index is out of range, or an array has the wrong type or shape.
-        """
-        if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
-            raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
-        record_offsets = _checked(offsets, len(memory) - self.record_bytes + 1, "offsets")
-        block_indices = _checked(indices, len(out), "indices")
-        if len(record_offsets) != len(block_indices):
-            raise UsageError(
-                f"offsets and indices must have the same length, got {len(record_offsets)} and {len(block_indices)}"
-            )
-        check_out(out, (len(out), *self.block_shape))
-        self._convert(memory, (record_offsets, block_indices), out, threads, check)
-
-    def _convert(
-        self,
         memory: Bytes,
         moves: Moves,
         out: Blocks,
-        threads: int | None,
+        threads: int | None = None,
         check: Callable[[int, int], None] | None = None,
     ) -> None:
+        """Decode the record that starts at byte `offsets[i]` of `memory` into `out[blocks[i]]`, for each i.
+
+        The offsets and blocks are not checked: a wrong one reads or writes other memory.
+
+        Args:
+            memory: uint8 [bytes], contiguous.
+            moves: (offsets, blocks), int64 [k] each, contiguous; the blocks are distinct.
+            out: bf16 [n, m, d], C-contiguous.
+            threads: maximum number of threads.
+            check: called as `check(start, stop)` just before the same thread decodes records [start, stop). The records
+                are then still in the processor's cache. `check` raises an exception if a record is damaged.
+        """
         bits = out.view(np.uint16).reshape(-1)
 
         def decode(start: int, stop: int) -> None:
@@ -164,14 +148,6 @@ class Codec(ABC):
             self._decode(memory, moves, bits, (start, stop))
 
         run_chunks(decode, len(moves[0]), 2 * self.values, threads)
-
-
-def _checked(indices: Indices, count: int, name: str) -> NDArray[np.int64]:
-    """Return a copy of `indices`, int64 [k]. Raise UsageError unless all indices are in 0..count - 1."""
-    checked = as_indices(indices, name)
-    if checked.size and (checked.min() < 0 or checked.max() >= count):
-        raise UsageError(f"{name} must be in 0..{count - 1}, got values in {checked.min()}..{checked.max()}")
-    return np.array(checked, dtype=np.int64, order="C")
 
 
 def check_out(out: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any] = BF16) -> None:

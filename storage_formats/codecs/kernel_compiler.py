@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numba
 
@@ -15,38 +15,27 @@ types: Any = numba.types
 _njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy")
 
 
-class Kernel:
-    """A function that Numba compiles for one signature at its first call. The function runs without the GIL.
+def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of a function that Numba compiles at its first call. The function runs without the GIL.
 
     The compiled code is cached on disk if the installation or the home directory is writeable.
 
     Args:
-        function: Python function to compile. The function must return None.
-        arguments: Numba types of the arguments of `function`.
+        arguments: Numba types of the arguments. The function must return None.
     """
 
-    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self._function = function
-        self._signature = types.void(*arguments)
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.cache
+        def compiled() -> Callable[..., None]:
+            compiler = _njit(types.void(*arguments), cache=True)
+            try:
+                return cast(Callable[..., None], compiler(function))
+            except (RuntimeError, OSError):  # neither the installation nor the home directory is writeable
+                return cast(Callable[..., None], _njit(types.void(*arguments))(function))
 
-    def __call__(self, *arguments: Any) -> None:
-        self._compiled(*arguments)
+        return functools.wraps(function)(lambda *values: compiled()(*values))
 
-    @functools.cached_property
-    def _compiled(self) -> Callable[..., None]:
-        try:
-            return self._compile(cache=True)
-        except (RuntimeError, OSError):  # neither the installation nor the home directory is writeable
-            return self._compile(cache=False)
-
-    def _compile(self, *, cache: bool) -> Callable[..., None]:
-        compiled: Callable[..., None] = _njit(self._signature, cache=cache)(self._function)
-        return compiled
-
-
-def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Kernel]:
-    """Return a decorator that makes a function a `Kernel` with the given Numba types of its arguments."""
-    return lambda function: Kernel(function, arguments)
+    return decorate
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

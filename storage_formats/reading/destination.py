@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs import Codec, Records
-from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Batch, Ints, Part
 from storage_formats.reading.checksums import BlockCheck
@@ -47,7 +46,7 @@ class Destination:
     ) -> None:
         self.batch = batch
         self.records: Records | None = None
-        if out.dtype == np.uint8 or codec.name == BF16Codec.name:
+        if out.dtype == np.uint8 or codec.name == "bf16":
             self.records = out.view(np.uint8).reshape(len(out), codec.record_bytes)
         self._out = out
         self._codec = codec
@@ -66,7 +65,7 @@ class Destination:
         check, size = self._check[part], self._codec.record_bytes
         if self.records is None:
             in_memory = _memory_check(memory.ctypes.data + offsets, size, check)
-            self._codec.scatter(memory, offsets, self._out, self.batch.out_indices[part], threads, in_memory)
+            self._codec.scatter(memory, (offsets, self.batch.out_indices[part]), self._out, threads, in_memory)
             return
         # A thread that works on after an interruption keeps the memory alive.
         sources, targets = memory.ctypes.data + offsets, self._addresses(part)

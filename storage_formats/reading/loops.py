@@ -16,7 +16,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import config, extending
 from numpy.typing import NDArray
 
-from storage_formats.codecs.kernel_compiler import Kernel, inlined, types
+from storage_formats.codecs.kernel_compiler import inlined, kernel, types
 
 # The stub of `intrinsic` does not know that Numba passes the first argument.
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = extending.intrinsic
@@ -133,17 +133,22 @@ def _crc_rest(crc: Any, address: Any, stop: Any) -> Any:
     return np.uint32(crc ^ _ONES)
 
 
-@inlined
-def _lanes(first: int, stop: int) -> Any:
-    return first, min(first + 1, stop - 1), min(first + 2, stop - 1)
+_ADDRESS_ARRAY = types.Array(types.int64, 1, "C", readonly=True)
+_CHECKSUM_ARRAY = types.Array(types.uint32, 1, "C")
 
 
-def _check(
+@kernel(_ADDRESS_ARRAY, _ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY, types.int64, types.int64, types.int64)
+def check_records(
     sources: Addresses, targets: Addresses, size: int, checksums: Checksums, copies: int, start: int, stop: int
 ) -> None:
+    """Write the CRC-32C of the `size` bytes at each address sources[i] to checksums[i], for i in [start, stop).
+
+    Also copy the bytes to targets[i], unless `copies` is `NO_COPY`. `COPY_NONTEMPORAL` bypasses the processor's cache,
+    and needs a `size` and targets that are multiples of 64.
+    """
     whole = size - size % 64
     for first in range(start, stop, 3):
-        i, j, k = _lanes(first, stop)
+        i, j, k = first, min(first + 1, stop - 1), min(first + 2, stop - 1)
         a, b, c = sources[i], sources[j], sources[k]
         p, q, r = targets[i], targets[j], targets[k]
         x = y = z = _ONES
@@ -166,15 +171,3 @@ def _check(
         checksums[k] = _crc_rest(z, c + whole, c + size)
     if copies == COPY_NONTEMPORAL:
         _fence()
-
-
-_ADDRESS_ARRAY = types.Array(types.int64, 1, "C", readonly=True)
-_CHECKSUM_ARRAY = types.Array(types.uint32, 1, "C")
-check_records = Kernel(
-    _check, (_ADDRESS_ARRAY, _ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY, types.int64, types.int64, types.int64)
-)
-"""(sources, targets, size, checksums, copies, start, stop): write the CRC-32C of the `size` bytes at each address
-sources[i] to checksums[i], for i in [start, stop), and copy the bytes to targets[i]. Releases the GIL.
-
-`copies` is `NO_COPY`, `COPY`, or `COPY_NONTEMPORAL`, which bypasses the processor's cache and needs a `size` and
-targets that are multiples of 64."""

@@ -7,11 +7,15 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import codec as codec_of
 from storage_formats.codecs.base import BF16, Blocks, Codec, Records
-from storage_formats.codecs.fp16 import FP16Codec
-from storage_formats.codecs.group_scaled import LARGEST_INPUT, GroupScaledCodec
-from storage_formats.codecs.int8 import NAN_SCALE, Int8Codec
+from storage_formats.codecs.formats import (
+    LARGEST_INPUT,
+    NAN_SCALE,
+    FP16Codec,
+    GroupScaledCodec,
+    Int8Codec,
+    Sign1Codec,
+)
 from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1, NAN_CODE
-from storage_formats.codecs.sign1 import Sign1Codec
 
 
 def every_code(name: str) -> tuple[Records, tuple[int, int]]:

@@ -111,5 +111,5 @@ def test_a_kernel_that_cannot_be_cached_is_compiled():
     with pytest.raises(RuntimeError, match="cannot cache"):
         numba.njit(cache=True)(space["seven"])
     numbers = np.zeros(1, dtype=np.int64)
-    kernel_compiler.Kernel(space["seven"], (kernel_compiler.output_array(kernel_compiler.types.int64),))(numbers)
+    kernel_compiler.kernel(kernel_compiler.output_array(kernel_compiler.types.int64))(space["seven"])(numbers)
     assert numbers[0] == 7

@@ -1,0 +1,373 @@
+"""The record formats: one codec class per precision.
+
+SPEC.md section 6 specifies them too. The compiled loops are in `codecs.kernels`, which imports Numba, so a codec
+imports that module at its first conversion.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.codecs.base import BF16, Bits, Blocks, Bytes, Codec, Moves, Records, Span
+from storage_formats.codecs.minifloat import (
+    CANONICAL_NAN,
+    E2M1,
+    E4M3,
+    NAN_CODE,
+    MiniFloat,
+    e8m0_codes,
+    e8m0_values,
+    mx_scale_codes,
+)
+
+NAN_SCALE = 0xFFFF
+"""Bits of the scale of a token that contains NaN or infinity. Both bytes equal the fill value."""
+SECOND_LEVEL_SCALE = 2.0**-3
+"""The constant factor of all scales of `nvfp4`."""
+LARGEST_INPUT = 15 * 2.0**124
+"""Finite magnitudes above this limit are encoded as the limit, because E4M3 would round them to 2**128."""
+
+
+def _kernels() -> ModuleType:
+    from storage_formats.codecs import kernels
+
+    return kernels
+
+
+class BF16Codec(Codec):
+    """bfloat16 values, stored unchanged.
+
+    A record contains m x d bfloat16 values of two bytes, little endian, tokens in order. A bfloat16 is the upper half
+    of an IEEE 754 binary32: 1 sign bit, 8 exponent bits (bias 127), 7 fraction bits. All values are stored exactly,
+    including NaN.
+    """
+
+    name = "bf16"
+    logical_dtype = "bfloat16"
+    zarr_dtype = "uint16"
+    fill_value = 0x7FC0
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        super().__init__(block_shape, 2 * block_shape[0] * block_shape[1])
+
+    def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
+        self._check_blocks(blocks)
+        return np.ascontiguousarray(blocks).view(np.uint8).reshape(len(blocks), self.record_bytes)
+
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        start, stop = span
+        copies = bits.view(np.uint8).reshape(-1, self.record_bytes)
+        for offset, index in zip(moves[0][start:stop].tolist(), moves[1][start:stop].tolist(), strict=True):
+            copies[index] = records[offset : offset + self.record_bytes]
+
+
+class FP16Codec(Codec):
+    """IEEE 754 binary16 values, without a scale.
+
+    A record contains m x d binary16 values of two bytes, little endian, tokens in order.
+
+    - Magnitudes from 2 ** -14 to 65,504 are stored exactly.
+    - Smaller magnitudes are rounded to a multiple of 2 ** -24, ties to even.
+    - Larger finite magnitudes are stored as 65,504.
+    - NaN and infinity are stored as the NaN 0x7E00.
+
+    Decoding rounds each value to the nearest bfloat16, ties to even.
+    """
+
+    name = "fp16"
+    logical_dtype = "float16"
+    zarr_dtype = "uint16"
+    fill_value = 0x7E00
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        super().__init__(block_shape, 2 * block_shape[0] * block_shape[1])
+
+    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
+        blocks = np.arange(*span)
+        moves = (blocks * self.record_bytes, blocks)
+        words = records.view(np.uint16)
+        _kernels().translate(bits.view(np.uint8), moves, _from_bf16(), words, self.values, (0, len(blocks)))
+
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        _kernels().translate(records, moves, _to_bf16(), bits, self.values, span)
+
+
+@functools.cache
+def _from_bf16() -> NDArray[np.uint16]:
+    """Return the binary16 bits of each bfloat16 value, uint16 [65536], indexed by the bits of the bfloat16 value."""
+    numbers = np.arange(0x10000, dtype=np.uint16).view(BF16).astype(np.float32)
+    nearest = np.clip(numbers, -65504, 65504).astype(np.float16).view(np.uint16)
+    return np.where(np.isfinite(numbers), nearest, np.uint16(FP16Codec.fill_value))
+
+
+@functools.cache
+def _to_bf16() -> NDArray[np.uint16]:
+    """Return the bfloat16 bits of each binary16 value, uint16 [65536], indexed by the bits of the binary16 value."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        nearest = np.arange(0x10000, dtype=np.uint16).view(np.float16).astype(np.float32).astype(BF16)
+    return np.where(np.isnan(nearest), np.uint16(CANONICAL_NAN), nearest.view(np.uint16))
+
+
+class Int8Codec(Codec):
+    """Eight-bit integers with one scale per token.
+
+    A record contains, for m tokens of width d:
+
+    - m x d two's complement integers of one byte, tokens in order
+    - m bfloat16 scales, little endian
+
+    A decoded value is integer x scale, rounded to bfloat16. The scale is the largest magnitude of the token divided by
+    127, rounded to bfloat16 and limited to 2 ** -133 to 2 ** 121. The encoder rounds value / scale to the nearest
+    integer, ties to even, and limits the integer to -127 to 127. This is the symmetric scheme of Jacob et al., 2018.
+    """
+
+    name = "int8"
+    logical_dtype = "int8"
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        super().__init__(block_shape, block_shape[0] * (block_shape[1] + 2))
+
+    @staticmethod
+    def scales(largest: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the scale of each token, float32, with the shape of `largest`.
+
+        Args:
+            largest: largest magnitude of each token, float32, finite.
+        """
+        return np.clip((largest / 127).astype(BF16).astype(np.float32), 2.0**-133, 2.0**121)
+
+    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
+        _kernels().encode_int8(bits, _int8_scales(), records, self._geometry, span)
+
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        _kernels().decode_int8(records, moves, bits, self._geometry, span)
+
+
+@functools.cache
+def _int8_scales() -> NDArray[np.uint16]:
+    """Return the bits of the scale, uint16 [32768], indexed by the bits of the largest magnitude of a token."""
+    magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
+    finite = np.isfinite(magnitudes)
+    table = np.full(len(magnitudes), NAN_SCALE, dtype=np.uint16)
+    table[finite] = Int8Codec.scales(magnitudes[finite]).astype(BF16).view(np.uint16)
+    return table
+
+
+class GroupScaledCodec(Codec):
+    """Stores the codes of all values, then the scales of all groups. One byte stores one E4M3 code or two E2M1 codes.
+
+    Attributes:
+        element: number format of the codes.
+        scale_values: value of each scale code, float32 [256]. The value of code 0xFF is NaN.
+        group: number of consecutive values of a token that share one scale.
+    """
+
+    element: MiniFloat
+    scale_values: NDArray[np.float32]
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        values = block_shape[0] * block_shape[1]
+        self.group = self.width_multiple if self.width_multiple > 1 else block_shape[1]
+        self.codes_bytes = values if self.element is E4M3 else values // 2
+        super().__init__(block_shape, self.codes_bytes + values // self.group)
+
+    @staticmethod
+    @abstractmethod
+    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """Return the scale code of each group, uint8, with the shape of `largest`.
+
+        Args:
+            largest: largest magnitude of each group, float32, finite.
+        """
+
+    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
+        if self.element is E4M3:  # with scales that are powers of two, so multiplying by the inverse is exact
+            encode = _kernels().encode_e4m3_tokens if self.group == self.block_shape[1] else _kernels().encode_e4m3
+            encode(bits, self._scale_table(), 1 / self.scale_values, records, self._geometry, span)
+        else:
+            _kernels().encode_e2m1(bits, self._scale_table(), self.scale_values, records, self._geometry, span)
+
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        if self.element is E4M3:
+            _kernels().decode_e4m3(records, moves, self.products(), bits, self._geometry, span)
+        else:
+            _kernels().decode_e2m1(records, moves, self._pairs(), bits.view(np.uint32), self._geometry, span)
+
+    @classmethod
+    @functools.cache
+    def _scale_table(cls) -> NDArray[np.uint8]:
+        """Return the scale code for each bfloat16 magnitude, uint8 [32768], indexed by the bits of the magnitude."""
+        magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
+        finite = np.isfinite(magnitudes)
+        table = np.full(len(magnitudes), NAN_CODE, dtype=np.uint8)
+        table[finite] = cls.scale_codes(magnitudes[finite])
+        return table
+
+    @classmethod
+    @functools.cache
+    def products(cls) -> NDArray[np.uint16]:
+        """Return the bfloat16 bits of scale x code for each scale and code, uint16 [256 * number of codes]."""
+        with np.errstate(over="ignore", invalid="ignore"):  # only scales that no encoder writes overflow
+            products = (cls.scale_values[:, None] * cls.element.values).astype(BF16)
+        return np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16)).reshape(-1)
+
+    @classmethod
+    @functools.cache
+    def _pairs(cls) -> NDArray[np.uint32]:
+        """Return the bfloat16 bits of the two values in a byte, for each scale and byte, uint32 [256 * 256]."""
+        # The value of the low four bits of the byte is in the lower half of a word.
+        products = cls.products().reshape(256, -1).astype(np.uint32)
+        byte = np.arange(256)
+        return (products[:, byte & 15] | (products[:, byte >> 4] << np.uint32(16))).reshape(-1)
+
+
+class FP8Codec(GroupScaledCodec):
+    """E4M3 codes with one power-of-two scale per token.
+
+    A record contains, for m tokens of width d:
+
+    - m x d E4M3 codes of one byte, tokens in order
+    - m E8M0 scales of one byte
+
+    An E4M3 code has the sign in bit 7, the exponent (bias 7) in bits 6-3 and the fraction in bits 2-0. Exponent 0 is
+    subnormal. 0x7F and 0xFF are NaN (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). An E8M0 scale is 2 **
+    (byte - 127), and the byte 0xFF is NaN (OCP MX 1.0, section 5.4.1). A decoded value is code x scale.
+
+    The encoder takes the smallest scale with which no code exceeds 448.
+    """
+
+    name = "fp8"
+    logical_dtype = "float8_e4m3fn"
+    element = E4M3
+    scale_values = e8m0_values()
+
+    @staticmethod
+    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        fraction, exponent = np.frexp(largest.astype(np.float64) / E4M3.largest)  # fraction in [0.5, 1)
+        return e8m0_codes(np.where(largest > 0, exponent - (fraction == 0.5), -127))
+
+
+class MXFP8Codec(GroupScaledCodec):
+    """MXFP8 with E4M3 elements (OCP Microscaling Formats (MX) Specification 1.0, 2023).
+
+    A record contains, for m tokens of width d, where d is a multiple of 32:
+
+    - m x d E4M3 codes of one byte (see `fp8`), tokens in order
+    - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
+
+    A decoded value is code x scale. The scale of a group is the largest power of two that does not exceed the largest
+    magnitude of the group / 256 (section 6.3). Magnitudes above 448 x scale are stored as 448 x scale.
+    """
+
+    name = "mxfp8"
+    logical_dtype = "mxfp8_e4m3"
+    width_multiple = 32
+    element = E4M3
+    scale_values = e8m0_values()
+
+    @staticmethod
+    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        return mx_scale_codes(largest, 8)
+
+
+class MXFP4Codec(GroupScaledCodec):
+    """MXFP4 (OCP Microscaling Formats (MX) Specification 1.0, 2023).
+
+    A record contains, for m tokens of width d, where d is a multiple of 32:
+
+    - m x d / 2 bytes of E2M1 codes, tokens in order, two codes per byte with the first in the low half
+    - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
+
+    An E2M1 code has the sign in bit 3, the exponent (bias 1) in bits 2-1 and the fraction in bit 0. Its magnitudes are
+    0, 0.5, 1, 1.5, 2, 3, 4 and 6. A scale is 2 ** (byte - 127), and the byte 0xFF is NaN. A decoded value is
+    code x scale.
+
+    The scale of a group is the largest power of two that does not exceed the largest magnitude of the group / 4
+    (section 6.3). Magnitudes above 6 x scale are stored as 6 x scale.
+    """
+
+    name = "mxfp4"
+    logical_dtype = "mxfp4_e2m1"
+    width_multiple = 32
+    element = E2M1
+    scale_values = e8m0_values()
+
+    @staticmethod
+    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        return mx_scale_codes(largest, 2)
+
+
+class NVFP4Codec(GroupScaledCodec):
+    """NVFP4 (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025) with a fixed second-level scale.
+
+    A record contains, for m tokens of width d, where d is a multiple of 16:
+
+    - m x d / 2 bytes of E2M1 codes (see `mxfp4`), tokens in order, two codes per byte with the first in the low half
+    - m x d / 16 E4M3 scales of one byte (see `fp8`), one per group of 16 consecutive values of a token
+
+    A decoded value is code x scale / 8, which is an exact bfloat16 value. The factor 1/8 is the second-level scale of
+    NVFP4. This factor is constant, so that a record does not depend on other records.
+
+    The scale is 8/6 of the largest magnitude of the group, rounded to the nearest E4M3 number, and at least 2 ** -9.
+    Magnitudes above 6 x scale / 8 are stored as 6 x scale / 8.
+    """
+
+    name = "nvfp4"
+    logical_dtype = "nvfp4_e2m1"
+    width_multiple = 16
+    element = E2M1
+    scale_values = E4M3.values * np.float32(SECOND_LEVEL_SCALE)
+
+    @staticmethod
+    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        scales = largest.astype(np.float64) / (E2M1.largest * SECOND_LEVEL_SCALE)
+        return np.maximum(E4M3.encode(scales), np.uint8(1))
+
+
+class Sign1Codec(Codec):
+    """The sign of each value, with one scale per token.
+
+    A record contains, for m tokens of width d, where d is a multiple of 8:
+
+    - m x d / 8 bytes of sign bits, tokens in order; the lowest bit of a byte comes first, and 1 means negative
+    - m bfloat16 scales, little endian
+
+    A decoded value is +scale or -scale. The scale is the mean magnitude of the token, which minimises the squared error
+    (Rastegari et al., "XNOR-Net", 2016, section 3.1). The encoder sums the magnitudes in float64 from the first value
+    to the last, divides the sum by d, and rounds the quotient to float32 and then to bfloat16.
+    """
+
+    name = "sign1"
+    logical_dtype = "sign1"
+    width_multiple = 8
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        super().__init__(block_shape, block_shape[0] * (block_shape[1] // 8 + 2))
+
+    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
+        _kernels().encode_sign1(bits, records, self._geometry, span)
+
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        _kernels().decode_sign1(records, moves, _sign_words(), bits.view(np.uint64), self._geometry, span)
+
+
+@functools.cache
+def _sign_words() -> NDArray[np.uint64]:
+    """Return a table of two words for each byte of eight sign bits, uint64 [512].
+
+    A word consists of four bfloat16 values with only the sign bits set.
+    """
+    signs = (np.arange(256)[:, None] >> np.arange(8)) & 1
+    return (signs.astype(np.uint16) << np.uint16(15)).view(np.uint64).reshape(-1)
+
+
+CODECS = {
+    codec_class.name: codec_class
+    for codec_class in (BF16Codec, FP16Codec, Int8Codec, FP8Codec, MXFP8Codec, NVFP4Codec, MXFP4Codec, Sign1Codec)
+}
+"""The codec class of each precision, most accurate first."""
