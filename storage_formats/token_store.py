@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -20,6 +21,7 @@ from storage_formats.arguments import as_text
 from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record, finest
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.extras import name_missing_extra
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
@@ -37,7 +39,7 @@ from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
 from storage_formats.row_ids import RowIds, check_row_ids
 
 if TYPE_CHECKING:
-    from storage_formats.torch_conversion import Tensor
+    from torch import Tensor
 
 __all__ = ["RowIds", "TokenStore"]
 
@@ -228,9 +230,9 @@ class TokenStore:
             view.read(ids, out, hole=np.array(np.nan, dtype=out.dtype))
         if not as_torch:
             return out
-        from storage_formats.torch_conversion import to_tensor
-
-        return to_tensor(out)
+        with name_missing_extra("search"):
+            import torch
+        return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)  # from_numpy knows no ml_dtypes.bfloat16
 
     def fetch_records(self, row_ids: RowIds, out: Records | None = None) -> Records:
         """Read the records of `row_ids` without decoding, for example for a decoder on the GPU.
@@ -368,24 +370,18 @@ class TokenStore:
         def token_path(shard: int) -> Path:
             return layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
 
-        def checksum_path(shard: int) -> Path:
-            return layout.checksums(token_codec.name, shard)
+        def path_inside(shard: int) -> Path:
+            return check_inside(layout.root, token_path(shard))
 
-        size = token_codec.record_bytes
+        def key(shard: int) -> str:
+            return layout.relative(token_path(shard))
+
+        checksum_path, size = partial(layout.checksums, token_codec.name), token_codec.record_bytes
         reads: LocalReads | ObjectReads
-        if index.remote is None:
-
-            def path_inside(shard: int) -> Path:
-                return check_inside(layout.root, token_path(shard))
-
+        if (folder := index.remote) is None:
             checksums = BlockChecksums(index, checksum_path, token_path)
             reads = previous.reads if previous else LocalReads(path_inside, size, spec, self._engine)
         else:
-            folder = index.remote
-
-            def key(shard: int) -> str:
-                return layout.relative(token_path(shard))
-
             if self._engine not in ("auto", OBJECT_STORE):
                 raise UsageError(
                     f"the read engine '{self._engine}' cannot read an index on an object store; choose auto or "

@@ -22,8 +22,8 @@ HOMES = {
     "ray": ["pipelines/engines"],
     "faiss": ["edje_index/indexing/faiss_index.py"],
     "click": ["pipelines/cli", "benchmarks/cli.py"],
-    # storage_formats stays light: the one module that converts blocks to tensors imports torch when it is called.
-    "torch": ["storage_formats/torch_conversion.py", "edje_index", "benchmarks"],
+    # storage_formats stays light: `TokenStore.fetch` imports torch when it is asked for a tensor.
+    "torch": ["storage_formats/token_store.py", "edje_index", "benchmarks"],
     "open_clip": ["edje_index"],
     "transformers": ["edje_index"],
     "rich": ["pipelines"],

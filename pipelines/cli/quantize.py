@@ -66,8 +66,8 @@ def quantize(
 ) -> None:
     """Add or remove precisions of the tokens in INDEX.
 
-    Precisions are for example bf16, fp8 and nvfp4; the error for an unknown name lists all. INDEX can be searched during
-    the conversion. Run the same command again to resume a stopped conversion.
+    Precisions are for example bf16, fp8 and nvfp4; the error for an unknown name lists all. INDEX can be searched
+    during the conversion. Run the same command again to resume a stopped conversion.
 
     With --report, the command first measures how much each precision changes the tokens and the re-ranking, compared
     with the most accurate precision stored. The report covers the precisions of --to, or all precisions without --to.

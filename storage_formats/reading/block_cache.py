@@ -178,7 +178,14 @@ class CacheFiles:
         if time.monotonic() < self._paused_until:
             return
         try:
-            if not self._has_room(len(data) + _WRITE_OVERHEAD):
+            size = len(data) + _WRITE_OVERHEAD
+            if size > self._step:
+                return
+            with self._lock:
+                self._unchecked += size
+                if is_due := self._unchecked > self._step:
+                    self._unchecked = size
+            if is_due and not self._remove_unused():
                 return
             path = self._root / name
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -189,17 +196,6 @@ class CacheFiles:
                 os.close(descriptor)
         except OSError:
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
-
-    def _has_room(self, size: int) -> bool:
-        """Return True if `size` more bytes may be written. Removes files if necessary."""
-        if size > self._step:
-            return False
-        with self._lock:
-            self._unchecked += size
-            if self._unchecked <= self._step:
-                return True
-            self._unchecked = size
-        return self._remove_unused()
 
     def _remove_unused(self) -> bool:
         """Remove the files that were not used for longest until there is room for more.

@@ -91,7 +91,17 @@ class BlockChecksums:
         Raises:
             CorruptIndexError: a checksum file is missing or has the wrong length.
         """
-        by_shard = self._of_shards([shard for shard, _, _ in batch.shard_spans])
+        shards = [shard for shard, _, _ in batch.shard_spans]
+        with self._lock:
+            by_shard = {shard: self._kept[shard] for shard in shards if shard in self._kept}
+        missing = [shard for shard in shards if shard not in by_shard]
+        for first in range(0, len(missing), _OPEN_FILES):
+            by_shard.update(self._load(missing[first : first + _OPEN_FILES]))
+        if missing:
+            with self._lock:
+                self._kept.update(by_shard)
+                while len(self._kept) > max(1, _KEPT_BYTES // (4 * self._spec.shard_size)):
+                    self._kept.popitem(last=False)
         parts = [by_shard[shard][batch.positions[start:stop]] for shard, start, stop in batch.shard_spans]
         return BlockCheck(
             parts[0] if len(parts) == 1 else np.concatenate(parts),
@@ -111,19 +121,6 @@ class BlockChecksums:
         """Free the loaded checksums."""
         with self._lock:
             self._kept.clear()
-
-    def _of_shards(self, shards: list[int]) -> dict[int, Checksums]:
-        with self._lock:
-            by_shard = {shard: self._kept[shard] for shard in shards if shard in self._kept}
-        missing = [shard for shard in shards if shard not in by_shard]
-        for first in range(0, len(missing), _OPEN_FILES):
-            by_shard.update(self._load(missing[first : first + _OPEN_FILES]))
-        if missing:
-            with self._lock:
-                self._kept.update(by_shard)
-                while len(self._kept) > max(1, _KEPT_BYTES // (4 * self._spec.shard_size)):
-                    self._kept.popitem(last=False)
-        return by_shard
 
     def _load(self, shards: list[int]) -> dict[int, Checksums]:
         entries, checksums = self._committed.files(shards), {}

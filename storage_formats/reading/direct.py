@@ -178,7 +178,17 @@ class _Reader:
         if not is_ready.any():
             return
         for request in np.flatnonzero(is_ready & (flight.results < flight.needed)).tolist():
-            self._read_again(flight, request)
+            # Read the records of the failed request again, with blocking reads through the page cache.
+            first, last = int(flight.first[request]), int(flight.first[request] + flight.count[request]) - 1
+            file = flight.files[int(flight.batch.shards[first])]
+            start, stop = int(flight.batch.positions[first]), int(flight.batch.positions[last]) + 1
+            shift = int(flight.memory_offsets[request]) - int(flight.offsets[request])
+            target = flight.memory[shift + start * self._size : shift + stop * self._size].data
+            try:
+                with open(file.path, "rb", buffering=0) as plain_file:
+                    file.read_fully(plain_file.fileno(), start, target, self._size)
+            except OSError as error:
+                raise cannot_read(file.path, error) from error
         indices = np.flatnonzero(np.repeat(is_ready, flight.count))
         # While reads are in flight the device is the bottleneck: more threads would only cost processor time.
         threads = 1 if self._queue.in_flight else None
@@ -189,16 +199,3 @@ class _Reader:
             record_offsets = (shifts + flight.batch.positions * self._size)[indices]
             self._destination.take(flight.buffer, record_offsets, flight.start + indices, threads)
         flight.processed |= is_ready
-
-    def _read_again(self, flight: _Flight, request: int) -> None:
-        """Read the records of a failed request again, with blocking reads through the page cache."""
-        first, last = int(flight.first[request]), int(flight.first[request] + flight.count[request]) - 1
-        file = flight.files[int(flight.batch.shards[first])]
-        start, stop = int(flight.batch.positions[first]), int(flight.batch.positions[last]) + 1
-        shift = int(flight.memory_offsets[request]) - int(flight.offsets[request])
-        target = flight.memory[shift + start * self._size : shift + stop * self._size].data
-        try:
-            with open(file.path, "rb", buffering=0) as plain_file:
-                file.read_fully(plain_file.fileno(), start, target, self._size)
-        except OSError as error:
-            raise cannot_read(file.path, error) from error

@@ -116,12 +116,14 @@ class ShardFile:
         """Read the records from `position` on with blocking reads of the descriptor `fd` until `target` is full.
 
         Raises:
-            CorruptIndexError: the file is too short.
-            OSError: a read failed.
+            CorruptIndexError: the file is too short or cannot be read.
         """
         done = 0
         while done < len(target):
-            count = os.preadv(fd, [target[done:]], position * record_bytes + done)
+            try:
+                count = os.preadv(fd, [target[done:]], position * record_bytes + done)
+            except OSError as error:
+                raise cannot_read(self.path, error) from error
             if not count:
                 raise self.ends_early(position + done // record_bytes)
             done += count
@@ -177,7 +179,12 @@ class ShardFiles:
         with self._lock:
             file = self._open.get(shard)
             if file is None:
-                file = self._open[shard] = self._open_shard(shard)
+                try:
+                    path = self._path(shard)
+                    fd = self._open_direct(path) if self.is_direct else open_regular(path)
+                    file = self._open[shard] = ShardFile(fd, os.fstat(fd).st_size, path)
+                except OSError as error:
+                    raise cannot_read(error.filename or f"the token file of shard {shard}", error) from error
             self._open.move_to_end(shard)
             file.readers += 1
         return file
@@ -215,14 +222,6 @@ class ShardFiles:
         """Close all files that no reader uses. A later read opens them again."""
         with self._lock:
             self._evict(0)
-
-    def _open_shard(self, shard: int) -> ShardFile:
-        try:
-            path = self._path(shard)
-            fd = self._open_direct(path) if self.is_direct else open_regular(path)
-            return ShardFile(fd, os.fstat(fd).st_size, path)
-        except OSError as error:
-            raise cannot_read(error.filename or f"the token file of shard {shard}", error) from error
 
     def _open_direct(self, path: Path) -> int:
         try:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -68,6 +67,7 @@ class LocalReads:
         self._buffers = BufferPool()
         self._shard_bytes = spec.shard_size * record_bytes
         self._index_bytes = spec.used_rows * record_bytes
+        self._fits_in_cache: bool | None = None  # not known before the first direct read
         self._cached_files = ShardFiles(path, record_bytes)
         self._direct_files = ShardFiles(path, record_bytes, direct=can_queue())
         self._queues = QueuePool()
@@ -117,6 +117,11 @@ class LocalReads:
 
     def _read_portable(self, destination: Destination) -> None:
         size = self._record_bytes
+
+        def read_run(request: tuple[ShardFile, int, memoryview]) -> None:
+            file, position, target = request
+            file.read_fully(file.fd, position, target, size)
+
         for piece in destination.batch.pieces(4 * PIECE_RECORDS):
             batch = destination.batch[piece]
             files, buffer = self._cached_files.acquire(batch), self._buffers.borrow(len(batch) * size)
@@ -131,18 +136,11 @@ class LocalReads:
                 for file, position, target in requests:
                     if hasattr(os, "posix_fadvise"):  # not on macOS
                         os.posix_fadvise(file.fd, position * size, len(target), os.POSIX_FADV_WILLNEED)
-                run_threads(self._read_run, requests, min(_THREADS, len(requests)))
+                run_threads(read_run, requests, min(_THREADS, len(requests)))
                 destination.take(buffer, np.arange(len(batch)) * size, piece)
             finally:
                 self._cached_files.release(files)
             self._buffers.give_back(buffer)
-
-    def _read_run(self, request: tuple[ShardFile, int, memoryview]) -> None:
-        file, position, target = request
-        try:
-            file.read_fully(file.fd, position, target, self._record_bytes)
-        except OSError as error:
-            raise cannot_read(file.path, error) from error
 
     def split(self, batch: Batch) -> list[tuple[str, Batch]]:
         """Choose an engine for each shard of `batch`. Return each engine with the part of `batch` to read with it."""
@@ -159,6 +157,8 @@ class LocalReads:
                 chosen.append("portable")
             else:
                 chosen.append("direct")
+                if self._fits_in_cache is None:
+                    self._fits_in_cache = self._index_bytes <= cache_room()
                 if self._fits_in_cache:
                     self._direct_reads[shard] = (read + (stop - start) * self._record_bytes, limit)
                     due = shard if is_due else due
@@ -206,10 +206,6 @@ class LocalReads:
             yield file
         finally:
             self._direct_files.release({shard: file})
-
-    @functools.cached_property
-    def _fits_in_cache(self) -> bool:
-        return self._index_bytes <= cache_room()
 
 
 def cache_room() -> int:
