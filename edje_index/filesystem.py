@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edje_index.errors import ModelError
-from storage_formats.format.index_files import open_regular
-
-_MAX_DESCRIPTION_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -57,40 +53,6 @@ def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path` as indented JSON with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int]) -> dict[str, Any]:
-    """Read the JSON file that describes a folder.
-
-    Args:
-        path: path of the JSON file, inside the folder.
-        kind: kind of folder for error messages, for example "model bundle".
-        form: required value of the key ``format``.
-        versions: accepted values of the key ``format_version``.
-
-    Raises:
-        ModelError: the file is missing or unreadable, or its ``format`` or ``format_version`` is not accepted.
-    """
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            if os.fstat(file.fileno()).st_size > _MAX_DESCRIPTION_BYTES:
-                raise ModelError(f"{path} is too large to describe a {kind}; restore this file")
-            content = json.loads(file.read())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ModelError(
-            f"{path.parent} is not a {kind}: there is no file {path.name} in it; give another path"
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}; restore this file") from error
-    if not isinstance(content, dict) or content.get("format") != form:
-        raise ModelError(f"{path} does not describe a {kind}, because 'format' is not {form!r}; give another path")
-    if content.get("format_version") not in versions:
-        raise ModelError(
-            f"the {kind} {path.parent} has format version {content.get('format_version')}, but this "
-            f"version of edje-index reads only {' and '.join(map(str, versions))}: upgrade edje-index, or "
-            f"make the {kind} again"
-        )
-    return content
 
 
 @contextmanager

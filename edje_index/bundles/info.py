@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edje_index.errors import BundleNotFoundError, ModelError
-from edje_index.filesystem import read_versioned
 from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
 from storage_formats.arguments import as_path
+from storage_formats.format.index_files import open_regular
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
@@ -35,6 +36,7 @@ FORMAT = "edje-model-bundle"
 FORMAT_VERSION = 2
 READ_VERSIONS = (1, FORMAT_VERSION)
 INFO_FILE = "bundle.json"
+_MAX_BYTES = 64 << 20
 VISION_FOLDER, JOINT_FOLDER = "vision", "joint"
 VISION_CONFIG = "vision/open_clip_config.json"
 VISION_WEIGHTS = "vision/open_clip_model.safetensors"
@@ -157,7 +159,26 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
         ((4, 16), 24, False)
     """
     folder = Path(path)
-    content = read_versioned(folder / INFO_FILE, "model bundle", form=FORMAT, versions=READ_VERSIONS)
+    file = folder / INFO_FILE
+    try:
+        with os.fdopen(open_regular(file), "rb") as opened:
+            if os.fstat(opened.fileno()).st_size > _MAX_BYTES:
+                raise ModelError(f"{file} is too large to describe a model bundle; restore this file")
+            content = json.loads(opened.read())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ModelError(
+            f"{folder} is not a model bundle: there is no file {INFO_FILE} in it; give another path"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {file}: {error}; restore this file") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ModelError(f"{file} does not describe a model bundle, because 'format' is not {FORMAT!r}")
+    if content.get("format_version") not in READ_VERSIONS:
+        raise ModelError(
+            f"the model bundle {folder} has format version {content.get('format_version')}, but this version of "
+            f"edje-index reads only {' and '.join(map(str, READ_VERSIONS))}: upgrade edje-index, or make the bundle "
+            "again"
+        )
     try:
         joint = dict(content["joint"])
         if content["format_version"] == 1:
@@ -179,12 +200,10 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
         _ = info.pooled_similarity, info.hubness_bank  # raises ValueError for sizes that are not valid
         fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{folder / INFO_FILE} is damaged ({error!r}): restore this file, or make the bundle again"
-        ) from error
+        raise ModelError(f"{file} is damaged ({error!r}): restore this file, or make the bundle again") from error
     if fingerprints != (info.fingerprint, info.encoder_fingerprint):
         raise ModelError(
-            f"{folder / INFO_FILE} was edited after the bundle was made, because its fingerprint does not "
+            f"{file} was edited after the bundle was made, because its fingerprint does not "
             "match: restore this file, or make the bundle again"
         )
     check_bundle_folder(folder, info.files)

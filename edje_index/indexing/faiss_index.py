@@ -471,15 +471,6 @@ class AnnIndex:
         probes = manifest.ann.get("probes")
         self._probes = None if probes is None else max(1, int(probes))
 
-    @classmethod
-    def open(cls, root: str | Path) -> AnnIndex:
-        """Open the nearest-neighbour index of the index in the directory `root`.
-
-        Raises:
-            UsageError, IncompleteIndexError, CorruptIndexError: as for `Manifest.load` and `AnnIndex`.
-        """
-        return cls(CommittedIndex.open(root))
-
     def __len__(self) -> int:
         return sum(int(part.ntotal) for part in self._parts)
 

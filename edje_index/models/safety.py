@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -62,16 +62,20 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
 
 def read_configuration(file: Path) -> dict[str, Any]:
     """Read a JSON configuration file."""
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, value in pairs:
+            names_hub_code = key in IMPLEMENTATION_KEYS and "/" in str(value)
+            if (key in CODE_KEYS and value) or names_hub_code:
+                raise ModelError(f"{file} names code ({key!r}: {value!r}): remove this entry, or do not use the model")
+        return dict(pairs)
+
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=checked)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}: {error}; restore this file") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} contains a {type(content).__name__} instead of a JSON object: restore this file")
-    for key, value in _items(content):
-        names_hub_code = key in IMPLEMENTATION_KEYS and "/" in str(value)
-        if (key in CODE_KEYS and value) or names_hub_code:
-            raise ModelError(f"{file} names code ({key!r}: {value!r}): remove this entry, or do not use the model")
     return content
 
 
@@ -87,11 +91,3 @@ def check_tokenizer_folder(folder: Path) -> None:
                 f"{file} names the tokenizer class {tokenizer_class!r}, which is not accepted: use one of "
                 f"{', '.join(sorted(TOKENIZER_CLASSES))}"
             )
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of all objects in a JSON value, at any depth."""
-    if isinstance(value, dict):
-        yield from value.items()
-    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _items(child)

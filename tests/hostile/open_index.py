@@ -45,7 +45,7 @@ def open_index(root: Path) -> dict[str, Any]:
         "fetch": outcome(lambda: list(TokenStore.open(root).fetch([0, 1]).shape)),
         "rows": outcome(lambda: len(read_rows(root, [0, 1]))),
         "embeddings": outcome(embeddings),
-        "ann": outcome(lambda: len(AnnIndex.open(root))),
+        "ann": outcome(lambda: len(AnnIndex(CommittedIndex.open(root)))),
     }
 
 

@@ -186,7 +186,7 @@ class Reference:
         query = self.embeddings[0] + 0.5 * self.embeddings[1]
         row_ids = np.array(list(indexed))
         scores = self.embeddings[list(indexed.values())] @ query
-        found_rows, found_scores = AnnIndex.open(root).nearest(query, 5)
+        found_rows, found_scores = AnnIndex(CommittedIndex.open(root)).nearest(query, 5)
         order = np.lexsort((row_ids, -scores))[:5]
         assert set(found_rows.tolist()) == set(row_ids[order].tolist())
         np.testing.assert_allclose(found_scores, scores[order], rtol=1e-5)

@@ -78,7 +78,7 @@ def test_the_stored_recall_is_that_of_a_search(root):
     assert 0.9 <= recall["value"] < 1
     assert probes in (4, 8)
     row_ids, queries, _ = recall_queries(IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers())))
-    results = AnnIndex.open(root).nearest_to_each(queries, 101)
+    results = AnnIndex(CommittedIndex.open(root)).nearest_to_each(queries, 101)
     shares = [
         len((set(rows.tolist()) & set(exact_rows.tolist())) - {row}) / 100
         for row, (rows, _), exact_rows in zip(row_ids, results, exact(root, queries, 101), strict=True)
@@ -198,7 +198,7 @@ def test_too_few_vectors_for_the_lists_give_a_flat_index(tmp_path):
     write_random_index(tmp_path / "index", SPEC, failed=frozenset(range(20, 600)))
     manifest = add_ann(tmp_path / "index", AnnRequest("IVF100,PQ8x4fs"))
     assert manifest.ann["kind"] == "flat"
-    assert len(AnnIndex.open(tmp_path / "index")) == 20
+    assert len(AnnIndex(CommittedIndex.open(tmp_path / "index"))) == 20
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -212,7 +212,7 @@ def test_the_existing_file_stays_until_the_new_one_is_committed(root, monkeypatc
         add_ann(root, CODES)
         add_ann(root)
         assert [problem for problem in verify_index(root) if problem.kind == "stray-file"] == []
-    assert len(AnnIndex.open(root)) == 598
+    assert len(AnnIndex(CommittedIndex.open(root))) == 598
     assert (root / "ann" / "index.faiss").exists()
 
 

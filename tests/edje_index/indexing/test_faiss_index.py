@@ -53,7 +53,7 @@ def test_nearest_rows_are_those_of_a_flat_search(root, factory):
     kept = np.array([row for row in range(SPEC.rows) if row not in HOLES])
     oracle = faiss.IndexFlatIP(SPEC.embed_dim)
     oracle.add(vectors[kept])
-    index = AnnIndex.open(root)
+    index = AnnIndex(CommittedIndex.open(root))
     for row in kept[::25]:
         rows, scores = index.nearest(vectors[row], 7)
         expected_scores, expected = oracle.search(vectors[row][None], 7)
@@ -86,7 +86,7 @@ def test_a_damaged_or_missing_file_is_one_clear_error(own_root, content, message
     if data is not None:
         path.write_bytes(data)
     with pytest.raises(CorruptIndexError, match=message):
-        AnnIndex.open(own_root)
+        AnnIndex(CommittedIndex.open(own_root))
 
 
 def commit(root: Path, index: faiss.Index) -> None:
@@ -109,7 +109,7 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     index.add_with_ids(vectors, np.arange(len(vectors)))
     commit(own_root, index)
     with pytest.raises(CorruptIndexError, match="the FAISS file contains the structure 'ilod' instead of ilar"):
-        AnnIndex.open(own_root)
+        AnnIndex(CommittedIndex.open(own_root))
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF3,Flat", "IVF30,Flat", "IVF3,PQ2x4fs"])
@@ -147,4 +147,4 @@ def test_old_inverted_lists_in_an_id_map_stay_readable(own_root):
     index = faiss.IndexIDMap2(lists)
     index.add_with_ids(vectors[kept], kept)
     commit(own_root, index)
-    assert AnnIndex.open(own_root).nearest(vectors[kept[9]], 1)[0].tolist() == [kept[9]]
+    assert AnnIndex(CommittedIndex.open(own_root)).nearest(vectors[kept[9]], 1)[0].tolist() == [kept[9]]
