@@ -211,9 +211,15 @@ class Study:
         return folder / "images.edje", report
 
     def results(
-        self, bundle: Path, benchmark: str, pools: Sequence[int] = (POOL,), *options: str, full: bool = False
+        self,
+        bundle: Path,
+        benchmark: str,
+        pools: Sequence[int] = (POOL,),
+        *options: str,
+        full: bool = False,
+        score: str = "logit",
     ) -> list[dict[str, Any]]:
-        """Evaluate the logit of a bundle on the test images of a benchmark. The images are indexed first.
+        """Evaluate a bundle on the test images of a benchmark. The images are indexed first.
 
         Args:
             bundle: path of the model bundle.
@@ -221,6 +227,7 @@ class Study:
             pools: numbers of candidates per query.
             *options: additional options of `edje-index eval`.
             full: True to use all images and captions of the dataset as candidates.
+            score: parts of the final score, see `edje_index.scoring.weights.parse_score`.
 
         Returns:
             The list `results` of the report; empty if commands are only listed.
@@ -229,6 +236,6 @@ class Study:
         command: list[object] = ["eval", self.build(bundle, benchmark, full=full)[0], files[0], "--images", images]
         command += [word for pool in pools for word in ("--pool", pool)]
         command += ["--split", split] if split else []
-        command += ["--score", "logit", "--cache", f"{OUT}/scores", *options, *(["--full"] if full else [])]
+        command += ["--score", score, "--cache", f"{OUT}/scores", *options, *(["--full"] if full else [])]
         results: list[dict[str, Any]] = self.command("eval", *command)[1].get("results", [])
         return results

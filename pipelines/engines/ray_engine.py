@@ -48,7 +48,7 @@ from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
 ATTEMPTS = 5
 """A task fails if so many workers died or stalled while running it.
 
-`edje_index.indexing.attempts` needs four attempts to find an input that makes workers die, and to leave this input out.
+`edje_index.indexing.shard_encoding` needs four attempts to find an input that makes workers die, and to leave it out.
 """
 
 STALL_SECONDS = 600.0

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from edje_index.indexing.attempts import DEATHS, begin_attempt
+from edje_index.indexing.shard_encoding import DEATHS, begin_attempt
 from storage_formats.format.layout import Layout
 
 SHARD, POSITION = 3, 5
