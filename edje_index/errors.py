@@ -19,13 +19,7 @@ class ModelError(EdjeError):
 
 
 class BundleNotFoundError(ModelError):
-    """The model bundle of an index was not found: the path in the index is relative, or does not exist.
-
-    Example:
-        >>> from edje_index.errors import BundleNotFoundError, ModelError
-        >>> issubclass(BundleNotFoundError, ModelError)
-        True
-    """
+    """The model bundle of an index was not found: the path in the index is relative, or does not exist."""
 
 
 class HubUnreachableError(ModelError):

@@ -30,12 +30,6 @@ class AnnKind:
         lists: number of inverted lists; 0 for a flat index, which compares each query with every vector.
         sub_vectors: number of sub-vectors into which product quantization splits a vector. Each sub-vector is stored as
             a 4-bit code. If the number is 0, exact vectors are stored.
-
-    Example:
-        >>> from edje_index.indexing.ann_kind import AnnKind
-        >>> kind = AnnKind.parse("IVF3162,PQ192x4fs", width=384)
-        >>> kind.name, kind.vector_bytes(width=384)
-        ('ivf-pq', 104)
     """
 
     lists: int = 0
