@@ -62,7 +62,7 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     Raises:
         OSError: the operating system cannot write the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     with replacing(path) as file:
         file.write(data)
     fsync_path(path.parent)

@@ -120,15 +120,12 @@ class Change:
         plan: the stored plan of an earlier run of this change; None if there is none.
     """
 
-    def __init__(
-        self, layout: Layout, kind: str, index: CommittedIndex | None, journal: Journal, notify: Notify
-    ) -> None:
+    def __init__(self, layout: Layout, kind: str, index: CommittedIndex | None, journal: Journal) -> None:
         self.layout = layout
         self.kind = kind
         self.index = index
         self._journal = journal
-        self._notify = notify
-        self._is_committed = self._is_abandoned = False
+        self._is_abandoned = False
 
     @property
     def plan(self) -> dict[str, Any] | None:
@@ -158,30 +155,40 @@ class Change:
     def commit(self, manifest: Manifest, details: Mapping[str, Any] | None = None) -> CommittedIndex:
         """Replace `index.json`. Return the index after the change.
 
-        All files of `manifest` must be on disk. What follows the commit is housekeeping: if it fails, a message says
-        so, and the next change of the index finishes it.
+        All files of `manifest` must be on disk.
 
         Args:
             manifest: manifest after the change. The snapshot number and the format version are set here.
             details: members of `change` in `index.json`. None keeps the number of the snapshot: rows do not change.
 
         Raises:
-            OSError: a file cannot be written. The index is unchanged.
+            OSError: a file cannot be written. If the index has changed, `begin_change` turns this into an EdjeError.
         """
+        layout = self.layout
         if self.index is not None and details is not None:
-            manifest = self._next_snapshot(self.index.manifest, manifest, details)
+            current = self.index.manifest
+            kept = layout.snapshot(current.snapshot.number)
+            make_directories(kept.parent)
+            write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
+            snapshot = replace(
+                manifest.snapshot,
+                number=current.snapshot.number + 1,
+                change={"kind": self.kind, **details, "created": now()},
+                next_shard=max(current.snapshot.next_shard, current.spec.shards, manifest.spec.shards),
+            )
+            version = EXTENDED_VERSION if manifest.columns or manifest.row_maps else SNAPSHOT_VERSION
+            if any(row_map.is_partial for row_map in manifest.row_maps):
+                version = PARTIAL_VERSION
+            manifest = replace(manifest, snapshot=snapshot, format_version=version, created_by=created_by())
         if self.index is None or manifest.spec.rows > self.index.manifest.spec.rows:
-            write_array_shapes(self.layout, manifest.spec)  # a reader that sees the new manifest needs the new shapes
-        manifest.write(self.layout)
-        self._is_committed = True
-        with self._after_commit():
-            write_array_shapes(self.layout, manifest.spec)
-        return CommittedIndex.open(self.layout.root)
+            write_array_shapes(layout, manifest.spec)  # a reader that sees the new manifest needs the new shapes
+        manifest.write(layout)
+        write_array_shapes(layout, manifest.spec)
+        return CommittedIndex(layout.root, manifest)
 
     def commit_copy(self, data: bytes) -> None:
         """Write `index.json` with the contents `data`, the manifest of the copied index."""
         write_bytes_atomic(self.layout.manifest, data)
-        self._is_committed = True
 
     def remove_files(self, keep: int | None = None, *, tables: bool = False) -> Removal:
         """Remove the snapshots before the newest `keep`, and the files that no kept snapshot names.
@@ -201,34 +208,6 @@ class Change:
         sizes = remove_unnamed_files(self.layout, kept_snapshots(CommittedIndex.open(self.layout.root)), tables=tables)
         return Removal(tuple(removed), len(sizes), sum(sizes))
 
-    def clean_up(self, remove: Callable[[], Any]) -> None:
-        """Call `remove`, which removes files that the committed change made superfluous."""
-        with self._after_commit():
-            remove()
-
-    @contextlib.contextmanager
-    def _after_commit(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._notify(
-                f"the change is committed, but some files could not be updated or removed ({error}); the next change "
-                f"of the index does this, for example 'edje-index gc {self.layout.root}'"
-            )
-
-    def _next_snapshot(self, current: Manifest, changed: Manifest, details: Mapping[str, Any]) -> Manifest:
-        """Keep `index.json` as the manifest of an earlier snapshot. Return `changed` as the next snapshot."""
-        snapshot = replace(
-            changed.snapshot,
-            number=current.snapshot.number + 1,
-            change={"kind": self.kind, **details, "created": now()},
-            next_shard=max(current.snapshot.next_shard, current.spec.shards, changed.spec.shards),
-        )
-        kept = self.layout.snapshot(current.snapshot.number)
-        make_directories(kept.parent)
-        write_bytes_atomic(kept, read_index_file(self.layout.root, self.layout.manifest))
-        return replace(changed, snapshot=snapshot, format_version=_version_of(changed), created_by=created_by())
-
     def _has_work(self) -> bool:
         receipts = self.layout.receipt(0).parent
         return self.plan is not None or (receipts.is_dir() and any(receipts.iterdir()))
@@ -239,6 +218,7 @@ class Change:
         if self.index is None:
             for path in (*layout.data_folders(), layout.snapshot(0).parent):
                 _remove(path)
+            fsync_path(layout.root)
         else:
             wrote_shards = any(folder.exists() for folder in (layout.staging, layout.receipt(0).parent))
             folders = layout.data_folders() if wrote_shards else [layout.root / "manifest", layout.ann]
@@ -247,15 +227,17 @@ class Change:
         for path in set(layout.build.iterdir()) - {layout.lock, layout.journal}:
             _remove(path)
 
+    def _is_committed(self) -> bool:
+        return _digest(self.layout) != self._journal.base
+
     def _close(self) -> None:
-        """Remove `build/`, unless a later run of this change can use what it holds."""
-        if self._is_committed:
-            with self._after_commit():
-                remove_build(self.layout)
-        elif self._has_work() and not self._is_abandoned:
-            shutil.rmtree(self.layout.staging, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError, EdjeError):  # then the next change removes the files
+        """Remove `build/`, unless a later run of this change can use what it holds. A committed change stays."""
+        with contextlib.suppress(OSError, EdjeError):  # then the next change removes the files
+            if self._is_committed():
+                return
+            if self._has_work() and not self._is_abandoned:
+                shutil.rmtree(self.layout.staging, ignore_errors=True)
+            else:
                 self._remove_files()
                 remove_build(self.layout)
 
@@ -273,7 +255,8 @@ def begin_change(
 ) -> Iterator[Change]:
     """Lock the index at `root` and begin a change, or resume the same change if it was stopped.
 
-    At the end, the files of a change that has not committed are removed, unless it has a plan or finished shards.
+    At the end, the files of a change that has not committed are removed, unless it has a plan or finished shards. What
+    fails after the commit is left to the next change.
 
     Args:
         root: directory of the index.
@@ -287,9 +270,9 @@ def begin_change(
     Raises:
         UsageError: there is no index at `root`; or `is_new` is True, and `root` is not free; or `root` is a URL.
         UnfinishedChangeError: another change of the index was stopped, and has finished shards.
-        EdjeError: another process is changing the index.
+        EdjeError: another process is changing the index; or the change is committed, but something failed afterwards.
         CorruptIndexError: the manifest or the journal is damaged.
-        OSError: the index cannot be written.
+        OSError: the index cannot be written. It has not changed.
     """
     advice = "; to change an index at a URL, copy it to a directory, change the copy, and copy it back"
     layout = Layout(local_path(root, advice=advice).absolute())
@@ -298,28 +281,41 @@ def begin_change(
     else:
         Manifest.load(layout.root)  # fails before the lock makes a directory
     with locked(layout.root):
-        _remove_temporary_files(layout)
+        for path in (path for pattern in _TEMPORARY for path in layout.root.glob(pattern)):
+            path.unlink()  # a killed process left it while it wrote a manifest or metadata
         journal = _unfinished(layout, discards=discards, notify=notify)
         index = None if is_new else CommittedIndex.open(layout.root)
         if is_new and layout.manifest.exists():
             raise UsageError(f"{layout.root} exists already; choose another directory", parameter="out")
         wanted = Journal(kind, json.loads(json.dumps(request or {})), _digest(layout))  # as it is read
         if journal is not None:
-            change = Change(layout, journal.kind, index, journal, notify)
+            change = Change(layout, journal.kind, index, journal)
             is_same = (journal.kind, journal.request) == (kind, wanted.request) and resumes
             if not is_same:
                 discards = discards or (is_new and journal.kind == kind)  # what was copied is copied again
                 if change._has_work() and not discards:
-                    raise UnfinishedChangeError(_unfinished_message(layout, journal))
+                    raise UnfinishedChangeError(
+                        f"'{journal.kind}' of {layout.root} has not finished ({_finished(layout)}); run the same "
+                        f"'edje-index {journal.kind}' again to finish it, or {_discard_advice(layout)}"
+                    )
                 if change._has_work() and resumes:
                     notify(f"discarding the unfinished '{journal.kind}', which had {_finished(layout)}")
                 change._remove_files()
                 journal = None
         if journal is None:
             wanted.write(layout)
-        change = Change(layout, kind, index, journal or wanted, notify)
+        change = Change(layout, kind, index, journal or wanted)
         try:
             yield change
+            if change._is_committed():
+                remove_build(layout)
+        except (OSError, EdjeError) as error:
+            if not change._is_committed():
+                raise
+            raise EdjeError(
+                f"the change is committed, but something failed afterwards ({error}); the next change of the index "
+                f"does what is left, for example 'edje-index gc {layout.root}'"
+            ) from error
         finally:
             change._close()
 
@@ -343,17 +339,11 @@ def _unfinished(layout: Layout, *, discards: bool, notify: Notify) -> Journal | 
         journal = Journal("unknown", {}, _digest(layout), plan={})
     if journal is None or journal.base == _digest(layout):
         return journal
+    fsync_path(layout.root)  # what the former manifest names may go only once the new one is durable
     write_array_shapes(layout, Manifest.load(layout.root).spec)
     remove_unnamed_files(layout, kept_snapshots(CommittedIndex.open(layout.root)))
     remove_build(layout)
     return None
-
-
-def _unfinished_message(layout: Layout, journal: Journal) -> str:
-    return (
-        f"'{journal.kind}' of {layout.root} has not finished ({_finished(layout)}); run the same "
-        f"'edje-index {journal.kind}' again to finish it, or {_discard_advice(layout)}"
-    )
 
 
 def _finished(layout: Layout) -> str:
@@ -379,12 +369,6 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _version_of(manifest: Manifest) -> str:
-    if any(row_map.is_partial for row_map in manifest.row_maps):
-        return PARTIAL_VERSION
-    return EXTENDED_VERSION if manifest.columns or manifest.row_maps else SNAPSHOT_VERSION
-
-
 def check_free(layout: Layout) -> None:
     """Raise UsageError unless the directory is missing, empty, or holds an unfinished index."""
     root = layout.root
@@ -394,7 +378,8 @@ def check_free(layout: Layout) -> None:
     if root.exists() and not root.is_dir():
         raise UsageError(f"{root} exists and is not a directory; choose another directory", parameter="out")
     if root.exists() and not layout.journal.exists() and not layout.manifest.exists():
-        ours = {layout.build.name} if set(_entries(layout.build)) <= {layout.lock.name} else set()
+        others = (name for name in _entries(layout.build) if name != layout.lock.name)
+        ours = {layout.build.name} if all(name.startswith(f".{layout.journal.name}.") for name in others) else set()
         if foreign := sorted(set(_entries(root)) - ours):
             raise UsageError(
                 f"{root} is not empty and not an index (it contains {', '.join(foreign[:3])}); choose another one",
@@ -495,16 +480,11 @@ def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
 
 def remove_build(layout: Layout) -> None:
     """Remove `build/`, except the lock. The journal is removed last: until then, the files are known as leftovers."""
-    for path in {layout.build / name for name in _entries(layout.build)} - {layout.lock, layout.journal}:
-        _remove(path)
+    if others := set(_entries(layout.build)) - {layout.lock.name, layout.journal.name}:
+        for name in others:
+            _remove(layout.build / name)
+        fsync_path(layout.build)
     layout.journal.unlink(missing_ok=True)
-
-
-def _remove_temporary_files(layout: Layout) -> None:
-    """Remove the temporary files that a killed process left while it wrote a manifest or metadata."""
-    for pattern in _TEMPORARY:
-        for path in layout.root.glob(pattern):
-            path.unlink()
 
 
 def _remove(path: Path) -> None:
@@ -544,15 +524,18 @@ def remove_unnamed_files(
     named = named_files(layout, manifests, in_tables=any(folder in (layout.rows, layout.tokens) for folder in folders))
     if not tables:
         named |= {layout.relative(path) for path in layout.shard_table(0).parent.glob("shards-*.parquet")}
-    sizes = []
+    sizes, changed = [], set[Path]()
     for path in (path for folder in folders for path in sorted(folder.rglob("*"), reverse=True)):
         where = layout.relative(path)
         if DATA_FILE.fullmatch(where) and where not in named:
             sizes.append(path.lstat().st_size)
             path.unlink()
+            changed.add(path.parent)
         elif _PRECISION_FOLDER.fullmatch(where):
             with contextlib.suppress(OSError):  # it holds files
                 path.rmdir()
+                changed.add(path.parent)
+    fsync_paths(path for path in changed if path.is_dir())  # later, no journal says that these files are leftovers
     return sizes
 
 

@@ -21,7 +21,7 @@ from edje_index.errors import ModelError
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from edje_index.progress import OnProgress
-from storage_formats.atomic import fsync_path, fsync_paths, naming
+from storage_formats.atomic import fsync_path, fsync_paths, make_directories, naming
 from storage_formats.change import Change, begin_change
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
@@ -121,7 +121,7 @@ def replace_ann(change: Change, request: AnnRequest, on_progress: OnProgress | N
             in_use = committed is not None and crc32c_stream(file) == committed.crc32c
     ann = build_ann(layout.root, manifest.spec, replace_file=not in_use, request=request, on_progress=on_progress)
     changed = change.commit(replace(manifest, ann=ann)).manifest
-    change.clean_up(change.remove_files)
+    change.remove_files()
     return changed
 
 
@@ -372,7 +372,7 @@ def _write(
     If `path` is None, the file is named after its checksum. If the FAISS index has inverted lists and `embeddings` is
     given, the entry contains the mean inner product of a sample of the embeddings and their nearest centroids.
     """
-    layout.ann.mkdir(parents=True, exist_ok=True)
+    make_directories(layout.ann)
     temporary = layout.ann / "index.faiss.partial"
     temporary.unlink(missing_ok=True)  # the old file may be a link
     try:

@@ -294,7 +294,7 @@ def store_inputs(
             yield columns.add(ref)
 
     paths = write_input_lists(layout, counted_refs(), shard_size, first_shard=first_shard)
-    fsync_paths([*paths, directory])
+    fsync_paths([*paths, directory, directory.parent])
     return {
         "rows": rows,
         "duplicates": duplicates,

@@ -165,7 +165,7 @@ def quantize_index(
             manifest = without_precisions(layout, manifest, dropped)
         if manifest is not before:
             manifest = change.commit(manifest).manifest
-            change.clean_up(change.remove_files)
+            change.remove_files()
     return QuantizeResult(
         source=read,
         added=missing,

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
@@ -132,7 +131,6 @@ def with_precisions(
     """
     layout, manifest = Layout(index.root), index.manifest
     check_receipts(receipts, list(manifest.spec.shard_numbers()))
-    fsync_paths([layout.tokens, layout.root / "checksums"])
     spec = replace(manifest.spec, precisions=(*manifest.spec.precisions, *targets))
     files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
     tables = write_shard_tables(layout, spec, [*index.shard_files(), *files])

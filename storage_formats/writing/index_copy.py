@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage_formats.atomic import fsync_parent, fsync_path, json_bytes
+from storage_formats.atomic import fsync_parent, fsync_path, json_bytes, make_directories
 from storage_formats.change import DATA_FILE
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, to_hex
@@ -78,7 +78,7 @@ def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bo
     path = root / entry.path
     if path.is_file() and path.stat().st_size == entry.bytes:
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     temporary = Layout(root).staging / uuid.uuid4().hex  # removed with build/ if the process is killed
     try:
         if index.remote is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -194,7 +195,7 @@ class IndexWriter:
             self._blocks, self._embeddings = self._blocks[:0], self._embeddings[:0]
             self._tables.clear()
             self._change.abandon()  # a committed change stays
-            self._held_change.close()
+            self._held_change.__exit__(*sys.exc_info())
 
     def __enter__(self) -> Self:
         return self

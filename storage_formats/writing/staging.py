@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from storage_formats.atomic import fsync_paths, json_bytes, naming
+from storage_formats.atomic import fsync_paths, json_bytes, make_directories, naming
 from storage_formats.codecs import codec
 from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.layout import IndexSpec, Layout
@@ -76,7 +76,7 @@ class StagedFiles:
         """Flush all staged files and rename each file to its final path. Return the file entries."""
         fsync_paths(path for path, _, _ in self._files)
         for path, final, _ in self._files:
-            final.parent.mkdir(parents=True, exist_ok=True)
+            make_directories(final.parent)
             path.replace(final)
         fsync_paths(final.parent for _, final, _ in self._files)
         return tuple(entry for _, _, entry in self._files)
@@ -119,7 +119,7 @@ class StagedFiles:
         path, final = self.path("receipt.json"), self._layout.receipt(receipt.shard)
         path.write_bytes(json_bytes(receipt.to_json()))
         fsync_paths([path])
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(final.parent)
         path.replace(final)
         fsync_paths([final.parent])
 

@@ -1,7 +1,8 @@
-/* A library to preload (LD_PRELOAD) that counts the file operations below one folder and makes one of them fail.
+/* A library to preload (LD_PRELOAD) that counts the file operations below one folder and makes one of them fail, or
+   records the operations that change files.
 
-   Nothing is counted before `faults_arm`. A process forked afterwards starts from the counts of its parent. Operations
-   that the C library makes by itself, such as the writes of a FILE, do not pass through here; `fopen` does. */
+   Nothing is counted before `faults_arm`. Operations that the C library makes by itself, such as the writes of a FILE,
+   do not pass through here; `fopen` does. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -9,7 +10,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <signal.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -21,7 +22,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum kind { COUNT, ERROR, SHORT, KILL };
+enum kind { COUNT, ERROR, SHORT, RECORD };
 
 static char folder[PATH_MAX];
 static enum kind kind;
@@ -30,10 +31,12 @@ static long fail_at;
 static const char *fail_operations;
 static atomic_long calls;
 static atomic_int fired;
+static pthread_mutex_t order = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 
 /* Count the operations below `root`. The first of `operations`, a list such as ",read,write,", from number `at` on fails
-   with errno `error` (kind 1), moves fewer bytes (2), or kills the process before it (3). Writes a line for each
-   operation to `log`, and one for the fault. */
+   with errno `error` (kind 1) or moves fewer bytes (2). Writes a line for each operation to `log`, and one for the fault.
+   Kind 3 records what changes files instead: for each operation, a line "NAME PATH OTHER OFFSET LENGTH" and, of a write,
+   the bytes. The operations then take turns, so that the log has their order. */
 void faults_arm(const char *root, enum kind what, int error, long at, const char *operations, int log) {
     strncpy(folder, root, sizeof folder - 1);
     fail_operations = strdup(operations);
@@ -51,46 +54,85 @@ static void note(const char *operation, const char *path) {
     if (log_fd >= 0) syscall(SYS_write, log_fd, line, length < (int)sizeof line ? length : (int)sizeof line - 1);
 }
 
+static int is_inside(const char *path) {
+    size_t length = strlen(folder);
+    return length && !strncmp(path, folder, length) && (!path[length] || path[length] == '/');
+}
+
 /* What to do with this operation. COUNT: nothing. */
 static enum kind decide(const char *operation, const char *path) {
-    size_t length = strlen(folder);
-    if (!length || strncmp(path, folder, length) || (path[length] && path[length] != '/')) return COUNT;
+    if (kind == RECORD || !is_inside(path)) return COUNT;
     long number = atomic_fetch_add(&calls, 1) + 1;
     note(operation, path);
     char name[64];
     snprintf(name, sizeof name, ",%s,", operation);
     if (kind == COUNT || number < fail_at || !strstr(fail_operations, name) || atomic_exchange(&fired, 1)) return COUNT;
     note("FAULT", path);
-    if (kind == KILL) raise(SIGKILL);
     if (kind == ERROR) errno = error_number;
     return kind;
 }
 
-static enum kind decide_at(const char *operation, int directory, const char *path) {
-    char full[2 * PATH_MAX], link[64];
-    if (!folder[0]) return COUNT;
-    if (path[0] == '/') return decide(operation, path);
-    if (directory == AT_FDCWD) {
-        if (!getcwd(full, PATH_MAX)) return COUNT;
-    } else {
-        snprintf(link, sizeof link, "/proc/self/fd/%d", directory);
+/* The absolute form of `path`, in `full`; an empty text if nothing is counted or there is none. */
+static const char *absolute(int directory, const char *path, char *full) {
+    char link[64];
+    full[0] = 0;
+    if (!folder[0]) return full;
+    if (path[0] != '/') {
+        snprintf(link, sizeof link, directory == AT_FDCWD ? "/proc/self/cwd" : "/proc/self/fd/%d", directory);
         ssize_t length = readlink(link, full, PATH_MAX - 1);
-        if (length < 0) return COUNT;
-        full[length] = 0;
+        full[length < 0 ? 0 : length] = 0;
+        strcat(full, "/");
     }
-    strcat(full, "/");
-    strncat(full, path, PATH_MAX - 1);
-    return decide(operation, full);
+    return strncat(full, path, PATH_MAX - 1);
+}
+
+static const char *path_of(int fd, char *full) {
+    char link[64];
+    full[0] = 0;
+    if (!folder[0] || fd < 0 || fd == log_fd) return full;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = readlink(link, full, PATH_MAX - 1);
+    full[length < 0 ? 0 : length] = 0;
+    return full;
+}
+
+static enum kind decide_at(const char *operation, int directory, const char *path) {
+    char full[2 * PATH_MAX];
+    return decide(operation, absolute(directory, path, full));
 }
 
 static enum kind decide_fd(const char *operation, int fd) {
-    char path[PATH_MAX], link[64];
-    if (!folder[0] || fd < 0 || fd == log_fd) return COUNT;
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t length = readlink(link, path, sizeof path - 1);
-    if (length < 0) return COUNT;
-    path[length] = 0;
-    return decide(operation, path);
+    char full[PATH_MAX];
+    return decide(operation, path_of(fd, full));
+}
+
+static void begin(void) {
+    if (kind == RECORD) pthread_mutex_lock(&order);
+}
+
+/* Record an operation that `succeeded`, and let the next one begin. */
+static void end(int succeeded, const char *operation, const char *path, const char *other, long offset,
+                const void *data, size_t length) {
+    if (kind != RECORD) return;
+    int error = errno;
+    if (succeeded && is_inside(path)) {
+        char line[4 * PATH_MAX + 64];
+        int count = snprintf(line, sizeof line, "%s %s %s %ld %zu\n", operation, path, other, offset, length);
+        syscall(SYS_write, log_fd, line, count);
+        if (data) syscall(SYS_write, log_fd, data, length);
+    }
+    errno = error;
+    pthread_mutex_unlock(&order);
+}
+
+static void end_fd(int succeeded, const char *operation, int fd, long offset, const void *data, size_t length) {
+    char full[PATH_MAX];
+    if (kind == RECORD) end(succeeded, operation, path_of(fd, full), "-", offset, data, length);
+}
+
+static void end_at(int succeeded, const char *operation, int directory, const char *path) {
+    char full[2 * PATH_MAX];
+    if (kind == RECORD) end(succeeded, operation, absolute(directory, path, full), "-", 0, NULL, 0);
 }
 
 #define REAL(result, name, ...) \
@@ -107,11 +149,18 @@ static enum kind decide_fd(const char *operation, int fd) {
     }
 #define OPENED(flags) ((flags) & O_CREAT ? "create" : "open")
 
+#define END_OPEN(flags, fd, directory) \
+    end_at(fd >= 0 && (flags) & (O_CREAT | O_TRUNC), (flags) & O_TRUNC ? "empty" : "create", directory, path)
+
 #define OPEN(name) \
     int name(const char *path, int flags, ...) { \
         REAL(int, name, const char *, int, ...) \
         MODE(flags, flags) \
-        return decide_at(OPENED(flags), AT_FDCWD, path) == ERROR ? -1 : real(path, flags, mode); \
+        if (decide_at(OPENED(flags), AT_FDCWD, path) == ERROR) return -1; \
+        begin(); \
+        int fd = real(path, flags, mode); \
+        END_OPEN(flags, fd, AT_FDCWD); \
+        return fd; \
     }
 OPEN(open)
 OPEN(open64)
@@ -120,7 +169,11 @@ OPEN(open64)
     int name(int directory, const char *path, int flags, ...) { \
         REAL(int, name, int, const char *, int, ...) \
         MODE(flags, flags) \
-        return decide_at(OPENED(flags), directory, path) == ERROR ? -1 : real(directory, path, flags, mode); \
+        if (decide_at(OPENED(flags), directory, path) == ERROR) return -1; \
+        begin(); \
+        int fd = real(directory, path, flags, mode); \
+        END_OPEN(flags, fd, directory); \
+        return fd; \
     }
 OPENAT(openat)
 OPENAT(openat64)
@@ -128,7 +181,11 @@ OPENAT(openat64)
 #define FOPEN(name) \
     FILE *name(const char *path, const char *mode) { \
         REAL(FILE *, name, const char *, const char *) \
-        return decide_at(mode[0] == 'r' ? "open" : "create", AT_FDCWD, path) == ERROR ? NULL : real(path, mode); \
+        if (decide_at(mode[0] == 'r' ? "open" : "create", AT_FDCWD, path) == ERROR) return NULL; \
+        begin(); \
+        FILE *file = real(path, mode); \
+        end_at(file && mode[0] != 'r', mode[0] == 'w' ? "empty" : "create", AT_FDCWD, path); \
+        return file; \
     }
 FOPEN(fopen)
 FOPEN(fopen64)
@@ -140,18 +197,25 @@ DIR *opendir(const char *path) {
 
 static size_t fewer(enum kind what, size_t count) { return what == SHORT ? (count + 1) / 2 : count; }
 
-/* The first buffer alone, cut in half if it is the only one. */
-static struct iovec first(const struct iovec *vector, int count) {
+/* The first buffer alone, which is allowed; cut in half if it is the only one. */
+static struct iovec first(enum kind what, const struct iovec *vector, int count) {
     struct iovec one = vector[0];
-    if (count == 1) one.iov_len = fewer(SHORT, one.iov_len);
+    if (count == 1) one.iov_len = fewer(what, one.iov_len);
     return one;
 }
+
+#define IS_WRITE(operation) (operation[0] == 'w')
 
 #define MOVE(name, operation, buffer_type) \
     ssize_t name(int fd, buffer_type buffer, size_t count) { \
         REAL(ssize_t, name, int, buffer_type, size_t) \
         enum kind what = decide_fd(operation, fd); \
-        return what == ERROR ? -1 : real(fd, buffer, fewer(what, count)); \
+        if (what == ERROR) return -1; \
+        if (!IS_WRITE(operation) || fd == log_fd) return real(fd, buffer, fewer(what, count)); \
+        begin(); \
+        ssize_t moved = real(fd, buffer, fewer(what, count)); \
+        end_fd(moved > 0, operation, fd, lseek(fd, 0, SEEK_CUR) - moved, buffer, moved); \
+        return moved; \
     }
 MOVE(read, "read", void *)
 MOVE(write, "write", const void *)
@@ -160,63 +224,80 @@ MOVE(write, "write", const void *)
     ssize_t name(int fd, buffer_type buffer, size_t count, off_t offset) { \
         REAL(ssize_t, name, int, buffer_type, size_t, off_t) \
         enum kind what = decide_fd(operation, fd); \
-        return what == ERROR ? -1 : real(fd, buffer, fewer(what, count), offset); \
+        if (what == ERROR) return -1; \
+        if (!IS_WRITE(operation)) return real(fd, buffer, fewer(what, count), offset); \
+        begin(); \
+        ssize_t moved = real(fd, buffer, fewer(what, count), offset); \
+        end_fd(moved > 0, operation, fd, offset, buffer, moved); \
+        return moved; \
     }
 MOVE_AT(pread, "read", void *)
 MOVE_AT(pread64, "read", void *)
 MOVE_AT(pwrite, "write", const void *)
 MOVE_AT(pwrite64, "write", const void *)
 
-#define VECTOR(name, operation) \
-    ssize_t name(int fd, const struct iovec *vector, int count) { \
-        REAL(ssize_t, name, int, const struct iovec *, int) \
-        enum kind what = decide_fd(operation, fd); \
-        if (what == ERROR) return -1; \
-        struct iovec one = first(vector, count); \
-        return what == SHORT ? real(fd, &one, 1) : real(fd, vector, count); \
-    }
-VECTOR(readv, "read")
-VECTOR(writev, "write")
+ssize_t readv(int fd, const struct iovec *vector, int count) {
+    struct iovec one = first(COUNT, vector, count);
+    return read(fd, one.iov_base, one.iov_len);
+}
 
-#define VECTOR_AT(name, operation) \
+ssize_t writev(int fd, const struct iovec *vector, int count) {
+    struct iovec one = first(COUNT, vector, count);
+    return write(fd, one.iov_base, one.iov_len);
+}
+
+#define VECTOR_AT(name, single) \
     ssize_t name(int fd, const struct iovec *vector, int count, off_t offset) { \
-        REAL(ssize_t, name, int, const struct iovec *, int, off_t) \
-        enum kind what = decide_fd(operation, fd); \
-        if (what == ERROR) return -1; \
-        struct iovec one = first(vector, count); \
-        return what == SHORT ? real(fd, &one, 1, offset) : real(fd, vector, count, offset); \
+        struct iovec one = first(COUNT, vector, count); \
+        return single(fd, one.iov_base, one.iov_len, offset); \
     }
-VECTOR_AT(preadv, "read")
-VECTOR_AT(preadv64, "read")
-VECTOR_AT(pwritev, "write")
-VECTOR_AT(pwritev64, "write")
+VECTOR_AT(preadv, pread)
+VECTOR_AT(preadv64, pread)
+VECTOR_AT(pwritev, pwrite)
+VECTOR_AT(pwritev64, pwrite)
 
 #define VECTOR_2(name, operation) \
     ssize_t name(int fd, const struct iovec *vector, int count, off_t offset, int flags) { \
         REAL(ssize_t, name, int, const struct iovec *, int, off_t, int) \
         enum kind what = decide_fd(operation, fd); \
         if (what == ERROR) return -1; \
-        struct iovec one = first(vector, count); \
-        return what == SHORT ? real(fd, &one, 1, offset, flags) : real(fd, vector, count, offset, flags); \
+        struct iovec one = first(what, vector, count); \
+        if (what == COUNT && !IS_WRITE(operation)) return real(fd, vector, count, offset, flags); \
+        begin(); \
+        ssize_t moved = real(fd, &one, 1, offset, flags); \
+        end_fd(moved > 0 && IS_WRITE(operation), operation, fd, offset, one.iov_base, moved); \
+        return moved; \
     }
 VECTOR_2(preadv2, "read")
 VECTOR_2(preadv64v2, "read")
 VECTOR_2(pwritev2, "write")
 VECTOR_2(pwritev64v2, "write")
 
-#define SEND(name) \
+#define SEND(name) /* not supported while the operations are recorded: the caller reads and writes instead */ \
     ssize_t name(int target, int source, off_t *offset, size_t count) { \
         REAL(ssize_t, name, int, int, off_t *, size_t) \
         enum kind what = decide_fd("write", target); \
-        return what == ERROR ? -1 : real(target, source, offset, fewer(what, count)); \
+        if (kind == RECORD) errno = EINVAL; \
+        return what == ERROR || kind == RECORD ? -1 : real(target, source, offset, fewer(what, count)); \
     }
 SEND(sendfile)
 SEND(sendfile64)
 
+ssize_t copy_file_range(int source, off_t *from, int target, off_t *to, size_t count, unsigned int flags) {
+    REAL(ssize_t, copy_file_range, int, off_t *, int, off_t *, size_t, unsigned int)
+    enum kind what = decide_fd("write", target);
+    if (kind == RECORD) errno = EINVAL;
+    return what == ERROR || kind == RECORD ? -1 : real(source, from, target, to, fewer(what, count), flags);
+}
+
 #define FLUSH(name) \
     int name(int fd) { \
         REAL(int, name, int) \
-        return decide_fd("fsync", fd) == ERROR ? -1 : real(fd); \
+        if (decide_fd("fsync", fd) == ERROR) return -1; \
+        begin(); \
+        int failed = real(fd); \
+        end_fd(!failed, "fsync", fd, 0, NULL, 0); \
+        return failed; \
     }
 FLUSH(fsync)
 FLUSH(fdatasync)
@@ -224,7 +305,11 @@ FLUSH(fdatasync)
 #define TRUNCATE(name) \
     int name(int fd, off_t length) { \
         REAL(int, name, int, off_t) \
-        return decide_fd("truncate", fd) == ERROR ? -1 : real(fd, length); \
+        if (decide_fd("truncate", fd) == ERROR) return -1; \
+        begin(); \
+        int failed = real(fd, length); \
+        end_fd(!failed, "truncate", fd, length, NULL, 0); \
+        return failed; \
     }
 TRUNCATE(ftruncate)
 TRUNCATE(ftruncate64)
@@ -232,18 +317,14 @@ TRUNCATE(ftruncate64)
 #define RESERVE(name) /* returns the error, and does not set errno */ \
     int name(int fd, off_t offset, off_t length) { \
         REAL(int, name, int, off_t, off_t) \
-        return decide_fd("truncate", fd) == ERROR ? error_number : real(fd, offset, length); \
+        if (decide_fd("truncate", fd) == ERROR) return error_number; \
+        begin(); \
+        int error = real(fd, offset, length); \
+        end_fd(!error, "allocate", fd, offset + length, NULL, 0); \
+        return error; \
     }
 RESERVE(posix_fallocate)
 RESERVE(posix_fallocate64)
-
-#define ALLOCATE(name) \
-    int name(int fd, int mode, off_t offset, off_t length) { \
-        REAL(int, name, int, int, off_t, off_t) \
-        return decide_fd("truncate", fd) == ERROR ? -1 : real(fd, mode, offset, length); \
-    }
-ALLOCATE(fallocate)
-ALLOCATE(fallocate64)
 
 #define MAP(name) \
     void *name(void *at, size_t length, int protection, int flags, int fd, off_t offset) { \
@@ -255,25 +336,35 @@ ALLOCATE(fallocate64)
 MAP(mmap)
 MAP(mmap64)
 
+#define RENAMED(from_directory, to_directory, call) \
+    char source[2 * PATH_MAX], target[2 * PATH_MAX]; \
+    if (decide("rename", absolute(to_directory, to, target)) == ERROR) return -1; \
+    begin(); \
+    int failed = call; \
+    end(!failed, "rename", absolute(from_directory, from, source), target, 0, NULL, 0); \
+    return failed;
+
 int rename(const char *from, const char *to) {
     REAL(int, rename, const char *, const char *)
-    return decide_at("rename", AT_FDCWD, to) == ERROR ? -1 : real(from, to);
+    RENAMED(AT_FDCWD, AT_FDCWD, real(from, to))
 }
 
 int renameat(int from_directory, const char *from, int to_directory, const char *to) {
     REAL(int, renameat, int, const char *, int, const char *)
-    return decide_at("rename", to_directory, to) == ERROR ? -1 : real(from_directory, from, to_directory, to);
+    RENAMED(from_directory, to_directory, real(from_directory, from, to_directory, to))
 }
 
-int renameat2(int from_directory, const char *from, int to_directory, const char *to, unsigned int flags) {
-    REAL(int, renameat2, int, const char *, int, const char *, unsigned int)
-    return decide_at("rename", to_directory, to) == ERROR ? -1 : real(from_directory, from, to_directory, to, flags);
-}
+#define CHANGED(operation, directory, call) \
+    if (decide_at(operation, directory, path) == ERROR) return -1; \
+    begin(); \
+    int failed = call; \
+    end_at(!failed, operation, directory, path); \
+    return failed;
 
 #define REMOVE(name) \
     int name(const char *path) { \
         REAL(int, name, const char *) \
-        return decide_at("unlink", AT_FDCWD, path) == ERROR ? -1 : real(path); \
+        CHANGED("unlink", AT_FDCWD, real(path)) \
     }
 REMOVE(unlink)
 REMOVE(rmdir)
@@ -281,15 +372,15 @@ REMOVE(remove)
 
 int unlinkat(int directory, const char *path, int flags) {
     REAL(int, unlinkat, int, const char *, int)
-    return decide_at("unlink", directory, path) == ERROR ? -1 : real(directory, path, flags);
+    CHANGED("unlink", directory, real(directory, path, flags))
 }
 
 int mkdir(const char *path, mode_t mode) {
     REAL(int, mkdir, const char *, mode_t)
-    return decide_at("mkdir", AT_FDCWD, path) == ERROR ? -1 : real(path, mode);
+    CHANGED("mkdir", AT_FDCWD, real(path, mode))
 }
 
 int mkdirat(int directory, const char *path, mode_t mode) {
     REAL(int, mkdirat, int, const char *, mode_t)
-    return decide_at("mkdir", directory, path) == ERROR ? -1 : real(directory, path, mode);
+    CHANGED("mkdir", directory, real(directory, path, mode))
 }

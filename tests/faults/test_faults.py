@@ -1,147 +1,109 @@
-"""Faults of the operating system at every operation on a file: errors, short reads and writes, the process killed.
+"""Power cuts and faults of the operating system at every operation on a file of every command that changes an index.
 
-After each of them the command has ended with one error line, and the same command brings the index to the same bytes.
+After each of them, readers see the index before or after the change, `verify` finds no damage, and the same command
+brings the index to the state of an undisturbed run.
 """
 
 from __future__ import annotations
 
-import shutil
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from storage_formats import EdjeError, verify_index
-from tests.faults.cases import Case, make_cases
-from tests.faults.injection import FAULTS, Fault, FaultServer, Outcome, fault_server
+from tests.command_line import environment
+from tests.faults.bench import CASES, FAULTS
+from tests.faults.crash_states import Disk, Operation
 
-CASES = ("build", "import-arrays", "quantize")
-SAMPLE = {"EIO": 1, "ENOSPC": 1, "EINTR": 1, "short": 1, "kill": 1}
-"""Operations per command that meet each fault in the default suite."""
+Request = Callable[..., dict[str, Any]]
+
+ERRORS = {"EIO": 250, "ENOSPC": 60, "EMFILE": 60, "ENOMEM": 10, "EINTR": 30, "short": 20}
+"""Operations per command that meet each fault, if there are more."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD and /proc are used as on Linux")
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A case on one server.
-
-    Attributes:
-        server: runs its command, with the libraries loaded.
-        folder: operations below it count.
-        index: where the command writes.
-        operations: operations of an undisturbed run.
-        expected: contents after an undisturbed run.
-    """
-
-    case: Case
-    server: FaultServer
-    folder: Path
-    index: Path
-    operations: list[str]
-    expected: dict[str, Any]
-
-    @classmethod
-    def of(cls, case: Case, server: FaultServer, folder: Path, index: Path) -> Bench:
-        case.prepare(index)
-        calm = server.run(case.arguments(index), folder)
-        assert calm.code == 0, calm.output
-        return cls(case, server, folder, index, calm.operations, case.contents(index))
-
-    def places(self, fault: Fault) -> list[int]:
-        """Numbers of the operations that can meet `fault`."""
-        return [at for at, line in enumerate(self.operations, 1) if line.split()[0] in fault.operations]
-
-
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler (cc) to make the library that injects faults")
-    library = tmp_path_factory.mktemp("shim") / "shim.so"
-    source = Path(__file__).with_name("shim.c")
+def request_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Request]:
+    """A function that sends a request to `tests.faults.bench` and returns its answer."""
+    library, source = tmp_path_factory.mktemp("shim") / "shim.so", Path(__file__).with_name("shim.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl"], check=True)
-    return library
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.bench", str(library), folder],
+            env={**environment(), "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        with process:  # waits for its end, which the end of its input brings
+            assert process.stdin is not None
+            assert process.stdout is not None
+            to, answers = process.stdin, process.stdout
 
+            def send(name: str, kind: str, **arguments: Any) -> dict[str, Any]:
+                print(json.dumps({"name": name, "kind": kind, **arguments}), file=to, flush=True)
+                answer: dict[str, Any] = json.loads(answers.readline())
+                problems = answer["problems"]
+                assert not problems, f"{len(problems)} problems, the first: {problems[0]}"
+                return answer
 
-@pytest.fixture(scope="module")
-def benches(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bench]]:
-    """A bench for each case on a server that has loaded the libraries of every command."""
-    folder = tmp_path_factory.mktemp("faults")
-    index, cases = folder / "index", make_cases(folder)
-    with fault_server(shim, folder.parent / f"{folder.name}.log") as server:
-        for case in cases.values():
-            case.prepare(index)
-            server.load([*case.arguments(index), "--quiet"])
-        yield {name: Bench.of(case, server, folder, index) for name, case in cases.items()}
-
-
-def wrong_end(fault: Fault, outcome: Outcome) -> str | None:
-    """What is wrong with the end of a command that met a fault."""
-    errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
-    if fault.kind == "kill" and outcome.code == -9:
-        return None
-    if outcome.code not in (0, 1):
-        return f"exit code {outcome.code}"
-    if len(errors) != outcome.code:
-        return f"exit code {outcome.code} with {len(errors)} errors"
-    if "Traceback" in outcome.output or "unexpected" in outcome.output:
-        return "an unexpected error"
-    return None
-
-
-def wrong_index(bench: Bench, outcome: Outcome) -> str | None:
-    """What is wrong with the index after the same command ran again, if there was a reason to run it again."""
-    index = bench.index
-    is_done = bench.case.refuses_finished and (index / "index.json").exists()
-    if not is_done and (outcome.code != 0 or (index / "build").exists()):
-        again = bench.server.run(bench.case.arguments(index), bench.folder)
-        if again.code != 0 or (index / "build").exists():
-            return f"the same command gives exit code {again.code}: {again.output[-500:]}"
-    try:
-        if problems := verify_index(index):
-            return f"verify: {problems}"
-    except EdjeError as error:
-        return f"verify: {error}"
-    contents = bench.case.contents(index)
-    differing = {name for name in contents.keys() | bench.expected if contents.get(name) != bench.expected.get(name)}
-    return f"other contents: {sorted(differing)}" if differing else None
-
-
-def problem_at(bench: Bench, name: str, at: int) -> str | None:
-    """What is wrong after operation `at` met the fault `name`."""
-    bench.case.prepare(bench.index)
-    fault = FAULTS[name]
-    outcome = bench.server.run(bench.case.arguments(bench.index), bench.folder, fault, at)
-    if not any(line.startswith("FAULT") for line in outcome.operations):
-        return None if outcome.code == 0 else f"{name} at operation {at}: not injected\n{outcome.output}"
-    problem = wrong_end(fault, outcome) or wrong_index(bench, outcome)
-    struck = next(line for line, following in pairwise(outcome.operations) if following.startswith("FAULT"))
-    return problem and f"{name} at operation {at} ({struck}): {problem}\n{outcome.output}"
+            yield send
 
 
 @pytest.mark.parametrize(
-    "name", ["build", *(pytest.param(name, marks=pytest.mark.slow) for name in ("quantize", "import-arrays"))]
+    ("name", "kind", "arguments"),
+    [
+        ("copy-rows", "crashes", {"most": 10}),
+        ("delete", "errors", {"fault": "EIO", "only": "fsync .*/index$"}),  # removed what the new snapshot names
+        ("import-arrays", "crashes", {"only": "rename .*journal"}),  # the next run refused the directory
+        ("copy-rows", "crashes", {"only": r"rename index/\.index\.json"}),  # the folder of shard tables was missing
+        ("quantize-drop", "crashes", {"only": "unlink index/build"}),  # files stayed for ever
+        pytest.param("build", "crashes", {"only": "rename .*journal"}, marks=pytest.mark.slow),  # no list of inputs
+    ],
 )
-def test_a_fault_costs_no_more_than_another_run(benches, name):
-    bench = benches[name]
-    for kind, count in SAMPLE.items():
-        places = bench.places(FAULTS[kind])
-        assert len(places) > 10
-        for number in range(count):
-            problem = problem_at(bench, kind, places[(2 * number + 1) * len(places) // (2 * count)])
-            assert not problem, problem
+def test_a_sample_and_what_has_failed_before(request_bench, name, kind, arguments):
+    assert request_bench(name, kind, **arguments)["count"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("name", CASES)
-def test_a_fault_at_every_operation(benches, name, kind):
-    problems = [
-        problem for at in benches[name].places(FAULTS[kind]) if (problem := problem_at(benches[name], kind, at))
-    ]
-    assert not problems, f"{len(problems)} problems, the first: {problems[0]}"
+def test_every_crash_state(request_bench):
+    counts = {name: request_bench(name, "crashes") for name in CASES}
+    states, runs = (sum(each[of] for each in counts.values()) for of in ("count", "runs"))
+    print(f"{states:,} crash states, {runs:,} of which differ to the program:", counts)
+    assert states >= 20_000
+
+
+@pytest.mark.slow
+def test_a_fault_at_every_operation(request_bench):
+    counts = {
+        (name, fault): request_bench(name, "errors", fault=fault, most=ERRORS[fault])["count"]
+        for name in CASES
+        for fault in FAULTS
+    }
+    print("injected faults:", {fault: sum(counts[name, fault] for name in CASES) for fault in FAULTS})
+    assert sum(counts.values()) >= 5_000
+
+
+def states_after(*operations: tuple[str, str, str, bytes]) -> list[dict[str, bytes | None]]:
+    disk = Disk({"a": b"old"})
+    for name, path, other, data in operations:
+        disk.apply(Operation(name, path, other, 0, data))
+    return list(disk.states())
+
+
+def test_the_model_loses_what_was_not_flushed():
+    new = [("create", "b", "-", b""), ("write", "b", "-", b"new")]
+    replaced = [*new, ("rename", "b", "a", b"")]
+    assert {"a": b""} in states_after(*replaced), "renamed before its contents were flushed"
+    flushed = states_after(*new, ("fsync", "b", "-", b""), ("rename", "b", "a", b""))
+    assert all(state["a"] in (b"old", b"new") for state in flushed)
+    assert {"a": b"old"} in flushed, "the directory was not flushed"
+    durable = states_after(*new, ("fsync", "b", "-", b""), ("rename", "b", "a", b""), ("fsync", "", "-", b""))
+    assert durable == [{"a": b"new"}]
+    apart = states_after(("mkdir", "c", "-", b""), ("unlink", "a", "-", b""))
+    assert [*map(sorted, apart)].count(["a", "c"]) == 1, "the later operation alone may be lost"
+    assert {} in apart, "the earlier one too"
