@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest
@@ -112,27 +110,6 @@ class AnnKind:
     def build_bytes(self, rows: int, width: int) -> int:
         """Return the memory in bytes that a build with `rows` embeddings of `width` values needs at its peak."""
         return math.ceil(_PEAK * rows * self.vector_bytes(width))
-
-
-def ann_bytes(rows: int, width: int, memory: int | None = None) -> int:
-    """Return the bytes that a FAISS index takes in memory and on disk. For the arguments, see `AnnKind.choose`."""
-    return rows * AnnKind.choose(rows, width, memory).vector_bytes(width)
-
-
-def extension_bytes(ann: Mapping[str, Any], rows: int, width: int) -> int:
-    """Return the memory in bytes that an extension of a nearest-neighbour index needs at its peak.
-
-    Args:
-        ann: description of the existing FAISS files, from the manifest.
-        rows: number of new rows.
-        width: width of the embeddings.
-    """
-    if not ann.get("files"):
-        return 0
-    loaded = int(ann["files"][0]["bytes"])  # it is loaded for its centroids
-    factory = ann.get("factory")
-    kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)
-    return max(loaded, kind.build_bytes(rows, width))
 
 
 def rebuild_reasons(manifest: Manifest) -> list[str]:

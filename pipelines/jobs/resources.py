@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from edje_index.bundles.info import BundleInfo
-from edje_index.indexing.ann_kind import AnnKind, ann_bytes, extension_bytes
+from edje_index.indexing.ann_kind import AnnKind
 from pipelines.environment import available_memory, cuda_devices, free_disk
 from pipelines.jobs.plan import BuildSettings
 from pipelines.progress.wording import counted, human_bytes
@@ -100,7 +100,11 @@ def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
 
 def check_extension_memory(manifest: Manifest, rows: int) -> None:
     """Raise UsageError if the memory is too small to add `rows` rows to the nearest-neighbour index."""
-    need = extension_bytes(manifest.ann, rows, manifest.spec.embed_dim)
+    ann, width, need = manifest.ann, manifest.spec.embed_dim, 0
+    if ann.get("files"):
+        loaded, factory = int(ann["files"][0]["bytes"]), ann.get("factory")  # it is loaded for its centroids
+        kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)
+        need = max(loaded, kind.build_bytes(rows, width))
     _check_memory({_ANN: need}, None, "split the index", parameter="sources")
 
 
@@ -130,7 +134,7 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
         tokens += padded_shard_bytes(last, spec.shard_size, record_bytes)[1]
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
     rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES  # files end in a partial disk block
-    ann = ann_bytes(spec.rows, spec.embed_dim, memory)
+    ann = spec.rows * AnnKind.choose(spec.rows, spec.embed_dim, memory).vector_bytes(spec.embed_dim)
     parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann}
     return {name: int(size * _SLACK) for name, size in parts.items()}
 
