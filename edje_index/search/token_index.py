@@ -30,10 +30,10 @@ from edje_index.scoring.weights import (
     ScoreWeights,
 )
 from edje_index.search.hits import Hit, Hits, Stages, TextHit
-from edje_index.search.query import encode_images, hit_counts, query_text, query_texts, requested_rows
+from edje_index.search.query import encode_images, requested_rows
 from edje_index.search.rows import IndexRows
 from edje_index.search.search_model import SearchModel
-from storage_formats.arguments import as_count, as_list, as_text
+from storage_formats.arguments import as_count, as_list, as_text, shown
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
@@ -281,8 +281,7 @@ class TokenIndex:
             >>> ["logit" in hit.parts for hit in index.search("a dog", k=3, pool=6, joint_pool=2)]
             [True, True, False]
         """
-        texts = [query_text(text)] if isinstance(text, str) else query_texts(text)
-        k, pool = hit_counts(k, pool)
+        texts, (k, pool) = _texts([text] if isinstance(text, str) else text), _counts(k, pool)
         stages = Stages()
         weights, final = self._final_score(score, joint_pool)
         if not texts:
@@ -446,7 +445,7 @@ class TokenIndex:
         Raises:
             UsageError, CorruptIndexError, ModelError: as for `rerank`.
         """
-        texts, rows = query_texts(texts), as_list(rows, "rows", "sequences of row ids and uris")
+        texts, rows = _texts(texts), as_list(rows, "rows", "sequences of row ids and uris")
         if len(texts) != len(rows):
             raise UsageError(f"got {len(texts)} texts and {len(rows)} sequences of rows: give one per text")
         row_ids = [requested_rows(self.committed, its_rows) for its_rows in rows]
@@ -483,7 +482,7 @@ class TokenIndex:
             UsageError: the query is empty, an image cannot be read, or `score` is invalid.
             ModelError: as for `search`.
         """
-        text, images = query_text(text), as_list(images, "images", "images")
+        (text,), images = _texts([text]), as_list(images, "images", "images")
         weights, final = self._final_score(score)
         if not images:
             return []
@@ -566,10 +565,10 @@ class TokenIndex:
             >>> len(index.search_texts("photos/3.jpg", ["a dog", "a canoe", "two cats"], k=2))
             2
         """
-        texts = query_texts(texts, "texts")
+        texts = _texts(texts, "texts")
         if not texts:
             raise UsageError("texts is empty: give at least one text", parameter="texts")
-        k, pool = hit_counts(k, pool)
+        k, pool = _counts(k, pool)
         weights, final = self._final_score(score, direction=IMAGE_TO_TEXT)
         models = self.model.score_models
         row_id, block, embedding = self._encoded(image)
@@ -593,3 +592,22 @@ class TokenIndex:
             )
             for at in np.argsort(-scores, kind="stable")[:k]
         ]
+
+
+def _texts(texts: object, name: str = "query") -> list[str]:
+    """Return the texts in a sequence, an array or an iterator. Raise UsageError if one is no text or blank."""
+    given, checked = as_list(texts, name, "strings"), []
+    for at, value in enumerate(given):
+        where = name if len(given) == 1 else f"{name}[{at}]"
+        checked.append(as_text(value, where))
+        if not checked[-1].strip():
+            raise UsageError(f"{where} is empty or blank, got {shown(value)}: give a text", parameter=where)
+    return checked
+
+
+def _counts(k: object, pool: object) -> tuple[int, int]:
+    """Return `k` and `pool` as integers. Raise UsageError if one is less than 1, or `pool` is less than `k`."""
+    hits, candidates = as_count(k, "k"), as_count(pool, "pool")
+    if candidates < hits:
+        raise UsageError(f"k must be at most pool, got k = {hits} and pool = {candidates}")
+    return hits, candidates
