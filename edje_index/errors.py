@@ -18,6 +18,18 @@ class ModelError(EdjeError):
     """
 
 
+class NotABundleError(ModelError):
+    """There is no model bundle at the given path. Exit code 2.
+
+    Example:
+        >>> from edje_index.errors import ModelError, NotABundleError
+        >>> issubclass(NotABundleError, ModelError)
+        True
+    """
+
+    exit_code = 2
+
+
 class BundleNotFoundError(ModelError):
     """The model bundle of an index was not found: the path in the index is relative, or does not exist."""
 

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.api import train as train
     from pipelines.jobs.add_rows import append_index as append_index
     from pipelines.jobs.add_rows import update_index as update_index
     from pipelines.jobs.build import BuildResult as BuildResult
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     from pipelines.jobs.snapshots import DeleteResult as DeleteResult
     from pipelines.jobs.snapshots import delete_rows as delete_rows
     from pipelines.jobs.training.run import TrainResult as TrainResult
+    from pipelines.jobs.training.run import train as train
     from pipelines.progress.events import JobStopped as JobStopped
 
 _NAMES = {
-    "pipelines.api": "train",
     "pipelines.jobs.add_rows": "append_index update_index",
     "pipelines.jobs.build": "BuildResult build_index",
     "pipelines.jobs.copy": "CopyResult compact_index copy_index",
@@ -36,7 +35,7 @@ _NAMES = {
     "pipelines.jobs.quantize": "QuantizeResult quantize_index",
     "pipelines.jobs.repair": "RepairResult repair_index",
     "pipelines.jobs.snapshots": "DeleteResult delete_rows",
-    "pipelines.jobs.training.run": "TrainResult",
+    "pipelines.jobs.training.run": "TrainResult train",
     "pipelines.progress.events": "JobStopped",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edje_index.errors import BundleNotFoundError, ModelError
+from edje_index.errors import BundleNotFoundError, ModelError, NotABundleError
 from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
 from storage_formats.arguments import as_path
@@ -166,7 +166,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
                 raise ModelError(f"{file} is too large to describe a model bundle; restore this file")
             content = json.loads(opened.read())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ModelError(
+        raise NotABundleError(
             f"{folder} is not a model bundle: there is no file {INFO_FILE} in it; give another path"
         ) from error
     except (OSError, ValueError, RecursionError) as error:

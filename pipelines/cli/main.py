@@ -19,6 +19,7 @@ from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.output import LOG_KEY, print_json
 from pipelines.collector import skip_collection_at_exit
 from pipelines.engines.base import EngineUnavailableError, describe_error
+from pipelines.progress.events import INTERRUPTED
 from pipelines.progress.wording import printable
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import missing_extra
@@ -118,7 +119,7 @@ def cli(as_json: bool) -> None:
       edje-index search photos.edje "a dog on a beach"
 
     Results go to standard output; messages and progress go to standard error. Exit codes: 0 success, 1 problems found
-    or command failed, 2 wrong usage.
+    or command failed, 2 wrong usage, 130 interrupted by Ctrl-C.
     """
     if as_json:
         raise UsageError("--json belongs after the name of the command, or after --version")
@@ -172,7 +173,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
         hint = next((text for kind, text in _HINTS.items() if isinstance(error, kind)), "")
         return error.exit_code, f"{error}{hint}"
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return 1, "interrupted"
+        return INTERRUPTED, "interrupted"
     if isinstance(error, OSError) and error.strerror:
         return 1, describe_error(error)
     return 1, f"unexpected {describe_error(error)}; run again with EDJE_DEBUG=1 to see the traceback"

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from pipelines.progress.events import JobStopped, OnEvent, ShouldStop
+from pipelines.progress.events import INTERRUPTED, JobStopped, OnEvent, ShouldStop
 from pipelines.progress.wording import printable
 from storage_formats.format.layout import Layout
 from storage_formats.format.object_store import IndexLocation
@@ -71,4 +71,6 @@ def running_job(
     except (JobStopped, KeyboardInterrupt) as error:
         if not resumes or (isinstance(index, Path) and not Layout(index).journal.exists()):
             raise
-        raise JobStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}") from error
+        stopped = JobStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}")
+        stopped.exit_code = error.exit_code if isinstance(error, JobStopped) else INTERRUPTED
+        raise stopped from error

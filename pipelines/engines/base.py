@@ -8,13 +8,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from pipelines.collector import paused_collector
 from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import EdjeError, TaskInterrupted
+
+CLUSTER = "edje-index"
+"""Namespace of the workers that run on a Ray cluster."""
 
 Task = Any
 OnProgress = Callable[[Any], None]
@@ -43,36 +48,19 @@ class TaskFailedError(EdjeError):
         return str(self.args[0])
 
 
-class Engine(Protocol):
-    """Function that runs every task on workers, and yields the results in order of completion."""
-
-    def __call__(
-        self,
-        make_worker: WorkerFactory,
-        tasks: Iterable[Task],
-        *,
-        on_progress: OnProgress,
-        on_event: OnEvent,
-        should_stop: ShouldStop,
-    ) -> Generator[Any, None, None]:
-        """Run every task. Once `should_stop()` returns True, running tasks are told to stop, and the generator ends.
-
-        Args:
-            make_worker: called once in each worker process; returns the worker.
-            tasks: tasks to run.
-            on_progress: called with the latest progress of each worker, in the calling process.
-            on_event: called with messages about the machines that run the tasks.
-            should_stop: returns True to stop. The engine calls this function often, so the function must be fast.
-
-        Raises:
-            EngineUnavailableError: the engine cannot start.
-            TaskFailedError: a task failed. No further task runs.
-            EdjeError: a worker cannot be built, or the engine failed during the run.
-        """
-        ...
+Engine = Callable[..., Generator[Any, None, None]]
+"""Function with the arguments of `run_inline` that runs every task on workers, and yields the results."""
 
 
-def open_engine(name: str, workers: int | None, *, cpus: int = 1, gpus: int = 0, address: str | None = None) -> Engine:
+def open_engine(
+    name: str,
+    workers: int | None,
+    *,
+    cpus: int = 1,
+    gpus: int = 0,
+    address: str | None = None,
+    lock: Path | None = None,
+) -> Engine:
     """Return the execution engine `name`: "inline" or "ray".
 
     The other arguments configure `ray_engine.run_on_ray`. The inline engine ignores these arguments.
@@ -81,7 +69,7 @@ def open_engine(name: str, workers: int | None, *, cpus: int = 1, gpus: int = 0,
         return run_inline
     from pipelines.engines.ray_engine import run_on_ray
 
-    return functools.partial(run_on_ray, workers=workers, cpus=cpus, gpus=gpus, address=address)
+    return functools.partial(run_on_ray, workers=workers, cpus=cpus, gpus=gpus, address=address, lock=lock)
 
 
 def run_inline(
@@ -92,7 +80,22 @@ def run_inline(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> Generator[Any, None, None]:
-    """Run tasks in the calling thread. See `Engine`."""
+    """Run every task in the calling thread, and yield the results in order of completion.
+
+    Once `should_stop()` returns True, running tasks are told to stop, and the generator ends.
+
+    Args:
+        make_worker: called once in each worker process; returns the worker.
+        tasks: tasks to run.
+        on_progress: called with the latest progress of each worker, in the calling process.
+        on_event: called with messages about the machines that run the tasks.
+        should_stop: returns True to stop. An engine calls this function often, so the function must be fast.
+
+    Raises:
+        EngineUnavailableError: the engine cannot start.
+        TaskFailedError: a task failed. No further task runs.
+        EdjeError: a worker cannot be built, or the engine failed during the run.
+    """
     worker = build_worker(make_worker)
     with contextlib.suppress(TaskInterrupted):
         for task in tasks:
@@ -120,6 +123,19 @@ def run_task(worker: Worker, task: Task, on_progress: OnProgress, should_stop: S
         failure = TaskFailedError(describe_error(error), task)
         failure.add_note("".join(traceback.format_exception(error)))
         raise failure from None
+
+
+def worker_machine() -> tuple[str, frozenset[str]]:
+    """Return the id of the machine of this worker in this job, and the ids of all machines that are not lost.
+
+    Return ("", frozenset()) outside a Ray cluster, where a lost machine takes the job with it.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or (context := ray.get_runtime_context()).namespace != CLUSTER:
+        return "", frozenset()
+    job = context.get_job_id()
+    alive = (node["NodeID"] for node in ray.nodes() if node["Alive"])
+    return f"{job}/{context.get_node_id()}", frozenset(f"{job}/{node}" for node in alive)
 
 
 def describe_error(error: BaseException) -> str:

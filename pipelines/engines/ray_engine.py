@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import importlib.util
 import logging
 import os
 import re
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.engines.base import (
+    CLUSTER,
     EngineUnavailableError,
     OnProgress,
     Task,
@@ -64,7 +66,6 @@ _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
 _START_SECONDS = 60.0
 _NEW_FOLDER_SECONDS = 3600.0  # a folder is locked soon after it is made
-_CLUSTER = "edje-index"  # namespace of workers that run on a cluster
 _FOLDER_PREFIX = "edje-ray-"
 
 _ENVIRONMENT = {
@@ -73,6 +74,7 @@ _ENVIRONMENT = {
     # Ray prints messages about dead workers and nodes to standard output. The engine reports the same problems itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
 }
+_TOKEN = secrets.token_hex(32)  # of every local Ray of this process, because Ray reads it once
 _PRIVATE_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes 127.0.0.1 the address of this node, on Linux too
@@ -94,18 +96,21 @@ def run_on_ray(
     cpus: int = 1,
     gpus: int = 0,
     address: str | None = None,
+    lock: Path | None = None,
     stall_seconds: float = STALL_SECONDS,
     wait_seconds: float = NODE_WAIT_SECONDS,
 ) -> Generator[Any, None, None]:
-    """Run every task in a Ray actor. This is an engine, see `pipelines.engines.base.Engine`.
+    """Run every task in a Ray actor, see `run_inline`. The results come in order of completion.
 
     Args:
-        make_worker, tasks, on_progress, on_event, should_stop: see `Engine`.
+        make_worker, tasks, on_progress, on_event, should_stop: see `run_inline`.
         workers: largest number of actors; None starts as many actors as the cluster can run at the same time. Nodes
             that join during the run get actors too.
         cpus: CPUs per actor.
         gpus: GPUs per actor.
         address: address of the head of a Ray cluster to join, "host:port"; None starts Ray on this machine.
+        lock: file that holds the name of this process; None checks nothing. The machine of each worker must see it
+            under the same path, because the workers write beside it.
         stall_seconds: seconds without progress after which a worker is killed. Its task then runs on another worker.
         wait_seconds: seconds without a node with room for a worker after which the run ends with an error.
     """
@@ -113,6 +118,7 @@ def run_on_ray(
         ray = cluster.ray
         # Its two threads run a task, and answer calls of `exchange`.
         actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(_WorkerActor)
+        holder = None if lock is None else (lock, lock.read_bytes())
         waiting = deque((task, 1) for task in tasks)  # and the number of the next attempt
         jobs: dict[Any, _Job] = {}  # by the reference of the actor's answer
         deadline, polled_at = float("inf"), time.monotonic()
@@ -131,7 +137,7 @@ def run_on_ray(
             starting = sum(job.attempt == 0 for job in jobs.values())
             limit = min(workers or cluster.room, cluster.room)
             for _ in range(min(limit - len(jobs), len(waiting) - starting)):
-                actor = actor_class.remote(make_worker)
+                actor = actor_class.remote(make_worker, holder)
                 jobs[actor.ready.remote()] = _Job(actor)
             if not jobs:
                 time.sleep(_POLL_SECONDS)
@@ -192,15 +198,23 @@ def run_on_ray(
 class _WorkerActor:
     """Ray actor that runs tasks."""
 
-    def __init__(self, make_worker: WorkerFactory) -> None:
-        self._make_worker = make_worker
+    def __init__(self, make_worker: WorkerFactory, holder: tuple[Path, bytes] | None) -> None:
+        self._make_worker, self._holder = make_worker, holder
         self._worker: Worker | None = None
         self._progress: Any = None
         self._stop = threading.Event()
 
     def ready(self) -> list[Any]:
-        """Return once the actor has started."""
-        return []
+        """Return once the actor has started. Raise EdjeError if its machine does not see the directory of the job."""
+        lock, content = self._holder or (None, b"")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if lock is None or lock.read_bytes() == content:
+                return []
+        assert lock is not None
+        raise EdjeError(
+            f"the machine {socket.gethostname()} does not see the index directory {lock.parents[1]} of this job; put "
+            "the index into a directory that all machines share under the same path"
+        )
 
     def run(self, task: Task) -> list[Any]:
         """Run `task` and return the result, or nothing if the task was stopped."""
@@ -233,19 +247,6 @@ class _Job:
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
-
-
-def worker_machine() -> tuple[str, frozenset[str]]:
-    """Return the id of the machine of this worker in this job, and the ids of all machines that are not lost.
-
-    Return ("", frozenset()) outside a Ray cluster, where a lost machine takes the job with it.
-    """
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized() or (context := ray.get_runtime_context()).namespace != _CLUSTER:
-        return "", frozenset()
-    job = context.get_job_id()
-    alive = (node["NodeID"] for node in ray.nodes() if node["Alive"])
-    return f"{job}/{context.get_node_id()}", frozenset(f"{job}/{node}" for node in alive)
 
 
 class RayCluster:
@@ -329,29 +330,22 @@ def connected_ray(
         EngineUnavailableError: the cluster cannot be joined, or Ray does not start.
         UsageError: the nodes of the cluster have no room for the workers.
     """
-    if address is not None and not re.fullmatch(r"[^/]+:\d+", address):
-        raise UsageError(f"the address '{address}' of the Ray cluster is not of the form host:port")
+    check_ray(address)
     watched = functools.partial(RayCluster, cpus=cpus, gpus=gpus, min_workers=min_workers, wait_seconds=wait_seconds)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment({**_ENVIRONMENT, **os.environ}))
         if address is not None:
             try:
-                host, _, port = address.rpartition(":")
-                # Without a server there, Ray would retry for minutes and then end this process.
-                socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
-                ray = _initialize(stack, address=address, namespace=_CLUSTER)
+                ray = _initialize(stack, address=address, namespace=CLUSTER)
             except Exception as error:
-                raise EngineUnavailableError(
-                    f"cannot join the Ray cluster at {address}: {describe_error(error)}; if the cluster requires "
-                    "a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
-                ) from error
+                raise _cannot_join(address, error) from error
             yield watched(ray, ())
             return
         _check_importable_privately()
         folder = _local_folder(stack)
         # Workers import this package from any working directory.
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-        values = {"RAY_AUTH_TOKEN": _token(), "RAY_TMPDIR": folder, "PYTHONPATH": path}
+        values = {"RAY_AUTH_TOKEN": _TOKEN, "RAY_TMPDIR": folder, "PYTHONPATH": path}
         stack.enter_context(_environment(_PRIVATE_ENVIRONMENT | values))
         try:
             ray = _initialize(
@@ -370,6 +364,33 @@ def connected_ray(
             (child, child.as_dict(["cmdline"], ad_value=())["cmdline"]) for child in psutil.Process().children()
         )
         yield watched(ray, [child for child, words in children if any(folder in word for word in words)])
+
+
+def check_ray(address: str | None) -> None:
+    """Check that Ray is installed and that the cluster at `address` answers, if it is not None.
+
+    Raises:
+        UsageError: `address` is not of the form host:port.
+        EngineUnavailableError: nothing answers. Ray itself would retry for minutes and then end this process.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+    if address is None:
+        return
+    if not re.fullmatch(r"[^/]+:\d+", address):
+        raise UsageError(f"the address '{address}' of the Ray cluster is not of the form host:port")
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:  # OverflowError: the port has too many digits
+        raise _cannot_join(address, error) from error
+
+
+def _cannot_join(address: str, error: Exception) -> EngineUnavailableError:
+    return EngineUnavailableError(
+        f"cannot join the Ray cluster at {address}: {describe_error(error)}; if the cluster requires a token, set "
+        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+    )
 
 
 def _local_folder(stack: contextlib.ExitStack) -> str:
@@ -407,12 +428,6 @@ def _check_importable_privately() -> None:
             "this process imported Ray without the settings that keep a local Ray private; "
             f"set {' and '.join(missing)} before you import ray"
         )
-
-
-@functools.cache
-def _token() -> str:
-    """Return the authentication token of local Ray instances. The token never changes, because Ray reads it once."""
-    return secrets.token_hex(32)
 
 
 def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:

@@ -95,7 +95,16 @@ def append_index(
         settings, info = _settings_and_bundle(change.index, group, model)
         workers = check_workers(settings, info, engine=engine, workers=workers, address=address)
         if change.plan is None:
-            changes = _inputs_to_append(change.index, group, on_event, should_stop)
+            opened = open_sources(group.sources, group.column, clips=holds_clips(change.index.manifest))
+            digest = hashlib.sha256()
+            listed = list(mark_duplicates(digested(iter_all(opened), digest, on_event, should_stop)))
+            hashes = {ref.content_hash for ref in listed if ref.content_hash is not None}
+            known: set[str] = set()
+            for table in iter_rows(change.index, ["content_hash"]):
+                known |= hashes.intersection(table["content_hash"].to_pylist())
+            refs = [ref for ref in listed if ref.duplicate_of is None and ref.content_hash not in known]
+            ignored, repeated = count_ignored(opened), len(listed) - len(refs)
+            changes = SourceChanges(refs, digest.hexdigest(), len(listed), repeated, ignored)
             plan, duplicates = _plan_rows(change, changes, settings, info), changes.duplicates
         else:
             plan = replace(Plan.from_json(change.plan), model=model_record(info))
@@ -201,7 +210,12 @@ def update_index(
                 receipts, speed = encode_rows(
                     change, plan, engine, workers, address, limit, on_event, should_stop, needs_one=False
                 )
-            if retry_failed and _failed_as_before(change, changes, receipts):
+            is_new = not retry_failed or changes.duplicates or any(receipt.indexed for receipt in receipts)
+            if not is_new:
+                tables = [read_shard_rows(change.layout, receipt.shard, ["reason"]) for receipt in receipts]
+                reasons = [reason for table in tables for reason in table["reason"].to_pylist()]
+                is_new = sorted(changes.reasons) != sorted(reasons)
+            if not is_new:  # every failed input failed again for the same reason
                 change.abandon()
                 plan, receipts = None, []
                 changes = replace(changes, deleted=(), unchanged=changes.inputs)
@@ -234,46 +248,16 @@ def _source_group(sources: str | Path | Sequence[str | Path], column: str | None
 def _settings_and_bundle(
     index: CommittedIndex, group: SourceGroup, model: str | Path | None
 ) -> tuple[BuildSettings, BundleInfo]:
-    """Return the settings of new rows, those of `index` with other sources and without duplicates, and the bundle.
-
-    Raises:
-        UsageError: the index was not made by a build.
-        ModelError: the bundle cannot be used, or another bundle built the index.
-    """
+    """Return the settings of new rows, those of `index` with other sources and without duplicates, and the bundle."""
     built, precisions = settings_of(index.root, index.manifest), index.manifest.spec.precisions
     settings = replace(built, sources=group.sources, column=group.column, dedupe=True, precisions=precisions)
     return settings, matching_bundle(index, None if model is None else local_path(model))
-
-
-def _inputs_to_append(
-    index: CommittedIndex, group: SourceGroup, on_event: OnEvent, should_stop: ShouldStop
-) -> SourceChanges:
-    """List the inputs of the sources that `index` does not contain.
-
-    Raises:
-        UsageError: a source cannot be used.
-        TransientInputError: an input cannot be read for a temporary reason.
-        JobStopped: `should_stop()` returned True.
-    """
-    sources = open_sources(group.sources, group.column, clips=holds_clips(index.manifest))
-    digest = hashlib.sha256()
-    listed = list(mark_duplicates(digested(iter_all(sources), digest, on_event, should_stop)))
-    hashes = {ref.content_hash for ref in listed if ref.content_hash is not None}
-    known: set[str] = set()
-    for table in iter_rows(index, ["content_hash"]):
-        known |= hashes.intersection(table["content_hash"].to_pylist())
-    refs = [ref for ref in listed if ref.duplicate_of is None and ref.content_hash not in known]
-    return SourceChanges(refs, digest.hexdigest(), len(listed), len(listed) - len(refs), count_ignored(sources))
 
 
 def _plan_rows(change: Change, changes: SourceChanges, settings: BuildSettings, info: BundleInfo) -> Plan | None:
     """Plan the new rows of `changes` in new shards, and store the plan. Return None if there are no rows.
 
     Finished shards of an earlier run of `change` count if its plan was the same; otherwise its files are removed.
-
-    Raises:
-        UsageError: the disk or the memory is too small.
-        OSError: the plan cannot be written.
     """
     assert change.index is not None
     if not changes.refs:
@@ -339,11 +323,3 @@ def _commit(
     if groups is not None:
         manifest = with_sources(manifest, groups)
     return change.commit(manifest, details).manifest
-
-
-def _failed_as_before(change: Change, changes: SourceChanges, receipts: list[ShardReceipt]) -> bool:
-    """Return True if every failed input failed again for the same reason as before."""
-    if any(receipt.indexed for receipt in receipts) or changes.duplicates:
-        return False
-    tables = [read_shard_rows(change.layout, receipt.shard, ["reason"]) for receipt in receipts]
-    return sorted(changes.reasons) == sorted(reason for table in tables for reason in table["reason"].to_pylist())

@@ -22,13 +22,13 @@ from edje_index.progress import ShardProgress
 from edje_index.search.rows import IndexRows
 from pipelines.engines.base import open_engine
 from pipelines.environment import free_disk
+from pipelines.jobs.encode import run_shards
 from pipelines.jobs.plan import (
     changing,
     recorded_sources,
     with_sources,
 )
 from pipelines.jobs.resources import disk_need
-from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShouldStop, StatusMessage, ignore, never
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.change import Change, begin_index, now
@@ -36,7 +36,7 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest, RowMap
-from storage_formats.format.object_store import IndexLocation, ObjectFolder, index_location, is_url, local_path
+from storage_formats.format.object_store import ObjectFolder, index_location, is_url, local_path
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import open_index
 from storage_formats.format.row_map import write_row_map
@@ -291,82 +291,62 @@ def copy_index(
             parameter="replace",
         )
     opened = open_index(index, snapshot)
+    manifest, target = opened.manifest, index_location(out)
+    spec, count = manifest.spec, manifest.counts.inputs - manifest.snapshot.deleted_rows
     if len(rows) or where is not None:
-        files, copied, spec = _copy_part(opened, out, rows, where, on_event, should_stop)
-        count = spec.rows
+        requested = check_row_ids(rows, spec.rows)
+        check_rows_in_use(requested, spec)
+        opened.deleted.refuse(requested)
+        passing = np.empty(0, np.int64) if where is None else np.flatnonzero(IndexRows(opened).passing(where))
+        live = live_rows(opened)
+        chosen = np.isin(live, np.concatenate([requested, passing]))
+        if not chosen.any():
+            raise UsageError("no row is selected; choose other rows or another filter", parameter="where")
+        selection = Selection.of(opened, opened.deleted.with_rows(live[~chosen]))
+        count = len(selection)
+        spec = replaced(spec, rows=count, segments=())
+        identity = [str(opened.location), manifest.snapshot.number, manifest.plan, live[chosen].tobytes().hex()]
+        plan = hashlib.sha256(repr(identity).encode()).hexdigest()
+        with changing(local_path(out), "copy", {"plan": plan}, on_event, is_new=True) as change:
+            root = change.layout.root
+            begin_index(root, spec)
+            finished = change.receipts(range(spec.shards), plan)
+            receipts = _copy_rows(change, opened, selection, spec, plan, on_event, should_stop)
+            columns = with_values(manifest.columns, count_values(change.layout, range(spec.shards), manifest.columns))
+            ann = build_copied_ann(root, spec, [manifest], on_event)
+            settings = with_sources(manifest, None).settings
+            provenance = Provenance(manifest.model, settings, plan, manifest.encoded_from)
+            details = {"kind": "copy", "created": now(), "name": opened.root.name, "snapshot": manifest.snapshot.number}
+            change.commit(new_manifest(change.layout, spec, receipts, provenance, ann, columns, change=details))
+        files = [file for receipt in receipts for file in receipt.files]
+        copied = [file for receipt in receipts if receipt.shard not in finished for file in receipt.files]
     else:
-        files, copied = _copy_whole(opened, index_location(out), on_event, should_stop, replaces=replace)
-        spec, count = opened.manifest.spec, opened.manifest.counts.inputs - opened.manifest.snapshot.deleted_rows
+        files = list(files_to_copy(opened))
+        on_event(StatusMessage(f"copying {len(files):,} files of snapshot {manifest.snapshot.number}"))
+        if is_url(target):
+            with begin_remote_copy(opened, ObjectFolder.open(str(target)), replace=replace) as remote:
+                copied = _copy_files(files, remote.put, on_event, should_stop)
+                remote.commit()
+                if replace:
+                    remote.remove_others(files)
+        else:
+            data = manifest_bytes(opened)
+            request = {"manifest": hashlib.sha256(data).hexdigest()}
+            with changing(target, "copy", request, on_event, is_new=True) as change:
+                root = change.layout.root
+                begin_index(root, spec)
+                change.store_plan({})
+                copied = _copy_files(files, lambda file: copy_to_directory(opened, file, root), on_event, should_stop)
+                change.commit_copy(data)
     return CopyResult(
         rows=count,
         shards=spec.used_shards,
-        snapshot=opened.manifest.snapshot.number,
+        snapshot=manifest.snapshot.number,
         seconds=time.monotonic() - started,
         files=len(files),
         copied_files=len(copied),
         copied_bytes=sum(entry.bytes for entry in copied),
     )
-
-
-def _copy_part(
-    index: CommittedIndex,
-    out: str | Path,
-    rows: Sequence[int],
-    where: str | None,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> tuple[list[FileEntry], list[FileEntry], IndexSpec]:
-    """Copy the selected rows to a new index. Return all its files, the files that this run wrote, and its shape."""
-    manifest, root = index.manifest, local_path(out)
-    requested = check_row_ids(rows, manifest.spec.rows)
-    check_rows_in_use(requested, manifest.spec)
-    index.deleted.refuse(requested)
-    passing = np.empty(0, np.int64) if where is None else np.flatnonzero(IndexRows(index).passing(where))
-    live = live_rows(index)
-    chosen = np.isin(live, np.concatenate([requested, passing]))
-    if not chosen.any():
-        raise UsageError("no row is selected; choose other rows or another filter", parameter="where")
-    selection = Selection.of(index, index.deleted.with_rows(live[~chosen]))
-    spec = replaced(manifest.spec, rows=len(selection), segments=())
-    identity = [str(index.location), manifest.snapshot.number, manifest.plan, live[chosen].tobytes().hex()]
-    plan = hashlib.sha256(repr(identity).encode()).hexdigest()
-    with changing(root, "copy", {"plan": plan}, on_event, is_new=True) as change:
-        begin_index(root, spec)
-        finished = change.receipts(range(spec.shards), plan)
-        receipts = _copy_rows(change, index, selection, spec, plan, on_event, should_stop)
-        columns = with_values(manifest.columns, count_values(change.layout, range(spec.shards), manifest.columns))
-        ann = build_copied_ann(root, spec, [manifest], on_event)
-        settings = with_sources(manifest, None).settings
-        provenance = Provenance(manifest.model, settings, plan, manifest.encoded_from)
-        details = {"kind": "copy", "created": now(), "name": index.root.name, "snapshot": manifest.snapshot.number}
-        change.commit(new_manifest(change.layout, spec, receipts, provenance, ann, columns, change=details))
-    files = [file for receipt in receipts for file in receipt.files]
-    return files, [file for receipt in receipts if receipt.shard not in finished for file in receipt.files], spec
-
-
-def _copy_whole(
-    index: CommittedIndex, out: IndexLocation, on_event: OnEvent, should_stop: ShouldStop, *, replaces: bool
-) -> tuple[list[FileEntry], list[FileEntry]]:
-    """Copy all files of a snapshot. Return (all files, files that this run copied)."""
-    entries = files_to_copy(index)
-    on_event(StatusMessage(f"copying {len(entries):,} files of snapshot {index.manifest.snapshot.number}"))
-    if is_url(out):
-        with begin_remote_copy(index, ObjectFolder.open(str(out)), replace=replaces) as remote:
-            copied = _copy_files(entries, remote.put, on_event, should_stop)
-            remote.commit()
-            if replaces:
-                remote.remove_others(entries)
-        return entries, copied
-    data = manifest_bytes(index)
-    request = {"manifest": hashlib.sha256(data).hexdigest()}
-    with changing(out, "copy", request, on_event, is_new=True) as change:
-        begin_index(change.layout.root, index.manifest.spec)
-        change.store_plan({})
-        copied = _copy_files(
-            entries, lambda entry: copy_to_directory(index, entry, change.layout.root), on_event, should_stop
-        )
-        change.commit_copy(data)
-    return entries, copied
 
 
 def _copy_files(

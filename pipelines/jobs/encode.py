@@ -1,4 +1,7 @@
-"""Encodes new rows: one task per shard, on an engine."""
+"""Runs one task per shard on an engine, and encodes new rows in this way.
+
+A shard is finished once its receipt is stored. A resumed job runs only shards without a receipt.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,31 @@ import contextlib
 import functools
 import itertools
 import math
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import Worker, WorkerFactory, open_engine
-from pipelines.engines.ray_engine import worker_machine
+from pipelines.engines.base import (
+    Engine,
+    EngineUnavailableError,
+    Task,
+    TaskFailedError,
+    Worker,
+    WorkerFactory,
+    describe_error,
+    open_engine,
+    worker_machine,
+)
 from pipelines.jobs.plan import Plan
-from pipelines.jobs.shard_run import run_shards
-from pipelines.progress.events import OnEvent, PlanReady, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShardMeter, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.change import Change
 from storage_formats.cpus import usable_cpus
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows
@@ -86,11 +96,14 @@ def encode_rows(
         plan.rows,
         earlier,
         engine=open_engine(
-            engine, workers, cpus=settings.threads, gpus=1 if settings.device == "cuda" else 0, address=address
+            engine,
+            workers,
+            cpus=settings.threads,
+            gpus=1 if settings.device == "cuda" else 0,
+            address=address,
+            lock=layout.lock.absolute(),
         ),
-        make_worker=on_shared_directory(
-            layout.root, functools.partial(open_worker, bundle, settings.device, settings.threads, settings.dtype)
-        ),
+        make_worker=functools.partial(open_worker, bundle, settings.device, settings.threads, settings.dtype),
         make_task=lambda shard: encoding_task(layout.root, plan, shard, threads),
         on_event=on_event,
         should_stop=should_stop,
@@ -151,46 +164,86 @@ def encoding_task(root: Path, plan: Plan, shard: int, threads: int = 1) -> Shard
     )
 
 
-@dataclass(frozen=True)
-class EncodeWorker:
-    """Worker of an engine. Each call encodes one shard."""
-
-    encoder: Any
-
-    def __call__(
-        self, task: ShardTask, on_progress: Callable[[ShardProgress], None], should_stop: ShouldStop
-    ) -> ShardReceipt:
-        from edje_index.indexing.shard_encoding import encode_shard
-
-        machine, alive = worker_machine()
-        return encode_shard(task, self.encoder, on_progress, should_stop, machine=machine, alive=alive)
-
-
 def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
-    """Load the encoder and return a worker that encodes shards."""
+    """Load the encoder and return a worker that encodes one shard per call."""
     from edje_index.indexing.image_encoder import ImageEncoder
+    from edje_index.indexing.shard_encoding import encode_shard
 
-    return EncodeWorker(ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype))
+    encoder = ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype)
+
+    def encode(task: ShardTask, on_progress: Callable[[ShardProgress], None], should_stop: ShouldStop) -> ShardReceipt:
+        machine, alive = worker_machine()
+        return encode_shard(task, encoder, on_progress, should_stop, machine=machine, alive=alive)
+
+    return encode
 
 
-def on_shared_directory(root: Path, make_worker: WorkerFactory) -> WorkerFactory:
-    """Return a worker factory that checks that its machine sees the index directory, before it calls `make_worker`.
+def run_shards(
+    activity: str,
+    shards: Sequence[int],
+    rows: int,
+    earlier: Mapping[int, ShardReceipt],
+    *,
+    engine: Engine,
+    make_worker: WorkerFactory,
+    make_task: Callable[[int], Task],
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+    shows_failed: bool = False,
+    unit: str = "row",
+) -> Generator[ShardReceipt, None, None]:
+    """Run the tasks of the shards that have no receipt in `earlier`. Yield the receipts of all shards.
 
-    The calling process holds the lock of the index at `root`. The factory raises EdjeError if the worker sees another
-    lock file, or none.
+    Args:
+        activity: name of the job in progress events, such as "indexing".
+        shards: numbers of the shards, ascending.
+        rows: number of rows in all `shards`.
+        earlier: receipts of earlier runs, by shard. They are yielded first.
+        engine: runs the tasks.
+        make_worker: function that returns the worker of a process; see `pipelines.engines.base`. The worker reports
+            `ShardProgress`.
+        make_task: function that takes a shard number and returns the task.
+        on_event: receives the events of the job.
+        should_stop: called often; the job stops once it returns True.
+        shows_failed: whether the failed rows of the receipts are part of the progress.
+        unit: word for one row in messages, in the singular.
+
+    Raises:
+        JobStopped: `should_stop()` returned True, a shard failed, or the engine failed. Finished shards are kept.
+        UsageError, EngineUnavailableError: the engine cannot run as requested.
     """
-    lock = Layout(root.absolute()).lock
-    return functools.partial(_make_worker, lock, lock.read_bytes(), make_worker)
+    meter = ShardMeter(activity, rows, len(shards))
+    finished = finished_rows = 0
 
+    def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
+        nonlocal finished, finished_rows
+        finished, finished_rows = finished + 1, finished_rows + receipt.rows
+        failed = sum(receipt.failed.values()) if shows_failed else 0
+        return meter.update(ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True)
 
-def _make_worker(lock: Path, holder: bytes, make_worker: WorkerFactory) -> Worker:
     try:
-        is_shared = lock.read_bytes() == holder
-    except (FileNotFoundError, NotADirectoryError):
-        is_shared = False
-    if not is_shared:
-        raise EdjeError(
-            f"the machine {socket.gethostname()} does not see the index directory {lock.parents[1]} of this job; put "
-            "the index into a directory that all machines share under the same path"
+        for receipt in earlier.values():
+            finish(receipt, {})  # times of earlier runs do not count
+            yield receipt
+        missing = [shard for shard in shards if shard not in earlier]
+        receipts = engine(
+            make_worker,
+            map(make_task, missing),
+            on_progress=lambda report: on_event(meter.update(report)),
+            on_event=on_event,
+            should_stop=should_stop,
         )
-    return make_worker()
+        with contextlib.closing(receipts):
+            for receipt in receipts if missing else ():
+                on_event(finish(receipt, receipt.seconds))
+                yield receipt
+        if finished < len(shards):
+            raise JobStopped("stopped")
+    except (UsageError, EngineUnavailableError):
+        raise
+    except (EdjeError, OSError) as error:  # a second run may succeed
+        of_shard = f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
+        raise JobStopped(
+            f"{of_shard}{describe_error(error)}; {finished_rows:,} of {counted(rows, unit)} are kept, {finished:,} of "
+            f"{counted(len(shards), 'shard')} are finished"
+        ) from error

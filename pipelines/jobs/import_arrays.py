@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from edje_index.indexing.faiss_index import build_ann, check_faiss
@@ -96,49 +98,29 @@ def import_arrays(
 def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
     """Open the array in a .npy file as a memory map. Arrays of 16-bit words are returned as bfloat16.
 
-    Args:
-        path: the file.
-        dimensions: number of dimensions that the array must have.
-
     Raises:
-        UsageError: the file is not a complete .npy file of numbers, has the wrong number of dimensions, or has no rows.
+        UsageError: the file is not a complete .npy file of numbers, has another number of `dimensions`, or has no rows.
         OSError: the operating system cannot read the file.
     """
-    import numpy as np
-
     try:
         with naming(path):
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the operating system's, not NumPy's own
             raise
         raise UsageError(f"cannot read {path} as a .npy file: {error}; save the array with numpy.save") from error
-    if not isinstance(array, np.memmap):  # an .npz archive
-        array.close()
-        raise UsageError(f"{path} is an .npz archive, not a .npy file; save one array with numpy.save")
-    extra = path.stat().st_size - int(array.offset) - array.nbytes
-    if extra:
-        raise UsageError(
-            f"{path} is damaged, because it has {extra} bytes more than its header says; save the array again"
-        )
     if array.ndim != dimensions:
         raise UsageError(
             f"the array in {path} must have {dimensions} dimensions, but its shape is {list(array.shape)}; "
             "reshape the array"
         )
-    if not array.flags.c_contiguous:
-        raise UsageError(f"the array in {path} is in Fortran order; save numpy.ascontiguousarray(array) instead")
-    if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):
-        return array.view(BF16)
-    return array
+    return array.view(BF16) if array.dtype in (np.uint16, np.dtype("V2")) else array
 
 
 def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]]:
     """Yield consecutive parts of the index as (number of rows, rows of the Parquet file or None)."""
     if path is None:
         return ((min(_CHUNK_ROWS, rows - start), None) for start in range(0, rows, _CHUNK_ROWS))
-    import pyarrow as pa
-
     try:
         file = open_parquet(path)
     except (OSError, pa.ArrowException) as error:

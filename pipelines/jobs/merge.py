@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from storage_formats.change import begin_index, now
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.object_store import local_path
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, iter_rows
@@ -105,12 +104,16 @@ def merge_indexes(
             deleted = deleted.with_rows(np.concatenate([each.deleted.row_ids(), rows]) + offset)
         lists = [each.encoded_from for each in manifests]
         origins = {name: max((each.get(name, ()) for each in lists), key=len) for name in spec.precisions}
-        provenance = Provenance(
-            manifests[0].model,
-            _merged_settings(manifests),
-            plan,
-            {name: each for name, each in origins.items() if each},
-        )
+        settings = {name: value for name, value in manifests[0].settings.items() if name != SOURCES_MEMBER}
+        digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
+        if None not in digests:
+            settings["inputs_digest"] = hashlib.sha256(" ".join(map(str, digests)).encode()).hexdigest()
+        groups = [recorded_sources(manifest) for manifest in manifests]
+        if None not in groups:  # the sources of all indexes are known
+            every = dict.fromkeys(group for of_input in groups for group in of_input or ())
+            settings[SOURCES_MEMBER] = [asdict(group) for group in every]
+        encoded_from = {name: each for name, each in origins.items() if each}
+        provenance = Provenance(manifests[0].model, settings, plan, encoded_from)
         inputs = [
             {"offset": offset, "rows": each.manifest.spec.used_rows, "duplicates": len(rows)}
             for each, rows, offset in zip(opened, duplicates, offsets, strict=True)
@@ -188,16 +191,3 @@ def _find_duplicates(indexes: Sequence[CommittedIndex]) -> list[NDArray[np.int64
         duplicates.append(np.concatenate(rows))
         known = np.unique(np.concatenate([known, *hashes]))
     return duplicates
-
-
-def _merged_settings(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Return the settings of the first index, with the sources of all indexes."""
-    settings = {name: value for name, value in manifests[0].settings.items() if name != SOURCES_MEMBER}
-    digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
-    if None not in digests:
-        settings["inputs_digest"] = hashlib.sha256(" ".join(map(str, digests)).encode()).hexdigest()
-    groups = [recorded_sources(manifest) for manifest in manifests]
-    if None in groups:
-        return settings
-    every = dict.fromkeys(group for of_input in groups for group in of_input or ())
-    return {**settings, SOURCES_MEMBER: [asdict(group) for group in every]}

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
-_FINGERPRINT_VERSION = 1  # of the rules by which a plan determines the stored bytes
 _CPU_BATCH = 8  # the activations of larger batches do not fit into the caches
 _CUDA_BATCH = 32
 _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
@@ -197,12 +196,12 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the stored bytes, in hexadecimal."""
-        parts = {
-            "version": _FINGERPRINT_VERSION,
-            "encoder": self.model["fingerprint"],
-            "settings": asdict(self.settings),
-            "inputs": self.inputs_digest,
-        }
+        settings = asdict(self.settings)
+        for each in fields(self.settings):  # a setting that a later version adds changes no plan of this version
+            if settings[each.name] == each.default:
+                del settings[each.name]
+        encoder = self.model["fingerprint"]
+        parts = {"version": 1, "encoder": encoder, "settings": settings, "inputs": self.inputs_digest}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -247,9 +246,10 @@ def refuse_differences(
         if left != right:
             differences[name] = f"{name} {left} in the index, {right} requested"
     if differences:
+        append = ", add other sources with 'edje-index append'" if "sources" in differences else ""
         raise UsageError(
             f"{root} was built with other settings: {'; '.join(differences.values())}. Use the model and settings of "
-            "the index, or choose another output directory",
+            f"the index{append}, or choose another output directory",
             parameter=next(iter(differences)),
         )
 
@@ -436,8 +436,14 @@ def changing(
     def notify(text: str) -> None:
         on_event(StatusMessage(text))
 
-    with begin_change(root, kind, request, is_new=is_new, notify=notify) as change:
-        try:
-            yield change
-        except OSError as error:
-            raise JobStopped(f"cannot write {root}: {describe_error(error)}; finished shards are kept") from error
+    with begin_change(root, kind, request, is_new=is_new, notify=notify) as change, resumable(root):
+        yield change
+
+
+@contextlib.contextmanager
+def resumable(root: str | Path) -> Iterator[None]:
+    """Context manager that converts an OSError, such as a full disk, to JobStopped."""
+    try:
+        yield
+    except OSError as error:
+        raise JobStopped(f"cannot write {root}: {describe_error(error)}; what is finished is kept") from error

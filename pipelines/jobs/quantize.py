@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import Worker, open_engine
+from pipelines.engines.base import open_engine
 from pipelines.environment import free_disk
-from pipelines.jobs.encode import on_shared_directory
+from pipelines.jobs.encode import run_shards
 from pipelines.jobs.plan import changing
-from pipelines.jobs.shard_run import run_shards
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
 from storage_formats.change import write_array_shapes
@@ -153,8 +152,8 @@ def quantize_index(
                 shards,
                 spec.used_rows,
                 receipts,
-                engine=open_engine("inline" if workers is None else "ray", workers, address=address),
-                make_worker=on_shared_directory(root, open_converter),
+                engine=open_engine("inline" if workers is None else "ray", workers, address=address, lock=layout.lock),
+                make_worker=lambda: convert,
                 make_task=task,
                 on_event=on_event,
                 should_stop=should_stop,
@@ -214,11 +213,6 @@ def _rank(name: str) -> int:
 
 def _record_bytes(spec: IndexSpec, name: str) -> int:
     return codec(name, spec.block_shape).record_bytes
-
-
-def open_converter() -> Worker:
-    """Return a worker that converts one shard per call."""
-    return convert
 
 
 def convert(task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]) -> ShardReceipt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from edje_index.bundles.info import matching_bundle
 from edje_index.indexing.faiss_index import AnnRequest, replace_ann
 from pipelines.collector import paused_collector
 from pipelines.jobs.encode import encoding_task
-from pipelines.jobs.plan import Plan, settings_of
+from pipelines.jobs.plan import Plan, holds_clips, settings_of
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -113,17 +114,27 @@ def repair_index(
         clear_staging(layout.root)
         if repaired:
             write_array_shapes(layout, opened.manifest.spec)
-        sources = SourceEncoder(opened, None if model is None else local_path(model), on_event, should_stop)
+
+        @functools.cache
+        def open_encoder() -> ImageEncoder:
+            with name_missing_extra("build"), paused_collector():
+                from edje_index.indexing.image_encoder import ImageEncoder
+
+                settings = settings_of(root, opened.manifest)
+                path = matching_bundle(opened, None if model is None else local_path(model)).path
+                return ImageEncoder.open(path, device=settings.device, threads=settings.threads, dtype=settings.dtype)
+
         files: dict[int, dict[str, FileEntry]] = {}
         for shard, file in opened.shard_files():
             files.setdefault(shard, {})[file.path] = file
         shards = {shard: entries for shard, entries in files.items() if damaged.intersection(entries)}
         for done, (shard, entries) in enumerate(shards.items()):
             on_event(Progress("repairing", done, len(shards)))
-            repair = ShardRepair(opened, shard, entries, functools.partial(sources.encode, shard))
+            encoder = ShardEncoder(opened, shard, open_encoder, on_event, should_stop)
+            repair = ShardRepair(opened, shard, entries, encoder.encode)
             repaired += repair.run()
             tokens = {path for path in damaged.intersection(entries) if path.startswith("tokens/")}
-            refusals += sources.problems(shard, tokens - repair.settled)
+            refusals += encoder.problems(tokens - repair.settled)
             settled |= repair.settled
         ann = [file.path for file in opened.manifest.ann_files if file.path in damaged]
         if ann and not any(path.startswith("embeddings/") for path in damaged):
@@ -135,34 +146,34 @@ def repair_index(
     return RepairResult(tuple(repaired), (*left, *refusals))
 
 
-class SourceEncoder:
-    """Encodes rows again with the model and the settings of an index, in the batches of its build.
+class ShardEncoder:
+    """Encodes rows of a shard again with the model and the settings of an index, in the batches of its build.
 
     Args:
         index: the index.
-        model: directory of the model bundle; None selects the bundle that built the index.
+        shard: number of the shard.
+        open_encoder: returns the encoder.
         on_event: function that receives progress events.
         should_stop: function that is called before each batch.
-
     """
 
     def __init__(
-        self, index: CommittedIndex, model: Path | None, on_event: OnEvent, should_stop: ShouldStop = lambda: False
+        self,
+        index: CommittedIndex,
+        shard: int,
+        open_encoder: Callable[[], ImageEncoder],
+        on_event: OnEvent,
+        should_stop: ShouldStop,
     ) -> None:
-        self._index, self._model = index, model
+        self._index, self._shard, self._open_encoder = index, shard, open_encoder
         self._on_event, self._should_stop = on_event, should_stop
-        self._shard = -1
-        self._inputs: dict[int, InputRef] = {}
+        self._inputs: dict[int, InputRef] | None = None  # of the rows with a block, by position
         self._blocks: dict[int, Blocks] = {}
-        self._refused: dict[int, str] = {}  # reasons by row id
+        self._refused: dict[int, str] = {}  # reasons by position
         self._problem: str | None = None  # why no row of the shard can be encoded again
 
-    def encode(self, shard: int, needed: NDArray[np.int64]) -> Mapping[int, Blocks]:
-        """Encode rows of `shard` again, with the other rows of their batches.
-
-        Args:
-            shard: shard number.
-            needed: positions of rows in the shard.
+    def encode(self, needed: NDArray[np.int64]) -> Mapping[int, Blocks]:
+        """Encode rows at the positions `needed` again, with the other rows of their batches.
 
         Returns:
             The blocks of rows of the shard, by position. Rows that cannot be encoded again are missing;
@@ -174,30 +185,29 @@ class SourceEncoder:
         from edje_index.images.transient import TransientInputError
         from edje_index.indexing.shard_encoding import encode_inputs
 
-        manifest, first_row = self._index.manifest, self._index.manifest.spec.shard_rows(shard).start
+        manifest, root = self._index.manifest, self._index.root
         try:
-            if self._shard != shard:
-                self._shard, self._inputs, self._blocks, self._refused, self._problem = shard, {}, {}, {}, None
+            if self._inputs is None:
+                self._inputs = {}
                 if "inputs_digest" not in manifest.settings:
-                    raise EdjeError(f"{self._index.root} was not built from images")
-                self._inputs = self._inputs_of(shard)
-            tried = {*self._blocks, *(row - first_row for row in self._refused)}
-            wanted = [position for position in needed.tolist() if position in self._inputs and position not in tried]
+                    raise EdjeError(f"{root} was not built from images")
+                self._inputs = self._read_inputs()
+            inputs = self._inputs
+            wanted = [at for at in needed.tolist() if at in inputs and at not in self._blocks | self._refused]
             if self._problem is not None or not wanted:
                 return self._blocks
-            self._on_event(StatusMessage(f"encoding rows of shard {shard} again from their sources"))
-            plan = Plan(manifest.spec, manifest.model, settings_of(self._index.root, manifest), "", 0, {}, {})
-            task = encoding_task(self._index.root, plan, shard)
+            self._on_event(StatusMessage(f"encoding rows of shard {self._shard} again from their sources"))
+            plan = Plan(manifest.spec, manifest.model, settings_of(root, manifest), "", 0, {}, {})
+            task = encoding_task(root, plan, self._shard)
             size = task.inputs_per_batch
             for start in sorted({position // size * size for position in wanted}):
                 if self._should_stop():
                     raise JobStopped("stopped")
-                batch = [position for position in range(start, start + size) if position in self._inputs]
-                refs = [self._inputs[position] for position in batch]
-                blocks, reasons = encode_inputs(refs, self._encoder, task.decoding)
+                batch = [position for position in range(start, start + size) if position in inputs]
+                blocks, reasons = encode_inputs([inputs[at] for at in batch], self._open_encoder(), task.decoding)
                 self._blocks |= {batch[number]: block for number, block in blocks.items()}
                 refused = {batch[number]: _WORDING.get(reason, reason) for number, reason in reasons.items()}
-                self._refused |= {first_row + at: refused[at] for at in wanted if at in refused}
+                self._refused |= {at: reason for at, reason in refused.items() if at in wanted}
         except JobStopped:
             raise
         except TransientInputError as error:
@@ -206,14 +216,28 @@ class SourceEncoder:
             self._problem = str(error)
         return self._blocks
 
-    def problems(self, shard: int, paths: Iterable[str]) -> Iterator[Problem]:
-        """Say why the token files `paths` of `shard` could not be rebuilt from the sources."""
-        first_row = self._index.manifest.spec.shard_rows(shard).start
-        for path in sorted(paths) if shard == self._shard else ():
+    def _read_inputs(self) -> dict[int, InputRef]:
+        from edje_index.images.inputs import InputRef
+        from pipelines.jobs.compare import refs_of_rows
+
+        (table,) = iter_stored_rows(self._index, _COLUMNS, [self._shard])
+        rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
+        refs = refs_of_rows(rows, [], clips=holds_clips(self._index.manifest))
+        located = {(ref.uri, ref.uri_raw): ref for ref in refs}
+        inputs, first_row = {}, self._index.manifest.spec.shard_rows(self._shard).start
+        for row in rows:
+            ref = located.get((row["uri"], row["uri_raw"])) or InputRef(row["uri"], b"", problem="missing")
+            inputs[row["row_id"] - first_row] = replace(ref, content_hash=row["content_hash"])
+        return inputs
+
+    def problems(self, paths: Iterable[str]) -> Iterator[Problem]:
+        """Say why the token files `paths` of the shard could not be rebuilt from the sources."""
+        first_row = self._index.manifest.spec.shard_rows(self._shard).start
+        for path in sorted(paths) if self._inputs is not None else ():
             if self._problem is not None:
                 yield Problem(path, "not-encoded-again", f"its rows cannot be encoded again: {self._problem}")
-            for row, reason in sorted(self._refused.items()):
-                uri = self._inputs[row - first_row].uri
+            for position, reason in sorted(self._refused.items()):
+                row, uri = first_row + position, (self._inputs or {})[position].uri
                 yield Problem(path, "source-refused", f"row {row} cannot be encoded again from {uri}: {reason}")
             if self._problem is None and not self._refused:
                 yield Problem(
@@ -223,28 +247,3 @@ class SourceEncoder:
                     "the version of edje-index, the packages and the processor that built it, or delete and append "
                     "these rows",
                 )
-
-    def _inputs_of(self, shard: int) -> dict[int, InputRef]:
-        """Return the inputs of the rows of `shard` that have a block, by position."""
-        from edje_index.images.inputs import InputRef
-        from pipelines.jobs.compare import refs_of_rows
-
-        (table,) = iter_stored_rows(self._index, _COLUMNS, [shard])
-        rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
-        clips = settings_of(self._index.root, self._index.manifest).frames is not None
-        located = {(ref.uri, ref.uri_raw): ref for ref in refs_of_rows(rows, [], clips=clips)}
-        inputs, first_row = {}, self._index.manifest.spec.shard_rows(shard).start
-        for row in rows:
-            ref = located.get((row["uri"], row["uri_raw"])) or InputRef(row["uri"], b"", problem="missing")
-            inputs[row["row_id"] - first_row] = replace(ref, content_hash=row["content_hash"])
-        return inputs
-
-    @functools.cached_property
-    def _encoder(self) -> ImageEncoder:
-        with name_missing_extra("build"), paused_collector():
-            from edje_index.bundles.info import matching_bundle
-            from edje_index.indexing.image_encoder import ImageEncoder
-
-            settings = settings_of(self._index.root, self._index.manifest)
-            path = matching_bundle(self._index, self._model).path
-            return ImageEncoder.open(path, device=settings.device, threads=settings.threads, dtype=settings.dtype)

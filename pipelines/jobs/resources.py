@@ -50,17 +50,29 @@ def check_workers(
     address: str | None,
     memory: int | None = None,
 ) -> int | None:
-    """Check the device and the memory. Return the number of worker processes; None lets the Ray cluster choose it.
+    """Check the engine, the device and the memory. Return the number of workers; None lets the Ray cluster choose it.
 
     If `workers` is None, this is the number of GPUs, or that of CPUs divided by the threads of a worker, but at most as
     many as the memory has room for.
 
     Raises:
         UsageError: this machine lacks the device or the memory for the workers, or the model cannot encode clips.
+        EngineUnavailableError: the Ray cluster does not answer.
         MissingExtraError: the model is to encode clips, but PyAV is not installed.
     """
+    if engine == "ray":
+        from pipelines.engines.ray_engine import check_ray
+
+        check_ray(address)  # before the listing, which waits for a pipe that stays silent
     if settings.frames is not None:
-        _check_clips(info)
+        with name_missing_extra("video"):
+            import av  # noqa: F401
+        if not info.combines_frames:
+            raise UsageError(
+                f"the bundle {info.path} has a {info.adapter['kind']} adapter, which cannot combine the frames of "
+                "clips; use a bundle with a compressed adapter",
+                parameter="model",
+            )
     if engine != "inline" and address is not None:
         return workers
     if settings.device == "cuda" and not cuda_devices():
@@ -137,18 +149,6 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
     ann = spec.rows * AnnKind.choose(spec.rows, spec.embed_dim, memory).vector_bytes(spec.embed_dim)
     parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann}
     return {name: int(size * _SLACK) for name, size in parts.items()}
-
-
-def _check_clips(info: BundleInfo) -> None:
-    """Check that clips can be decoded, and that the adapter can combine their frames."""
-    with name_missing_extra("video"):
-        import av  # noqa: F401
-    if not info.combines_frames:
-        raise UsageError(
-            f"the bundle {info.path} has a {info.adapter['kind']} adapter, which cannot combine the frames of clips; "
-            "use a bundle with a compressed adapter",
-            parameter="model",
-        )
 
 
 def _check_memory(need: Need, limit: int | None, advice: str, *, parameter: str) -> None:

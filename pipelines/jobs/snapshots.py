@@ -180,29 +180,18 @@ class SnapshotEntry:
     precisions: tuple[str, ...]
     change: dict[str, Any]
 
+    @classmethod
+    def of(cls, manifest: Manifest) -> SnapshotEntry:
+        """Return the entry of the snapshot with `manifest`."""
+        snapshot, change = manifest.snapshot, dict(manifest.snapshot.change)
+        kind, created = str(change.pop("kind", "build")), change.pop("created", None)
+        rows = manifest.counts.inputs - snapshot.deleted_rows
+        return cls(snapshot.number, kind, created, rows, snapshot.deleted_rows, manifest.spec.precisions, change)
+
 
 def history(index: IndexLocation) -> list[SnapshotEntry]:
-    """Return the snapshots of the index at `index`, a directory or a URL, oldest first.
-
-    Raises:
-        UsageError: there is no index at `index`.
-        IncompleteIndexError: the index is not finished.
-        CorruptIndexError: the index is damaged.
-    """
-    return [_entry(manifest) for manifest in kept_snapshots(open_index(index))]
-
-
-def _entry(manifest: Manifest) -> SnapshotEntry:
-    snapshot = manifest.snapshot
-    return SnapshotEntry(
-        snapshot=snapshot.number,
-        kind=str(snapshot.change.get("kind", "build")),
-        created=snapshot.change.get("created"),
-        rows=manifest.counts.inputs - snapshot.deleted_rows,
-        deleted=snapshot.deleted_rows,
-        precisions=manifest.spec.precisions,
-        change={name: value for name, value in snapshot.change.items() if name not in ("kind", "created")},
-    )
+    """Return the snapshots of the index at `index`, a directory or a URL, oldest first."""
+    return [SnapshotEntry.of(manifest) for manifest in kept_snapshots(open_index(index))]
 
 
 def roll_back(index: IndexLocation, snapshot: int) -> SnapshotEntry:
@@ -223,7 +212,7 @@ def roll_back(index: IndexLocation, snapshot: int) -> SnapshotEntry:
             )
         earlier = CommittedIndex.open(change.layout.root, snapshot)
         check_files(earlier, only_lengths=False)
-        return _entry(change.commit(earlier.manifest, {"to": snapshot}).manifest)
+        return SnapshotEntry.of(change.commit(earlier.manifest, {"to": snapshot}).manifest)
 
 
 def remove_snapshots(index: IndexLocation, keep: int | None, on_event: OnEvent = ignore) -> Removal:

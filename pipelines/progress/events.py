@@ -16,6 +16,7 @@ from storage_formats.errors import EdjeError
 
 Bottleneck = Literal["decode", "model", "write"]
 _STAGES: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}  # a worker is in one of them
+INTERRUPTED = 128 + signal.SIGINT  # exit code of a program that Ctrl-C ends
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -189,17 +190,17 @@ def stop_at_events(on_event: OnEvent, should_stop: ShouldStop, message: str) -> 
 def stop_on_signals() -> Iterator[ShouldStop]:
     """Yield a function that returns True after one of the signals SIGINT, SIGTERM and SIGHUP.
 
-    The second signal raises KeyboardInterrupt. The third signal ends the process at once.
+    The second signal raises KeyboardInterrupt. The third signal ends the process at once. After SIGINT, the exit code
+    of the error of a stopped job is `INTERRUPTED`.
     """
-    requests = 0
+    received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal requests
-        requests += 1
-        if requests == 1:
+        received.append(number)
+        if len(received) == 1:
             # os.write instead of print: the signal may have interrupted a print.
             os.write(2, f"{signal.Signals(number).name}: stopping after the current batches\n".encode())
-        elif requests == 2:
+        elif len(received) == 2:
             raise KeyboardInterrupt
         else:
             os._exit(1)
@@ -210,7 +211,11 @@ def stop_on_signals() -> Iterator[ShouldStop]:
         handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, handle) for number in handled}
     try:
-        yield lambda: requests > 0
+        yield lambda: bool(received)
+    except JobStopped as error:
+        if received[:1] == [signal.SIGINT] and is_stop_request(error):
+            error.exit_code = INTERRUPTED
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -65,6 +65,6 @@ def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):
         assert len(list(tmp_path.iterdir())) == 1
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (1, "")
+    assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "error: interrupted"
     assert list(tmp_path.iterdir()) == []

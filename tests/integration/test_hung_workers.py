@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.indexing.image_encoder import ImageEncoder
 from pipelines import build_index
 from pipelines.engines.ray_engine import run_on_ray
 from pipelines.jobs import encode
@@ -22,6 +23,7 @@ from tests.integration.builds import make_photos
 pytestmark = pytest.mark.slow
 
 WIDTH = 71
+OPEN, OPEN_WORKER = ImageEncoder.open, encode.open_worker
 STALL_SECONDS = 45.0  # a busy machine takes long to import torch and open the model
 
 
@@ -43,7 +45,9 @@ class HangsAtOneSize:
 
 
 def open_worker(how, *settings):
-    return encode.EncodeWorker(HangsAtOneSize(encode.open_worker(*settings).encoder, how))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageEncoder, "open", lambda *args, **options: HangsAtOneSize(OPEN(*args, **options), how))
+        return OPEN_WORKER(*settings)
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])

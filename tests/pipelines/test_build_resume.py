@@ -82,7 +82,7 @@ def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
 
     write = faiss_index.write_part
     monkeypatch.setattr(faiss_index, "write_part", lambda index, _: write(index, Path("/dev/full")))
-    with pytest.raises(JobStopped, match=r"No space left on device.*; finished shards are kept"):
+    with pytest.raises(JobStopped, match=r"No space left on device.*; what is finished is kept"):
         run_build(config())
     monkeypatch.undo()
     assert finished_before(config()) == 3

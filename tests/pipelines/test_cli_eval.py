@@ -182,7 +182,7 @@ def test_an_interrupted_evaluation_resumes_from_its_scores(run, world, tmp_path,
     fresh = (*options[:-2], tmp_path / "fresh", "--json")
     limit = [4]
     code, _, err = run(*arguments(world, *fresh))
-    assert code == 1
+    assert code == 130
     assert "To resume: edje-index" in err
     limit, before = [], len(calls)
     assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"]

@@ -30,5 +30,5 @@ def test_show_explains_a_bundle(capsys):
 
 
 def test_show_refuses_another_directory(tmp_path, capsys):
-    assert main(["model", "show", str(tmp_path)]) == 1
+    assert main(["model", "show", str(tmp_path)]) == 2
     assert "not a model bundle" in capsys.readouterr().err

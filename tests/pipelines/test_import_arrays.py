@@ -75,7 +75,7 @@ def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
 
 @pytest.mark.parametrize("dtype", ["float16", "uint16", "raw"])
 def test_token_types(run, files, tmp_path, dtype):
-    blocks = np.load(files[0])[:5].astype(np.float16 if dtype == "float16" else ml_dtypes.bfloat16)
+    blocks = np.asfortranarray(np.load(files[0])[:5]).astype(np.float16 if dtype == "float16" else ml_dtypes.bfloat16)
     np.save(tmp_path / "tokens.npy", blocks.view(np.uint16) if dtype == "uint16" else blocks)
     np.save(tmp_path / "embeddings.npy", np.load(files[1])[:5])
     arguments = [tmp_path / "tokens.npy", tmp_path / "embeddings.npy", "--out", tmp_path / "out", "--no-ann", "--quiet"]
@@ -101,8 +101,6 @@ def test_arrays_that_are_refused(run, files, tmp_path):
     assert f"has {ROWS - 1} rows" in refused(run, tmp_path, bad, embeddings)
     np.save(bad, np.load(tokens)[0])
     assert "must have 3 dimensions" in refused(run, tmp_path, bad, embeddings)
-    np.save(bad, np.asfortranarray(np.load(tokens)))
-    assert "Fortran order" in refused(run, tmp_path, bad, embeddings)
     np.save(bad, np.load(tokens).astype(np.int8))
     assert "blocks must be float32, float16 or bfloat16, got int8" in refused(run, tmp_path, bad, embeddings)
     values = np.load(tokens)
@@ -118,15 +116,13 @@ def test_files_that_are_refused(run, files, tmp_path):
 
     bad.write_bytes(content[:-1])
     assert "as a .npy file" in refused(run, tmp_path, bad, embeddings)
-    bad.write_bytes(content + b"more")
-    assert "has 4 bytes more than its header says" in refused(run, tmp_path, bad, embeddings)
     bad.write_bytes(b"no array")
     assert "as a .npy file" in refused(run, tmp_path, bad, embeddings)
     np.save(bad, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
     assert "as a .npy file" in refused(run, tmp_path, bad, embeddings)
     with open(bad, "wb") as file:
         np.savez(file, tokens=np.ones(3))
-    assert "save one array with numpy.save" in refused(run, tmp_path, bad, embeddings)
+    assert "save the array with numpy.save" in refused(run, tmp_path, bad, embeddings)
 
 
 def test_rows_that_are_refused(run, files, tmp_path):

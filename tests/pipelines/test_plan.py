@@ -13,6 +13,7 @@ import pytest
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.input_lists import read_shard_inputs
+from pipelines.engines import ray_engine
 from pipelines.jobs import plan as planning
 from pipelines.jobs import resources
 from pipelines.jobs.plan import BuildSettings, Plan
@@ -67,6 +68,10 @@ def test_indexes_of_earlier_versions_have_the_settings_that_they_do_not_record(c
     for later in ({"truncated": "load"}, {"frames": 8}):
         changed = dataclasses.replace(made.settings, **later)
         assert dataclasses.replace(made, settings=changed).fingerprint != made.fingerprint
+    newer = dataclasses.make_dataclass("Newer", [("added", int, 0)], bases=(BuildSettings,), frozen=True)
+    for added in (0, 1):
+        changed = newer(**vars(made.settings), added=added)
+        assert (dataclasses.replace(made, settings=changed).fingerprint == made.fingerprint) == (added == 0)
 
 
 OTHER_SETTINGS = [
@@ -158,6 +163,7 @@ def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
 def test_workers_fill_the_machine_and_its_memory_unless_told(config, tiny_bundle, monkeypatch):
     monkeypatch.setattr(resources, "usable_cpus", lambda: 9)
     monkeypatch.setattr(resources, "cuda_devices", lambda: 3)
+    monkeypatch.setattr(ray_engine, "check_ray", lambda _: None)
     info, settings = read_bundle_info(tiny_bundle), settings_of_request(config())
     need = sum(workers_memory(1, settings, info).values())
     monkeypatch.setattr(resources, "available_memory", lambda: 4 * need)

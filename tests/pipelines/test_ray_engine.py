@@ -19,6 +19,7 @@ from pipelines.engines.ray_engine import ATTEMPTS, run_on_ray
 from pipelines.progress.events import StatusMessage
 from storage_formats.errors import EdjeError, UsageError
 from tests.conftest import REPO
+from tests.pipelines.conftest import run_build
 from tests.pipelines.engine_tasks import Job, run_jobs
 
 SET_FOR_RAY = ["PYTHONPATH", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_TMPDIR"]
@@ -95,6 +96,12 @@ def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, vi
 def test_ray_addresses_that_cannot_be_joined_are_refused(tmp_path, address, error, words):
     with pytest.raises(error, match=words):
         list(run_jobs(functools.partial(run_on_ray, address=address), tmp_path, [Job(1)]))
+
+
+def test_a_cluster_that_cannot_be_joined_is_refused_before_a_silent_pipe_is_read(config, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(EngineUnavailableError, match="Connection refused"):
+        run_build(config(sources=("-",), engine="ray", address="127.0.0.1:1"))
 
 
 def with_repo_on_path():

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from edje_index.training.config import ONLINE, TrainSettings
+from edje_index.training.config import ONLINE, TrainSettings, merge_settings, validated
+from pipelines.jobs.plan import resumable
 from pipelines.jobs.training.features import (
     INPUT_TABLE,
     Preparation,
@@ -25,11 +27,12 @@ from pipelines.jobs.training.features import (
     stored_features,
     stored_views,
 )
-from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage
+from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage, ignore, never
 from pipelines.progress.wording import counted
 from storage_formats.atomic import write_json_atomic
 from storage_formats.change import locked
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
@@ -90,6 +93,52 @@ class TrainResult:
     already_finished: bool = False
 
 
+@name_missing_extra("train")
+def train(
+    captions: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    preset: str = "paper",
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
+    **settings: Mapping[str, Any],
+) -> TrainResult:
+    """Train an adapter and a joint encoder on captioned images, as `edje-index train` does.
+
+    Call the function again with the same arguments to resume a stopped training run.
+
+    Args:
+        captions: one or several caption files; `edje_index.captions.reading.read_captions` lists the formats.
+        out: directory of the bundle to write.
+        preset: name of the preset to start from, a key of `edje_index.training.config.PRESETS`.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
+        settings: settings that override the preset. Each keyword names a group of settings, such as `loop`. Each value
+            maps setting names to setting values. `edje-index train --show-settings` lists all groups and names.
+
+    Raises:
+        UsageError: the preset or a setting is invalid.
+        ModelError: a model cannot be used.
+        JobStopped: the training run stopped early. The last checkpoint is kept.
+        MissingExtraError: a package of the extra `train` is not installed.
+
+    Example:
+        >>> from pipelines import train
+        >>> result = train(
+        ...     "captions.jsonl",
+        ...     "trained",
+        ...     inputs={"model": "model", "images": "photos"},
+        ...     architecture={"tokens": 4, "adapter_hidden": 48},
+        ...     loop={"steps": 2, "batch_size": 4},
+        ... )
+        >>> result.images, result.steps
+        (6, 2)
+    """
+    files = [captions] if isinstance(captions, str | Path) else list(captions)
+    values = merge_settings(preset, settings, {"inputs": {"captions": files}, "run": {"out": out}})
+    return run_training(validated(TrainSettings, values), on_event, should_stop)
+
+
 def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> TrainResult:
     """Train a model bundle, or resume an interrupted training run with the same settings.
 
@@ -113,7 +162,7 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
 
     started = time.monotonic()
     inputs, run, folder = settings.inputs, settings.run, settings.run.folder
-    with locked(folder):
+    with locked(folder), resumable(folder):
         if run.export_step and not (folder / "checkpoints").is_dir():
             raise UsageError(f"{folder} has no checkpoint to export; set run.dir to the folder of a training run")
         on_event(StatusMessage("reading captions"))
