@@ -46,7 +46,7 @@ def test_every_command_explains_itself_with_examples(run, path):
         (["info", "nowhere"], "no index at nowhere"),
         (["verify", "nowhere"], "no index at nowhere"),
         (["search", "nowhere", "text"], "no index at nowhere"),
-        (["frobnicate"], "frobnicate"),
+        (["serch"], "No such command 'serch'. Did you mean 'search'?"),
         (["--frobnicate"], "frobnicate"),
     ],
 )
