@@ -6,7 +6,6 @@ FP8 records have about half the bytes of decoded bfloat16 blocks, NVFP4 records 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -58,35 +57,22 @@ class DeviceFetcher:
         """
         ids = np.asarray(row_ids)
         out = torch.empty((len(ids), *self._store.block_shape), dtype=torch.bfloat16, device=self.device)
-        with self._side_stream(out):
+        with contextlib.ExitStack() as side_stream:
+            if self._stream is not None:
+                current = torch.cuda.current_stream(self.device)
+                self._stream.wait_stream(current)
+                out.record_stream(self._stream)  # else PyTorch could reuse the memory while the side stream writes
+                side_stream.callback(current.wait_stream, self._stream)
+                side_stream.enter_context(torch.cuda.stream(self._stream))
             for turn, start in enumerate(range(0, len(ids), self._rows)):
-                stop = min(start + self._rows, len(ids))
-                records = self._copy_records(ids[start:stop], turn % 2)
-                out[start:stop] = decode_records_torch(self._store.precision, records, self._store.block_shape)
+                part = ids[start : start + self._rows]
+                if self._copied:  # the previous copy from the same host buffer must be finished
+                    self._copied[turn % 2].synchronize()
+                host = self._buffers[turn % 2][: len(part)]
+                self._store.fetch_records(part, out=host.numpy())
+                records = host.to(self.device, non_blocking=True)
+                if self._copied:
+                    self._copied[turn % 2].record(self._stream)
+                blocks = decode_records_torch(self._store.precision, records, self._store.block_shape)
+                out[start : start + len(part)] = blocks
         return out
-
-    def _copy_records(self, ids: np.ndarray[tuple[int], np.dtype[np.integer]], buffer: int) -> torch.Tensor:
-        """Copy the records to the device. First wait until the previous copy from the same host buffer is finished."""
-        if self._copied:
-            self._copied[buffer].synchronize()
-        host = self._buffers[buffer][: len(ids)]
-        self._store.fetch_records(ids, out=host.numpy())
-        records = host.to(self.device, non_blocking=True)
-        if self._copied:
-            self._copied[buffer].record(self._stream)
-        return records
-
-    @contextlib.contextmanager
-    def _side_stream(self, out: torch.Tensor) -> Iterator[None]:
-        """Run the `with` block on a side stream of the GPU. For the CPU, run the block without a stream."""
-        if self._stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        out.record_stream(self._stream)  # keeps PyTorch from reusing the memory of `out` while the side stream writes
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            current.wait_stream(self._stream)

@@ -14,16 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.base import BF16, Bits, Blocks, Bytes, Codec, Moves, Records, Span
-from storage_formats.codecs.minifloat import (
-    CANONICAL_NAN,
-    E2M1,
-    E4M3,
-    NAN_CODE,
-    MiniFloat,
-    e8m0_codes,
-    e8m0_values,
-    mx_scale_codes,
-)
+from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1, E4M3, NAN_CODE, MiniFloat, e8m0_codes, e8m0_values
 
 NAN_SCALE = 0xFFFF
 """Bits of the scale of a token that contains NaN or infinity. Both bytes equal the fill value."""
@@ -91,26 +82,24 @@ class FP16Codec(Codec):
         blocks = np.arange(*span)
         moves = (blocks * self.record_bytes, blocks)
         words = records.view(np.uint16)
-        _kernels().translate(bits.view(np.uint8), moves, _from_bf16(), words, self.values, (0, len(blocks)))
+        _kernels().translate(bits.view(np.uint8), moves, _fp16_tables()[0], words, self.values, (0, len(blocks)))
 
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        _kernels().translate(records, moves, _to_bf16(), bits, self.values, span)
+        _kernels().translate(records, moves, _fp16_tables()[1], bits, self.values, span)
 
 
 @functools.cache
-def _from_bf16() -> NDArray[np.uint16]:
-    """Return the binary16 bits of each bfloat16 value, uint16 [65536], indexed by the bits of the bfloat16 value."""
-    numbers = np.arange(0x10000, dtype=np.uint16).view(BF16).astype(np.float32)
-    nearest = np.clip(numbers, -65504, 65504).astype(np.float16).view(np.uint16)
-    return np.where(np.isfinite(numbers), nearest, np.uint16(FP16Codec.fill_value))
-
-
-@functools.cache
-def _to_bf16() -> NDArray[np.uint16]:
-    """Return the bfloat16 bits of each binary16 value, uint16 [65536], indexed by the bits of the binary16 value."""
+def _fp16_tables() -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Return the binary16 bits of each bfloat16 and the bfloat16 bits of each binary16, uint16 [65536] each."""
+    words = np.arange(0x10000, dtype=np.uint16)
+    numbers = words.view(BF16).astype(np.float32)
+    encoded = np.clip(numbers, -65504, 65504).astype(np.float16).view(np.uint16)
     with np.errstate(invalid="ignore"):  # signalling NaN
-        nearest = np.arange(0x10000, dtype=np.uint16).view(np.float16).astype(np.float32).astype(BF16)
-    return np.where(np.isnan(nearest), np.uint16(CANONICAL_NAN), nearest.view(np.uint16))
+        decoded = words.view(np.float16).astype(np.float32).astype(BF16)
+    return (
+        np.where(np.isfinite(numbers), encoded, np.uint16(FP16Codec.fill_value)),
+        np.where(np.isnan(decoded), np.uint16(CANONICAL_NAN), decoded.view(np.uint16)),
+    )
 
 
 class Int8Codec(Codec):
@@ -249,7 +238,7 @@ class FP8Codec(GroupScaledCodec):
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
         fraction, exponent = np.frexp(largest.astype(np.float64) / E4M3.largest)  # fraction in [0.5, 1)
-        return e8m0_codes(np.where(largest > 0, exponent - (fraction == 0.5), -127))
+        return e8m0_codes(largest, exponent - (fraction == 0.5))
 
 
 class MXFP8Codec(GroupScaledCodec):
@@ -272,7 +261,7 @@ class MXFP8Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        return mx_scale_codes(largest, 8)
+        return e8m0_codes(largest, np.frexp(largest)[1] - 1 - 8)
 
 
 class MXFP4Codec(GroupScaledCodec):
@@ -299,7 +288,7 @@ class MXFP4Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        return mx_scale_codes(largest, 2)
+        return e8m0_codes(largest, np.frexp(largest)[1] - 1 - 2)
 
 
 class NVFP4Codec(GroupScaledCodec):

@@ -37,18 +37,13 @@ _SPAN = types.UniTuple(types.uint64, 2)
 
 
 @inlined
-def _float(bits: np.uint32) -> Any:
-    return np.uint32(bits).view(np.float32)
-
-
-@inlined
 def _bits(number: np.float32) -> Any:
     return np.float32(number).view(np.uint32)
 
 
 @inlined
 def _bf16(bits: np.uint16) -> Any:
-    return _float(np.uint32(np.uint32(bits) << np.uint32(16)))
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @inlined

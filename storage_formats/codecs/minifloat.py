@@ -80,20 +80,7 @@ def e8m0_values() -> NDArray[np.float32]:
     return np.append(np.ldexp(np.float32(1), np.arange(NAN_CODE) - 127), np.float32(np.nan)).astype(np.float32)
 
 
-def e8m0_codes(exponents: NDArray[np.integer]) -> NDArray[np.uint8]:
-    """Return the E8M0 code of 2 ** e for each e of `exponents`, uint8. Each e is limited to -127 to 127."""
-    codes: NDArray[np.uint8] = (np.clip(exponents, -127, 127) + 127).astype(np.uint8)
+def e8m0_codes(largest: NDArray[np.float32], exponents: NDArray[np.integer]) -> NDArray[np.uint8]:
+    """Return the E8M0 code of 2 ** e for each e of `exponents`, limited to -127 to 127; 0 where `largest` is 0."""
+    codes: NDArray[np.uint8] = np.where(largest > 0, np.clip(exponents, -127, 127) + 127, 0).astype(np.uint8)
     return codes
-
-
-def mx_scale_codes(largest: NDArray[np.float32], element_exponent: int) -> NDArray[np.uint8]:
-    """Return the E8M0 scale code of each group, uint8, by the rule of OCP MX 1.0, section 6.3.
-
-    The scale is the largest power of two that does not exceed `largest` / 2 ** `element_exponent`.
-
-    Args:
-        largest: largest magnitude of each group, float32, finite.
-        element_exponent: exponent of the largest power of two in the format of the elements.
-    """
-    _, exponent = np.frexp(largest)  # largest = f x 2 ** exponent, f in [0.5, 1)
-    return e8m0_codes(np.where(largest > 0, exponent - 1 - element_exponent, -127))

@@ -104,9 +104,22 @@ class BlockCache:
                     if (descriptor := self._files.open(names[shard])) is not None:
                         opened.callback(os.close, descriptor)
                         descriptors[shard] = descriptor
-                if descriptors:
-                    records = buffer[part.start * size : part.stop * size].reshape(-1, size)
-                    is_read[part] = _read_records(batch[part], descriptors, records)
+                starts, counts = batch[part].runs(size)
+                starts += part.start
+                columns = (batch.shards[starts], batch.positions[starts] * size, starts, starts + counts)
+                runs = zip(*(column.tolist() for column in columns), strict=True)
+                requests = [
+                    (descriptors[shard], offset, begin, end)
+                    for shard, offset, begin, end in runs
+                    if shard in descriptors
+                ]
+                for descriptor, offset, begin, end in requests:
+                    if hasattr(os, "posix_fadvise"):  # not on macOS
+                        os.posix_fadvise(descriptor, offset, (end - begin) * size, os.POSIX_FADV_WILLNEED)
+                for descriptor, offset, begin, end in requests:
+                    with contextlib.suppress(OSError):  # the bytes may be wrong, and are compared below
+                        read_bytes = os.preadv(descriptor, [buffer[begin * size : end * size].data], offset)
+                        is_read[begin : begin + read_bytes // size] = True
         read = np.flatnonzero(is_read)
         if len(read):
             expected = self._checksums.check(batch[read]).expected
@@ -123,23 +136,6 @@ class BlockCache:
     def write(self, name: str, position: int, records: memoryview) -> None:
         """Store neighbouring records in the file `name`. `position` is the position of the first of them."""
         self._files.write(name, position * self._size, records)
-
-
-def _read_records(batch: Batch, descriptors: dict[int, int], records: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Read the records of the open files. Return which records were read, bool [n]; their bytes may be wrong."""
-    size = records.shape[1]
-    is_read = np.zeros(len(batch), dtype=np.bool_)
-    first, count = batch.runs(size)
-    columns = (batch.shards[first], batch.positions[first] * size, first, first + count)
-    runs = [run for run in zip(*(column.tolist() for column in columns), strict=True) if run[0] in descriptors]
-    for shard, offset, start, stop in runs:
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(descriptors[shard], offset, (stop - start) * size, os.POSIX_FADV_WILLNEED)
-    for shard, offset, start, stop in runs:
-        with contextlib.suppress(OSError):
-            read_bytes = os.preadv(descriptors[shard], [records[start:stop].reshape(-1).data], offset)
-            is_read[start : start + read_bytes // size] = True
-    return is_read
 
 
 class CacheFiles:

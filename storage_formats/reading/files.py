@@ -181,7 +181,15 @@ class ShardFiles:
             if file is None:
                 try:
                     path = self._path(shard)
-                    fd = self._open_direct(path) if self.is_direct else open_regular(path)
+                    try:
+                        fd = open_regular(path, os.O_DIRECT if self.is_direct else 0)
+                    except OSError as error:
+                        if error.errno != errno.EINVAL or not self.is_direct:
+                            raise
+                        self.is_direct = False  # this file system has no direct I/O
+                        fd = open_regular(path)
+                    if self.is_direct and self.sector == 1:
+                        self.sector = sector_bytes(path)
                     file = self._open[shard] = ShardFile(fd, os.fstat(fd).st_size, path)
                 except OSError as error:
                     raise cannot_read(error.filename or f"the token file of shard {shard}", error) from error
@@ -222,18 +230,6 @@ class ShardFiles:
         """Close all files that no reader uses. A later read opens them again."""
         with self._lock:
             self._evict(0)
-
-    def _open_direct(self, path: Path) -> int:
-        try:
-            fd = open_regular(path, os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self.is_direct = False  # this file system has no direct I/O
-            return open_regular(path)
-        if self.sector == 1:
-            self.sector = sector_bytes(path)
-        return fd
 
     def _evict(self, keep: int) -> None:
         for shard in list(self._open)[: max(0, len(self._open) - keep)]:

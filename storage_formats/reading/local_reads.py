@@ -146,9 +146,19 @@ class LocalReads:
         """Choose an engine for each shard of `batch`. Return each engine with the part of `batch` to read with it."""
         if self._name != "auto":
             return [(self._name, batch)]
+        # The state of each shard in the page cache; None if the kernel does not tell.
+        now = time.monotonic()
+        states = [self._is_cached(shard, now) for shard, _, _ in batch.shard_spans]
+        if True in states:  # one of the records tells whether the kernel has dropped shards since it was asked
+            shard, _, stop = batch.shard_spans[len(states) - 1 - states[::-1].index(True)]
+            start = int(batch.positions[stop - 1]) * self._record_bytes
+            with self._held(shard) as file:
+                share = file.cached_share(start, min(file.size, start + self._record_bytes))
+            if share is not None and share < _CACHED_SHARE:
+                states = [self._is_cached(shard, now, trusted=False) for shard, _, _ in batch.shard_spans]
         chosen: list[str] = []
         due = None
-        for (shard, start, stop), is_cached in zip(batch.shard_spans, self._cached_shards(batch), strict=True):
+        for (shard, start, stop), is_cached in zip(batch.shard_spans, states, strict=True):
             read, limit = self._direct_reads.get(shard, (0, _LENGTHS_BEFORE_CACHING * self._shard_bytes))
             is_due = read >= limit
             if is_cached:
@@ -178,19 +188,6 @@ class LocalReads:
         self._cached_files.close()
         self._direct_files.close()
         self._buffers.close()
-
-    def _cached_shards(self, batch: Batch) -> list[bool | None]:
-        """Return for each shard of `batch` whether the page cache has it; None if the kernel does not tell."""
-        now = time.monotonic()
-        states = [self._is_cached(shard, now) for shard, _, _ in batch.shard_spans]
-        if True in states:  # one of the records tells whether the kernel has dropped shards since it was asked
-            shard, _, stop = batch.shard_spans[len(states) - 1 - states[::-1].index(True)]
-            start = int(batch.positions[stop - 1]) * self._record_bytes
-            with self._held(shard) as file:
-                share = file.cached_share(start, min(file.size, start + self._record_bytes))
-            if share is not None and share < _CACHED_SHARE:
-                states = [self._is_cached(shard, now, trusted=False) for shard, _, _ in batch.shard_spans]
-        return states
 
     def _is_cached(self, shard: int, now: float, *, trusted: bool = True) -> bool | None:
         file = self._direct_files.peek(shard)
