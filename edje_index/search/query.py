@@ -128,9 +128,8 @@ def encode_images(
     import torch
     from PIL import Image, ImageOps
 
-    from edje_index.images.decode import ImageError, decode_rgb
+    from edje_index.images.decode import ImageError, decode_rgb, to_rgb
     from edje_index.images.inputs import InputRef, display_path, read_bytes
-    from edje_index.images.to_rgb import to_rgb
 
     pixels = []
     for image in images:

@@ -11,7 +11,6 @@ import glob
 import itertools
 import os
 import re
-import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,25 +87,19 @@ def open_sources(specs: Iterable[str], column: str | None = None, *, clips: bool
             f"the column {column} is given, but no source is a table with columns; leave the column out",
             parameter="column",
         )
-    source_of_path: dict[bytes, Source] = {}
-    for source in sources:
-        other = source_of_path.setdefault(_real_path(source), source)
-        if other is not source:
+    for source, other in _contained(sources):
+        if _real_path(source) == _real_path(other):
             raise UsageError(
                 f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
             )
-    for source, outer in _nested(source_of_path):
-        raise UsageError(f"{source.spec} is inside {outer.spec}; leave out one of these sources", parameter="sources")
+        raise UsageError(f"{source.spec} is inside {other.spec}; leave out one of these sources", parameter="sources")
     return sources
 
 
 def without_nested(sources: Sequence[Source]) -> list[Source]:
     """Return `sources` without repeated sources and without sources that are inside another source."""
-    source_of_path: dict[bytes, Source] = {}
-    for source in sources:
-        source_of_path.setdefault(_real_path(source), source)
-    nested = [source for source, _ in _nested(source_of_path)]
-    return [source for source in source_of_path.values() if source not in nested]
+    contained = {id(source) for source, _ in _contained(sources)}
+    return [source for source in sources if id(source) not in contained]
 
 
 def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
@@ -214,9 +207,11 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
                 f"cannot list the directory {spec}: permission denied; change its permissions", parameter="sources"
             )
         return FolderSource(spec, clips=clips)
-    head = b"" if is_url(spec) else _head(spec)
+    elif os.path.exists(spec) and not os.path.isfile(spec):
+        raise UsageError(f"{spec} is neither a directory nor a regular file; give {ACCEPTED}", parameter="sources")
     suffix = os.path.splitext(file_name(spec))[1].lower()
     try:
+        head = b"" if is_url(spec) else read_head(os.fsencode(spec))
         if suffix == PARQUET_SUFFIX:
             with open_parquet_images(os.fsencode(spec)) as (_, parquet):
                 images = find_image_column(parquet, spec, column)
@@ -241,24 +236,15 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
             if not any(listing):
                 raise UsageError(f"{spec} does not exist; check the URL", parameter="sources")
             return FolderSource(spec, clips=clips)
+    except FileNotFoundError as error:
+        raise UsageError(f"{spec} does not exist; check the path", parameter="sources") from error
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
-        advice = "the URL and the credentials" if is_url(spec) else "the file and its format"
+        advice = "the URL and the credentials" if is_url(spec) else "the file, its permissions and its format"
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read {spec}: {reason}; check {advice}", parameter="sources") from error
     if is_input(head, clips=True):
         raise UsageError(f"{spec} is a video; set the number of frames per clip to index videos", parameter="sources")
     raise UsageError(f"{spec} is not a source of images; give {ACCEPTED}", parameter="sources")
-
-
-def _head(spec: str) -> bytes:
-    try:
-        if not stat.S_ISREG(os.stat(spec).st_mode):
-            raise UsageError(f"{spec} is neither a directory nor a regular file; give {ACCEPTED}", parameter="sources")
-        return read_head(os.fsencode(spec))
-    except FileNotFoundError as error:
-        raise UsageError(f"{spec} does not exist; check the path", parameter="sources") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {spec}: {error.strerror}; check the permissions", parameter="sources") from error
 
 
 def _refuse_credentials(url: str) -> None:
@@ -330,11 +316,16 @@ def _real_path(source: Source) -> bytes:
     return source.path if is_remote(source.path) else os.path.realpath(source.path)
 
 
-def _nested(sources: dict[bytes, Source]) -> Iterator[tuple[Source, Source]]:
-    """Yield (source, directory) of sources by path whose inputs are also inputs of a directory that contains them."""
-    folders = {path: source for path, source in sources.items() if isinstance(source, FolderSource)}
+def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
+    """Yield (source, other) of sources that repeat an earlier one, and of sources whose inputs a directory contains."""
+    source_of_path: dict[bytes, Source] = {}
+    for source in sources:
+        other = source_of_path.setdefault(_real_path(source), source)
+        if other is not source:
+            yield source, other
+    folders = {path: source for path, source in source_of_path.items() if isinstance(source, FolderSource)}
     names_in: dict[bytes, list[bytes]] = {}  # of directories with archives, which can be thousands
-    for path, source in sources.items():
+    for path, source in source_of_path.items():
         parents = [os.path.dirname(path)]
         while parents[-1] != os.path.dirname(parents[-1]):
             parents.append(os.path.dirname(parents[-1]))
