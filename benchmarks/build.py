@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.process import call_in_process
 from benchmarks.report import median_ratio
 from pipelines.environment import environment
 from storage_formats.errors import EdjeError
@@ -56,7 +57,8 @@ def bench_build(
     source, index = folder / "images.jsonl", folder / "index"
     source.write_text("".join(json.dumps({"path": path}) + "\n" for path in paths))
     options = ["--model", str(model), "--threads", str(threads), "--dtype", dtype]
-    commands = {"bare loop": _call("bare_loop", str(source), str(model), str(threads), dtype)}
+    loop = [sys.executable, "-m", "benchmarks.build", str(source), str(model), str(threads), dtype]
+    commands = {"bare loop": loop}
     for engine in engines:
         of_engine = ["--engine", engine, "--device", "cpu", "--workers", "1", "--batch-size", str(_BATCH)]
         build = [sys.executable, "-m", "pipelines.cli", "build", str(source), "--out", str(index)]
@@ -65,10 +67,7 @@ def bench_build(
     for _ in range(repeats):
         for name, command in commands.items():
             shutil.rmtree(index, ignore_errors=True)
-            done = subprocess.run(_call("measure", *command), capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise EdjeError(f"a measured command failed: {done.stderr[-2000:]}")
-            runs[name].append(json.loads(done.stdout))
+            runs[name].append(call_in_process("benchmarks.build:measure", *command))
     shutil.rmtree(index, ignore_errors=True)
     settings = {"images": len(images), "model": model.name, "threads": threads, "batch_size": _BATCH}
     settings |= {"dtype": dtype, "repeats": repeats, "engines": list(engines)}
@@ -102,12 +101,6 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{'':10} seconds per stage: {stages}   model {row['model_images_per_second']:.1f} images/s"
 
 
-def _call(function: str, *arguments: str) -> list[str]:
-    """Return a command that calls a function of this module in a new process and prints the result as JSON."""
-    code = f"import json, sys; from benchmarks.build import {function}; print(json.dumps({function}(*sys.argv[1:])))"
-    return [sys.executable, "-c", code, *arguments]
-
-
 def bare_loop(image_list: str, model: str, threads: str, dtype: str) -> dict[str, Any]:
     """Do the minimum work of a build: decode and preprocess every image in the list, and run the model.
 
@@ -139,8 +132,6 @@ def bare_loop(image_list: str, model: str, threads: str, dtype: str) -> dict[str
 def measure(*command: str) -> dict[str, Any]:
     """Run a command that prints a JSON object, and return the cost of the command and its descendants.
 
-    Call this function only once in a process, and only in a process without other children.
-
     Returns:
         `wall`: seconds; `cpu`: user and system seconds; `peak_pss`: largest sampled sum of the proportional set sizes
         of all processes, in bytes; `stdout`: the object that the command printed.
@@ -149,13 +140,13 @@ def measure(*command: str) -> dict[str, Any]:
         EdjeError: the command failed.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons of Ray become children of this process
-    peak, cpu_of_process = 0, dict[int, float]()
+    peak, cpu_of_process, here = 0, dict[int, float](), psutil.Process()
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
         while process.poll() is None:
             pss = 0
-            for child in psutil.Process().children(recursive=True):
+            for child in here.children(recursive=True):
                 with contextlib.suppress(psutil.Error):  # it has ended
                     times = child.cpu_times()
                     cpu_of_process[child.pid] = max(cpu_of_process.get(child.pid, 0.0), times.user + times.system)
@@ -167,10 +158,12 @@ def measure(*command: str) -> dict[str, Any]:
         stdout.seek(0)
         stderr.seek(0)
         if process.returncode:
-            raise EdjeError(
-                f"the command '{' '.join(command[:4])} ...' failed with exit code {process.returncode}: {stderr.read()}"
-            )
-        printed = json.loads(stdout.read())
+            raise EdjeError(f"'{' '.join(command[:4])} ...' failed: {' '.join(stderr.read().splitlines()[-3:])}")
+        printed = json.load(stdout)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # without daemons, which end later
     cpu = max(usage.ru_utime + usage.ru_stime, sum(cpu_of_process.values()))
     return {"wall": wall, "cpu": cpu, "peak_pss": peak, "stdout": printed}
+
+
+if __name__ == "__main__":
+    print(json.dumps(bare_loop(*sys.argv[1:])))

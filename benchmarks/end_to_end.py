@@ -4,18 +4,14 @@ A model bundle computes the vectors for late interaction. It subtracts the mean 
 from the word vectors, and scales all vectors to unit length. The exact score of an image is the MaxSim between the
 tokens of the image and the content words of the caption.
 
-`python -m benchmarks.end_to_end build NAME FOLDER` and `... search NAME FOLDER EFFORT K` run one step of one system in
-a process of its own, and print its result as JSON.
+Each step of a system runs in a process of its own.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
+import pickle
 import shutil
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -31,6 +27,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from benchmarks.disk import peak_memory
+from benchmarks.process import call_in_process
 from benchmarks.report import Say, machine, table
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
@@ -41,7 +38,7 @@ from edje_index.search.late_interaction_search import LateInteractionSearch, max
 from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
 from storage_formats.codecs import Blocks
-from storage_formats.errors import UsageError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.rows import read_all_rows
 from storage_formats.format.tombstones import live_rows
 from storage_formats.reading.embeddings import read_embeddings
@@ -100,7 +97,25 @@ def bench_end_to_end(
         results = []
         for number, name in enumerate(names):
             say(f"measuring {name}, {number + 1} of {len(names)}")
-            results.append(_measure(folder, name, collection, opened, exact))
+            system = SYSTEMS[name]
+            result: dict[str, Any] = {"name": name, "settings": system.settings, "effort": system.effort, "runs": []}
+            results.append(result)
+            files = _files(folder, name)
+            files.mkdir()
+            (files / "source").symlink_to(opened.committed.root)
+            (files / "model").symlink_to(opened.model.info.path.resolve())
+            try:
+                built = call_in_process("benchmarks.end_to_end:build_system", name, str(folder))
+                stored = built["bytes"] or _bytes_in(opened.committed.root)
+                result["build_seconds"] = built["seconds"]
+                result["bytes_per_image"] = stored / len(collection.tokens)
+                for effort in system.efforts:
+                    arguments = (name, str(folder), effort, max(CUTOFFS))
+                    searched = call_in_process("benchmarks.end_to_end:search_system", *arguments)
+                    result["runs"].append({"effort": effort, **figures(searched, collection, exact)})
+            except EdjeError as error:
+                result["problem"] = str(error)
+            shutil.rmtree(files)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     count, m, d = collection.tokens.shape
@@ -110,38 +125,6 @@ def bench_end_to_end(
         "collection": {"images": count, "block_shape": [m, d], "queries": len(collection.queries)},
         "systems": results,
     }
-
-
-def _measure(
-    folder: Path, name: str, collection: Collection, index: TokenIndex, exact: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    """Build one system and search with it, each in a process of its own."""
-
-    def step(*arguments: object) -> dict[str, Any]:
-        command = [sys.executable, "-m", "benchmarks.end_to_end", *map(str, arguments)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return result
-
-    system = SYSTEMS[name]
-    result: dict[str, Any] = {"name": name, "settings": system.settings, "effort": system.effort, "runs": []}
-    if importlib.util.find_spec(system.package) is None:
-        return {**result, "problem": f"{system.package} is not installed"}
-    files = folder / name.replace(" ", "-")
-    files.mkdir()
-    (files / "source").symlink_to(index.committed.root)
-    (files / "model").symlink_to(index.model.info.path.resolve())
-    try:
-        built = step("build", name, folder)
-        for effort in system.efforts:
-            searched = step("search", name, folder, effort, max(CUTOFFS))
-            result["runs"].append({"effort": effort, **figures(searched, collection, exact)})
-    except subprocess.CalledProcessError:
-        return {**result, "problem": "the system failed; the error message is on standard error"}
-    finally:
-        shutil.rmtree(files)
-    stored = built["bytes"] or sum(path.stat().st_size for path in index.committed.root.rglob("*") if path.is_file())
-    return {**result, "build_seconds": built["seconds"], "bytes_per_image": stored / len(collection.tokens)}
 
 
 def figures(searched: dict[str, Any], collection: Collection, exact: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -190,7 +173,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     rows = []
     for system in report["systems"]:
         if "problem" in system:
-            rows.append((system["name"], system["problem"], *[""] * len(_COLUMNS)))
+            rows.append((system["name"], f"failed: {system['problem']}", *[""] * len(_COLUMNS)))
         for run in system["runs"]:
             rows.append(
                 (
@@ -244,12 +227,8 @@ class Collection:
     @classmethod
     def open(cls, folder: Path) -> Collection:
         """Open a collection that `write_collection` wrote."""
-        arrays = np.load(folder / "vectors.npz")
-        words = np.split(arrays["words"], arrays["word_ends"][:-1])
-        columns = (arrays["texts"].tolist(), arrays["query_embeddings"], words, arrays["relevant"].tolist())
-        queries = [VectorQuery(*query) for query in zip(*columns, strict=True)]
         tokens = np.load(folder / "tokens.npy", mmap_mode="r").view(ml_dtypes.bfloat16)
-        return cls(tokens, arrays["embeddings"], arrays["row_ids"], queries)
+        return cls(tokens, *pickle.loads((folder / "vectors.pickle").read_bytes()))
 
     def chunks(self) -> Iterator[tuple[slice, Floats]]:
         """Yield (positions, float32 tokens) of a few images at a time."""
@@ -287,25 +266,17 @@ def write_collection(folder: Path, index: TokenIndex, queries: Sequence[tuple[st
     bits.flush()
     positions = {int(row): position for position, row in enumerate(row_ids)}
     content = content_token_mask(joint.tokenizer)
-    kept: list[tuple[str, Floats, int]] = []
-    all_ids = joint.tokenizer.caption_ids([text for text, _ in queries])
-    for (text, row_id), ids in zip(queries, all_ids, strict=True):
+    kept: list[VectorQuery] = []
+    texts = [text for text, _ in queries]
+    columns = (queries, joint.tokenizer.caption_ids(texts), index.model.text.encode(texts))
+    for (text, row_id), ids, embedding in zip(*columns, strict=True):
         content_ids = [token_id for token_id in ids if content[token_id]]
         if content_ids and row_id in positions:
-            kept.append((text, _unit(joint.word_vectors[content_ids], joint), positions[row_id]))
+            words = _unit(joint.word_vectors[content_ids], joint)
+            kept.append(VectorQuery(text, embedding, words, positions[row_id]))
     if not kept:
         raise UsageError("no query has a content word; give other captions")
-    texts, words, relevant = zip(*kept, strict=True)
-    np.savez(
-        folder / "vectors.npz",
-        embeddings=embeddings,
-        row_ids=row_ids,
-        texts=np.array(texts),
-        query_embeddings=index.model.text.encode(list(texts)),
-        words=np.concatenate(words),
-        word_ends=np.cumsum([len(each) for each in words]),
-        relevant=np.array(relevant),
-    )
+    (folder / "vectors.pickle").write_bytes(pickle.dumps((embeddings, row_ids, kept)))
 
 
 def _unit(vectors: torch.Tensor, joint: JointScorer) -> Floats:
@@ -449,22 +420,8 @@ class QdrantEdge(System):
 
     def build(self) -> None:
         qdrant: Any = import_module("qdrant_edge")
-        (self.folder / "shard").mkdir()
-        shard = qdrant.EdgeShard.create(str(self.folder / "shard"), self._config(qdrant))
-        for positions, tokens in self.collection.chunks():
-            vectors = zip(self.collection.embeddings[positions].tolist(), tokens.tolist(), strict=True)
-            points = [
-                qdrant.Point(number, {"embedding": embedding, "tokens": block}, {})
-                for number, (embedding, block) in enumerate(vectors, positions.start)
-            ]
-            shard.update(qdrant.UpdateOperation.upsert_points(points))
-        shard.optimize()
-        shard.flush()
-        shard.close()
-
-    def _config(self, qdrant: Any) -> Any:
         d, embed_dim = self.collection.tokens.shape[2], self.collection.embeddings.shape[1]
-        tokens = qdrant.EdgeVectorParams(
+        token_vectors = qdrant.EdgeVectorParams(
             size=d,
             distance=qdrant.Distance.Dot,
             multivector_config=qdrant.MultiVectorConfig(qdrant.MultiVectorComparator.MaxSim),
@@ -477,7 +434,19 @@ class QdrantEdge(System):
             distance=qdrant.Distance.Dot,
             hnsw_config=qdrant.HnswIndexConfig(m=16, ef_construct=100, full_scan_threshold=10_000),
         )
-        return qdrant.EdgeConfig(vectors={"embedding": embedding, "tokens": tokens})
+        config = qdrant.EdgeConfig(vectors={"embedding": embedding, "tokens": token_vectors})
+        (self.folder / "shard").mkdir()
+        shard = qdrant.EdgeShard.create(str(self.folder / "shard"), config)
+        for positions, tokens in self.collection.chunks():
+            vectors = zip(self.collection.embeddings[positions].tolist(), tokens.tolist(), strict=True)
+            points = [
+                qdrant.Point(number, {"embedding": embedding, "tokens": block}, {})
+                for number, (embedding, block) in enumerate(vectors, positions.start)
+            ]
+            shard.update(qdrant.UpdateOperation.upsert_points(points))
+        shard.optimize()
+        shard.flush()
+        shard.close()
 
     def open(self) -> None:
         self._qdrant: Any = import_module("qdrant_edge")
@@ -522,31 +491,35 @@ SYSTEMS: dict[str, type[System]] = {
 """The systems by name."""
 
 
-def main(step: str, name: str, folder: str, *numbers: str) -> dict[str, Any]:
-    """Build a system, or search for every query. Return the result, its duration, and the peak memory in bytes."""
-    system_class = SYSTEMS[name]
-    import_module(system_class.package)  # so that its memory does not count as memory of the search
-    libraries_bytes, started = peak_memory(), time.monotonic()
-    system = system_class(Path(folder) / name.replace(" ", "-"), Collection.open(Path(folder)))
-    result: dict[str, Any] = {}
-    if step == "build":
-        system.build()
-        files = [path for path in system.folder.rglob("*") if path.is_file() and not path.is_symlink()]
-        result["bytes"] = sum(path.stat().st_size for path in files)
-    else:
-        effort, k = map(int, numbers)
-        system.open()
-        queries, positions, milliseconds = system.collection.queries, [], []
-        for query in queries[:_WARM_UP]:
-            system.search(query, k, effort)
-        for query in queries:
-            before = time.perf_counter()
-            positions.append(system.search(query, k, effort))
-            milliseconds.append(1e3 * (time.perf_counter() - before))
-        result |= {"positions": positions, "milliseconds": milliseconds}
+def build_system(name: str, folder: str) -> dict[str, Any]:
+    """Build a system. Return the bytes of its files, and the seconds."""
+    started = time.monotonic()
+    files = _files(Path(folder), name)
+    SYSTEMS[name](files, Collection.open(Path(folder))).build()
+    return {"bytes": _bytes_in(files), "seconds": time.monotonic() - started}
+
+
+def search_system(name: str, folder: str, effort: int, k: int) -> dict[str, Any]:
+    """Search for every query. Return the hits, the milliseconds of each search, and the peak memory in bytes."""
+    import_module(SYSTEMS[name].package)  # so that its memory does not count as memory of the search
+    libraries_bytes = peak_memory()
+    system = SYSTEMS[name](_files(Path(folder), name), Collection.open(Path(folder)))
+    system.open()
+    queries, positions, milliseconds = system.collection.queries, [], []
+    for query in queries[:_WARM_UP]:
+        system.search(query, k, effort)
+    for query in queries:
+        before = time.perf_counter()
+        positions.append(system.search(query, k, effort))
+        milliseconds.append(1e3 * (time.perf_counter() - before))
     used = {"libraries_bytes": libraries_bytes, "peak_bytes": peak_memory()}
-    return {**result, "seconds": time.monotonic() - started, **used}
+    return {"positions": positions, "milliseconds": milliseconds, **used}
 
 
-if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))
+def _files(folder: Path, name: str) -> Path:
+    return folder / name.replace(" ", "-")
+
+
+def _bytes_in(folder: Path) -> int:
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_size for path in files)

@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
+import torch
 
 from benchmarks.report import median_ratio
 from pipelines.environment import environment
-from storage_formats.codecs import BF16, Blocks, codec, precisions
+from storage_formats.codecs import BF16, codec, precisions
 
 BLOCK_SHAPE = (64, 384)
 _CASTS = {"fp8": "float8_e4m3fn", "mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn", "nvfp4": "float4_e2m1fn"}
@@ -40,13 +41,28 @@ def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
     tasks: dict[str, Subjects] = {}
     gathers: Subjects = {}
     for name in precisions():
-        if name != "bf16":
-            tasks[f"encode {name}"], tasks[f"decode {name}"] = _conversions(name, tokens)
         ours = codec(name, BLOCK_SHAPE)
+        records = ours.encode(tokens)
         with tempfile.TemporaryFile() as file:
-            ours.encode(tokens).tofile(file)
+            records.tofile(file)
             mapped = np.memmap(file, dtype=np.uint8, mode="r")
         gathers[name] = partial(ours.scatter, mapped, (order * ours.record_bytes, rows), out)
+        if name == "bf16":
+            continue
+        encoders: Subjects = {"edje": partial(ours.encode, tokens)}
+        decoders: Subjects = {"edje": partial(ours.decode, records, out)}
+        if name in _CASTS:
+            element = getattr(ml_dtypes, _CASTS[name])
+            encoders["ml_dtypes cast"] = partial(tokens.astype, element)
+            decoders["ml_dtypes cast"] = partial(np.copyto, out, tokens.astype(element), casting="unsafe")
+        if name == "fp8":
+            source, target = (torch.from_numpy(each.view(np.int16)).view(torch.bfloat16) for each in (tokens, out))
+            codes, scales = _scaled(source)
+            encoders["torch cast"] = partial(source.to, torch.float8_e4m3fn)
+            encoders["torch scaled"] = partial(_scaled, source)
+            decoders["torch cast"] = partial(target.copy_, codes)
+            decoders["torch scaled"] = partial(_unscaled, codes, scales, target)
+        tasks[f"encode {name}"], tasks[f"decode {name}"] = encoders, decoders
     tasks["gather"] = gathers
     all_rates, medians, ratios = {}, {}, {}
     for task, subjects in tasks.items():
@@ -81,34 +97,12 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield " " * 15 + "  ".join(f"{name} {ratio:.2f}x" for name, ratio in report["ratios"][task].items())
 
 
-def _conversions(name: str, tokens: Blocks) -> tuple[Subjects, Subjects]:
-    """Return the encoders and the decoders of a precision: ours, and those of the installed libraries."""
-    ours = codec(name, BLOCK_SHAPE)
-    records, out = ours.encode(tokens), np.empty_like(tokens)
-    encoders: Subjects = {"edje": lambda: ours.encode(tokens)}
-    decoders: Subjects = {"edje": lambda: ours.decode(records, out)}
-    if name in _CASTS:
-        element = getattr(ml_dtypes, _CASTS[name])
-        narrow = tokens.astype(element)
-        encoders["ml_dtypes cast"] = lambda: tokens.astype(element)
-        decoders["ml_dtypes cast"] = lambda: np.copyto(out, narrow, casting="unsafe")
-    try:
-        import torch
-    except ModuleNotFoundError:
-        return encoders, decoders
-    source, target = (torch.from_numpy(each.view(np.int16)).view(torch.bfloat16) for each in (tokens, out))
-    if name == "fp8":
+def _scaled(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return E4M3 codes and one bfloat16 scale per token."""
+    largest = tokens.abs().amax(dim=-1, keepdim=True).float()
+    scales = torch.exp2(torch.ceil(torch.log2(largest / 448))).to(torch.bfloat16)
+    return (tokens / scales).to(torch.float8_e4m3fn), scales
 
-        def scaled() -> tuple[Any, Any]:
-            """Return E4M3 codes and one bfloat16 scale per token."""
-            largest = source.abs().amax(dim=-1, keepdim=True).float()
-            scales = torch.exp2(torch.ceil(torch.log2(largest / 448))).to(torch.bfloat16)
-            return (source / scales).to(torch.float8_e4m3fn), scales
 
-        codes, scales = scaled()
-        encoders |= {"torch cast": lambda: source.to(torch.float8_e4m3fn), "torch scaled": scaled}
-        decoders |= {
-            "torch cast": lambda: target.copy_(codes),
-            "torch scaled": lambda: torch.mul(codes.to(torch.bfloat16), scales, out=target),
-        }
-    return encoders, decoders
+def _unscaled(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mul(codes.to(torch.bfloat16), scales, out=out)

@@ -9,6 +9,7 @@ with.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import subprocess
 import sys
@@ -93,11 +94,31 @@ def bench_serve(
                 errors.seek(0)
                 raise EdjeError(f"the service did not start: {errors.read()[-2000:].strip()}")
             report["memory_at_start"] = peak_memory(process.pid)
-            for precision in precisions or Manifest.load(index).spec.precisions[:1]:
-                for pool in pools:
-                    say(f"pool {pool}, {precision}")
-                    entry = _workload(index, url, queries, pool, precision, clients, seconds, say)
-                    report["workloads"].append(entry)
+            for precision, pool in itertools.product(precisions or Manifest.load(index).spec.precisions[:1], pools):
+                say(f"pool {pool}, {precision}")
+                bodies = [{"query": each, "k": 10, "pool": max(pool, 10), "precision": precision} for each in queries]
+                files = [path for path in Layout(index).token_array(precision).rglob("*") if path.is_file()]
+                cold = []
+                for number in range(_COLD_SEARCHES):  # the tokens are evicted from the page cache before each search
+                    evict(files)
+                    cold += asyncio.run(open_loop(url, [bodies[number % len(bodies)]], [0.0]))
+                closed, loads = {}, []
+                for count in clients:
+                    result = summary(asyncio.run(closed_loop(url, bodies, count, seconds)), seconds)
+                    closed[str(count)] = result
+                    say(f"{count} clients: {described(result)}")
+                capacity = max(result["answered_per_s"] for result in closed.values())
+                for load in _LOADS:
+                    draw, offered = random.Random(0), load * capacity
+                    gaps = (draw.expovariate(offered) for _ in itertools.count())
+                    times = list(itertools.takewhile(lambda time: time < seconds, itertools.accumulate(gaps)))
+                    result = summary(asyncio.run(open_loop(url, bodies, times)), seconds)
+                    loads.append({"offered_per_s": offered, **result})
+                    say(f"offered {offered:.2f}/s: {described(result)}")
+                say(f"knee at {knee(loads):.2f} searches per second")
+                entry = {"pool": pool, "precision": precision, "cold_ms": summary(cold, 1.0)["p50_ms"]}
+                entry |= {"clients": closed, "loads": loads, "knee_per_s": knee(loads)}
+                report["workloads"].append(entry)
             report["memory_peak"] = peak_memory(process.pid)
         finally:
             process.terminate()
@@ -108,44 +129,6 @@ def bench_serve(
                 process.wait()
             process.stdout.close()
     return report
-
-
-def _workload(
-    index: Path,
-    url: str,
-    queries: Sequence[str],
-    pool: int,
-    precision: str,
-    clients: Sequence[int],
-    seconds: float,
-    say: Say,
-) -> dict[str, Any]:
-    """Measure single cold searches, the closed loop, and the open loop at several loads."""
-    bodies = [{"query": query, "k": 10, "pool": max(pool, 10), "precision": precision} for query in queries]
-    files = [path for path in Layout(index).token_array(precision).rglob("*") if path.is_file()]
-    exchanges = []
-    for number in range(_COLD_SEARCHES):  # the tokens are evicted from the page cache before each search
-        evict(files)
-        exchanges += asyncio.run(open_loop(url, [bodies[number % len(bodies)]], [0.0]))
-    closed, loads = {}, []
-    for count in clients:
-        closed[str(count)] = summary(asyncio.run(closed_loop(url, bodies, count, seconds)), seconds)
-        say(f"{count} clients: {described(closed[str(count)])}")
-    capacity = max(result["answered_per_s"] for result in closed.values())
-    for load in _LOADS:
-        offered = load * capacity
-        sent = asyncio.run(open_loop(url, bodies, poisson_times(offered, seconds, seed=0)))
-        loads.append({"offered_per_s": offered, **summary(sent, seconds)})
-        say(f"offered {offered:.2f}/s: {described(loads[-1])}")
-    say(f"knee at {knee(loads):.2f} searches per second")
-    return {
-        "pool": pool,
-        "precision": precision,
-        "cold_ms": summary(exchanges, 1.0)["p50_ms"],
-        "clients": closed,
-        "loads": loads,
-        "knee_per_s": knee(loads),
-    }
 
 
 async def _send(client: httpx.AsyncClient, body: dict[str, Any], planned: float) -> Exchange:
@@ -159,14 +142,6 @@ async def _send(client: httpx.AsyncClient, body: dict[str, Any], planned: float)
     except httpx.HTTPError as error:  # the report counts it as a search without an answer
         status = type(error).__name__
     return Exchange(time.perf_counter() - planned, status, timing)
-
-
-def poisson_times(rate: float, seconds: float, seed: int) -> list[float]:
-    """Return the times of a Poisson process of `rate` events per second, between 0 and `seconds`."""
-    draw, times, now = random.Random(seed), [], 0.0
-    while (now := now + draw.expovariate(rate)) < seconds:
-        times.append(now)
-    return times
 
 
 def _client(url: str) -> httpx.AsyncClient:

@@ -1,6 +1,6 @@
 """Measures how fast blocks of a local index are fetched, beside other libraries and the disk itself.
 
-Every run is a process of its own: `python -m benchmarks.fetch.bench JOB` measures one subject once. The subjects of a
+Every run is a process of its own, which measures one subject once. The subjects of a
 section take turns, so that a change of the disk's speed affects all of them, and ratios compare runs of the same turn.
 """
 
@@ -12,7 +12,6 @@ import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,14 +22,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from benchmarks.disk import COLD, WARM, bytes_read, describe_disk, evict, load
-from benchmarks.fetch.subjects import PEERS, SUBJECTS, Ids, StoredRecords, Subject, installed_version
+from benchmarks.fetch.peers import PEERS, SUBJECTS, Ids, StoredRecords, installed_version
+from benchmarks.process import call_in_process
 from benchmarks.report import Say, machine, median_ratio, table
 from pipelines.environment import environment
 from storage_formats.codecs import codec
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import Manifest
+from storage_formats.reading.files import sector_bytes
 from storage_formats.reading.memory import aligned_bytes
-from storage_formats.reading.queues import can_queue
+from storage_formats.token_store import TokenStore
 
 _QUERIES, _QUERY_POOL = 50, 100
 _SPARE_BYTES = 1 << 30
@@ -40,6 +41,10 @@ _LONGEST_SECONDS = 30.0  # of a run; no further call begins
 _TIMEOUT_SECONDS = 1800.0  # of a run with its warm-up, or of a copy
 _WARM_UP = 1024  # blocks of the warm-up call: enough to trigger imports and compilation of large calls
 _CHECKED = 32  # blocks of the last call that are compared with plain reads
+FIO = "the device (fio)"
+_FIO_OPTIONS = ("--ioengine=io_uring", "--direct=1", "--iodepth=64")
+_FIO_SETTING = f"the program fio with {' '.join(_FIO_OPTIONS)}, data discarded"
+_FIO_FILES = 500  # a sample of a larger index, because fio opens all files at once
 _READ_AT_LEAST = 0.9  # smallest fraction of the requested bytes that a cold run must read from the disk
 
 Run: TypeAlias = dict[str, Any]
@@ -89,8 +94,7 @@ def bench_fetch(
         scratch: folder for copies of records; None for the folder that contains `index`.
 
     Raises:
-        UsageError: the index or a precision does not exist, a folder is not on a disk, or disk space is short. No file
-            has been written in these cases.
+        UsageError: the index or a precision does not exist, or disk space is short. No file has been written then.
     """
     if platform.system() != "Linux":
         raise UsageError(
@@ -99,20 +103,11 @@ def bench_fetch(
     spec = Manifest.load(index).spec
     precisions = tuple(dict.fromkeys(precisions)) or spec.precisions[:1]
     for name in precisions:
-        if name not in spec.precisions:
-            raise UsageError(
-                f"{index} does not have precision '{name}', only {', '.join(spec.precisions)}; run 'edje-index "
-                "quantize' first"
-            )
+        TokenStore.open(index, name).close()
     scratch = scratch or index.resolve().parent
     scratch.mkdir(parents=True, exist_ok=True)
     versions = {name: installed_version(name) for name in PEERS if peers}
     ready = [name for name, version in versions.items() if version is not None]
-    for path in {index, scratch} if peers else {index}:
-        if describe_disk(path)["file_system"] in ("tmpfs", "ramfs"):
-            raise UsageError(
-                f"{path} is in a file system in memory, so reads are never cold; choose a folder on a disk"
-            )
     sizes = {name: spec.rows * codec(name, spec.block_shape).record_bytes for name in precisions}
     copies, free = sum(PEERS[name].copies for name in ready), shutil.disk_usage(scratch).free
     needed_bytes = int(copies * _COPY_RATIO * max(sizes.values())) + _SPARE_BYTES
@@ -122,15 +117,14 @@ def bench_fetch(
             f"{needed_bytes / 1e9:.1f} GB; choose another scratch folder, or leave out --peers"
         )
     notes = [f"{name} is left out: {PEERS[name].package} is not installed" for name in versions if name not in ready]
+    if not shutil.which("fio"):
+        notes.append("the device alone is not measured: the program fio is not installed")
     notes += [
         f"warning: {name} holds {size / 1e6:,.1f} MB, which may fit in a cache of the drive or the host; use an index "
         "of at least 1 GiB to measure cold reads"
         for name, size in sizes.items()
         if size < _SMALL_BYTES
     ]
-    device = ["device"] if can_queue() else []
-    if not device:
-        notes.append("the device is left out: this process may not use Linux AIO")
     for note in notes:
         say(note)
     where = {**environment(), "disk": describe_disk(index), "peers": versions, "load_before": os.getloadavg()[0]}
@@ -138,26 +132,29 @@ def bench_fetch(
     with tempfile.TemporaryDirectory(prefix="bench-fetch-", dir=scratch, ignore_cleanup_errors=True) as temporary:
         for precision in precisions:
             source = StoredRecords(index, precision)
+            folders = {name: Path(temporary) / precision / name for name in ("edje", "memcpy", *ready)}
             measured_peers = []
             for name in ready:
-                folder = Path(temporary) / precision / name
-                folder.mkdir(parents=True)
-                if PEERS[name].copies:
-                    say(f"{precision}: writing the copy for {name}")
-                    failure = _run(source, folder, name)["discarded"]
-                    if failure:
-                        notes.append(f"{name} is left out at {precision}, because the copy {failure}")
-                        continue
-                measured_peers.append(name)
+                folders[name].mkdir(parents=True)
+                try:
+                    if PEERS[name].copies:
+                        say(f"{precision}: writing the copy for {name}")
+                        arguments = (str(index), precision, str(folders[name]), name)
+                        call_in_process("benchmarks.fetch.bench:write_copy", *arguments, timeout=_TIMEOUT_SECONDS)
+                    measured_peers.append(name)
+                except EdjeError as error:
+                    notes.append(f"{name} is left out at {precision}, because the copy failed: {error}")
             sections = {}
             for name, (workload, subjects) in plan_sections(len(source.row_ids), pool, cold, measured_peers).items():
-                subjects = [subject for subject in subjects if subject != "device" or device]
                 say(f"{name}: {workload.title}")
                 runs: dict[str, list[Run]] = {subject: [] for subject in subjects}
                 for repeat in range(repeats):
                     turn = repeat % len(subjects)
                     for subject in (*subjects[turn:], *subjects[:turn]):
-                        run = _run(source, Path(temporary) / precision / subject, subject, workload, seed=repeat)
+                        if subject == FIO:
+                            run = run_fio(source, workload, repeat)
+                        else:
+                            run = _run(source, folders[subject], subject, workload, repeat)
                         runs[subject].append({"repeat": repeat, **run})
                         text = f"DISCARDED, {run['discarded']}" if run["discarded"] else f"{rate(run):,.0f} blocks/s"
                         say(f"{name} {precision} {repeat + 1}/{repeats}  {subject}: {text}")
@@ -166,7 +163,7 @@ def bench_fetch(
                     "workload": asdict(workload),
                     "entries": {
                         subject: {
-                            "setting": SUBJECTS[subject].setting,
+                            "setting": _FIO_SETTING if subject == FIO else SUBJECTS[subject].setting,
                             "summary": summarise(runs[subject], source.record_bytes, runs["edje"]),
                             "runs": runs[subject],
                         }
@@ -190,19 +187,20 @@ def plan_sections(
     count = max(1, min(pool, rows // 2))
     query = min(_QUERY_POOL, count)
     queries = min(_QUERIES, count // query) * query
+    device = [FIO] if shutil.which("fio") else []
     fast = [name for name in ("np.memmap", "tensorstore") if name in peers]
     sections = {
         "cold random": (
             Workload(f"{count:,} random blocks in one call, cold", False, count, count, "cold"),
-            ["device", "edje", *peers],
+            [*device, "edje", *peers],
         ),
         "cold contiguous": (
             Workload(f"{count:,} contiguous blocks in one call, cold", True, count, count, "cold"),
-            ["device", "edje", *fast],
+            [*device, "edje", *fast],
         ),
         "cold queries": (
             Workload(f"queries of {query} new blocks each, one at a time, cold", False, queries, query, "cold"),
-            ["device", "edje", *fast],
+            ["edje", *fast],
         ),
         "warm random": (
             Workload(f"{count:,} random blocks in one call, in the page cache", False, count, count, "warm"),
@@ -216,55 +214,76 @@ def plan_sections(
     return {name: each for name, each in sections.items() if cold in (None, each[0].cache == "cold")}
 
 
-def _run(source: StoredRecords, folder: Path, subject: str, workload: Workload | None = None, *, seed: int = 0) -> Run:
-    """Measure one run in a new process, see `measure`. Without a workload, write the subject's copy of the records.
-
-    Raises:
-        EdjeError: the run of this project's reader failed. The run of another subject is then discarded.
-    """
-    job: dict[str, Any] = {
-        "root": str(source.root),
-        "precision": source.precision,
-        "folder": str(folder),
-        "subject": subject,
-    }
-    job |= {"workload": workload and asdict(workload), "seed": seed}
-    paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    command = [sys.executable, "-m", "benchmarks.fetch.bench", json.dumps(job)]
-    run: Run
+def _run(source: StoredRecords, folder: Path, subject: str, workload: Workload, seed: int) -> Run:
+    """Measure one run in a new process, see `measure`. A run that fails is discarded, except one of this project."""
+    arguments = (str(source.root), source.precision, str(folder), subject, asdict(workload), seed)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, **paths}, timeout=_TIMEOUT_SECONDS, check=False
-        )
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        run = {"discarded": f"failed: ended with code {done.returncode}: {lines[-1]}"}
-        if not done.returncode:
-            run = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        run = {"discarded": f"failed: took more than {_TIMEOUT_SECONDS:.0f} s"}
-    if subject == "edje" and str(run["discarded"]).startswith("failed: "):
-        raise EdjeError(f"the run of edje {run['discarded']}")
+        run: Run = call_in_process("benchmarks.fetch.bench:measure", *arguments, timeout=_TIMEOUT_SECONDS)
+    except EdjeError as error:
+        if subject == "edje":
+            raise EdjeError(f"the run of edje failed: {error}") from None
+        run = {"discarded": f"failed: {error}"}
     return run
 
 
-def main(job: dict[str, Any]) -> Run:
-    """Do the job of a worker process, see `_run`."""
-    subject = SUBJECTS[job["subject"]](StoredRecords(Path(job["root"]), job["precision"]), Path(job["folder"]))
-    if job["workload"] is not None:
-        return measure(subject, Workload(**job["workload"]), job["seed"])
-    PEERS[job["subject"]].prepare(subject)  # type: ignore[arg-type]  # only peers have copies
-    return {"discarded": None}
+def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
+    """Read as many bytes as `workload` from the files of the index with the program fio, without the page cache.
+
+    A random read is one record, rounded up to whole sectors. A contiguous read has 1 MiB.
+    """
+    files = source.files()
+    files = files[:: -(-len(files) // _FIO_FILES)]
+    sector = sector_bytes(source.root)
+    size = -(-source.record_bytes // sector) * sector
+    order = [f"--bs={size}", "--rw=randread", "--file_service_type=random"]
+    if workload.is_contiguous:
+        size = source.record_bytes
+        order = [f"--bs={min(1 << 20, files[-1].stat().st_size)}", "--rw=read", "--file_service_type=sequential"]
+    names = ":".join(path.name for path in files)
+    command = ["fio", "--name=device", f"--filename={names}", "--readonly", *_FIO_OPTIONS, "--output-format=json"]
+    command += [*order, f"--io_size={workload.blocks * size}", f"--randseed={seed + 1}"]
+    done = subprocess.run(command, cwd=source.array_path, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"discarded": f"failed: {(done.stderr or done.stdout).strip()[-500:]}"}
+    (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]  # notes may precede the report
+    blocks = max(1, job["read"]["io_bytes"] // size)
+    return {
+        "discarded": None,
+        "blocks": blocks,
+        "seconds": max(1, job["read"]["runtime"]) / 1e3,
+        "cpu_seconds": (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3,
+        "read_bytes": job["read"]["io_bytes"],
+        "requested_bytes": blocks * source.record_bytes,
+        "latencies": [],  # of single reads
+    }
 
 
-def measure(subject: Subject, workload: Workload, seed: int) -> Run:
-    """Warm the libraries up, bring the page cache into the state of `workload`, and measure all calls.
+def write_copy(root: str, precision: str, folder: str, subject: str) -> None:
+    """Write the copy of the records that a peer reads."""
+    PEERS[subject](StoredRecords(Path(root), precision), Path(folder)).prepare()
+
+
+def measure(root: str, precision: str, folder: str, name: str, workload_values: dict[str, Any], seed: int) -> Run:
+    """Warm the libraries up, bring the page cache into the state of a workload, and measure all calls of a subject.
+
+    Args:
+        root: directory of the index.
+        precision: precision to fetch.
+        folder: directory of the subject's copy of the records.
+        name: name of the subject.
+        workload_values: attributes of the `Workload`.
+        seed: seed of the random rows.
 
     Returns:
         `discarded`: the reason why the run does not count, or None; `resident`: fraction of the subject's pages in the
         page cache right before the run. Unless the cache was in the wrong state: blocks, seconds, processor seconds,
         bytes read and requested, and the seconds of each call.
+
+    Raises:
+        EdjeError: the subject returned wrong blocks.
     """
-    source = subject.source
+    source, workload = StoredRecords(Path(root), precision), Workload(**workload_values)
+    subject = SUBJECTS[name](source, Path(folder))
     calls = [source.row_ids[positions] for positions in draw_calls(workload, len(source.row_ids), seed)]
     buffer = aligned_bytes(len(calls[0]) * subject.output_bytes).reshape(len(calls[0]), subject.output_bytes)
     buffer.fill(1)  # page faults of fresh memory would be measured as reading
@@ -275,7 +294,7 @@ def measure(subject: Subject, workload: Workload, seed: int) -> Run:
         unused = np.setdiff1d(source.row_ids, np.concatenate(calls))  # rows that no timed call requests
         warm_up = np.random.default_rng(0).permutation(unused if len(unused) else calls[0])
         subject.fetch(warm_up[: len(buffer)][:_WARM_UP], buffer[: len(warm_up)][:_WARM_UP])
-        subject.close()  # unmaps pages that could not be evicted
+        subject = SUBJECTS[name](source, Path(folder))  # the pages that the first one mapped could not be evicted
         subject.open()
         resident = evict(files)
         if resident > COLD:
@@ -300,12 +319,11 @@ def measure(subject: Subject, workload: Workload, seed: int) -> Run:
     read = bytes_read() - read_before
     last = calls[len(latencies) - 1][:_CHECKED]
     wrong = int((records[: len(last)] != subject.expected(last)).any(axis=1).sum())
-    subject.close()
     requested = sum(map(len, calls[: len(latencies)])) * source.record_bytes
-    discarded = None
     if wrong:
-        discarded = f"failed: {wrong} of the checked blocks were wrong"
-    elif is_cold and read < _READ_AT_LEAST * requested:
+        raise EdjeError(f"{wrong} of the checked blocks were wrong")
+    discarded = None
+    if is_cold and read < _READ_AT_LEAST * requested:
         discarded = f"not cold: only {read / requested:.0%} of the requested bytes were counted as read"
     return {
         "resident": resident,
@@ -373,7 +391,7 @@ reads other rows. Subjects take turns, so that a change of the disk's speed affe
 - Cold: the pages of the files were evicted, and at most 1 % of them were in the page cache right before the run. All
   other cold runs are discarded and listed above.
 - GB/s: stored bytes of the requested blocks, median and range. The reader decodes them to bfloat16; peers return the
-  stored bytes. The device reads whole sectors.
+  stored bytes. The program fio reads whole sectors past the page cache, and discards the data.
 - Ratio: the rate of the reader divided by the rate of the row, as the median over repeats.
 - CPU: user and system time of the process.
 - Read: bytes that the kernel counted as read from storage, divided by the bytes of the requested blocks.
@@ -397,7 +415,25 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
             entries = section["entries"]
             yield f"\n### {section['title'][0].upper()}{section['title'][1:]}\n"
             header = ("", "blocks", "GB/s (range)", "ratio", "CPU us per block", "read", "p50 / p95 / p99 ms")
-            yield from table(header, ([subject, *_cells(entry["summary"])] for subject, entry in entries.items()))
+            rows = []
+            for subject, entry in entries.items():
+                summary = entry["summary"]
+                if not summary["runs"]:
+                    rows.append([subject, "every run was discarded", *[""] * 5])
+                    continue
+                low, high = summary["gb_per_s_range"]
+                rows.append(
+                    [
+                        subject,
+                        f"{summary['blocks']:,.0f}",
+                        f"{summary['gb_per_s']:.3f} ({low:.3f} - {high:.3f})",
+                        "" if summary["ratio"] is None else f"{summary['ratio']:.2f}",
+                        f"{summary['cpu_us_per_block']:.1f}",
+                        f"{summary['amplification']:.3f}",
+                        " / ".join(f"{value:.2f}" for value in summary.get("latency_ms", {}).values()),
+                    ]
+                )
+            yield from table(header, rows)
             yield "\n" + "; ".join(f"{subject}: {entry['setting']}" for subject, entry in entries.items()) + "."
             discarded += [
                 f"{precision}, {name}, {subject}, repeat {run['repeat'] + 1}: {run['discarded']}"
@@ -408,24 +444,3 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     yield "\n## Notes and discarded runs\n"
     yield from (f"- {line}" for line in [*report["notes"], *discarded] or ["None: all runs are valid."])
     yield f"\n## Method\n\n{_METHOD}"
-
-
-def _cells(summary: dict[str, Any]) -> list[str]:
-    if not summary["runs"]:
-        return ["every run was discarded", *[""] * 5]
-    low, high = summary["gb_per_s_range"]
-    return [
-        f"{summary['blocks']:,.0f}",
-        f"{summary['gb_per_s']:.3f} ({low:.3f} - {high:.3f})",
-        "" if summary["ratio"] is None else f"{summary['ratio']:.2f}",
-        f"{summary['cpu_us_per_block']:.1f}",
-        f"{summary['amplification']:.3f}",
-        " / ".join(f"{value:.2f}" for value in summary.get("latency_ms", {}).values()),
-    ]
-
-
-if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print to stdout, which must not look like an answer
-    json.dump(main(json.loads(sys.argv[1])), answers)
-    answers.flush()

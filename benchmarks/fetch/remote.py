@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.fetch.subjects import Ids, open_tensorstore
+from benchmarks.fetch.peers import REMOTE_PEERS, Fetch
 from benchmarks.report import Say, table
 from pipelines.environment import environment
-from storage_formats.codecs import Records, codec, finest
+from storage_formats.codecs import finest
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.format.remote import open_index
 from storage_formats.reading.block_cache import SETTING, cache_bytes
@@ -28,13 +24,9 @@ from storage_formats.token_store import TokenStore
 _DOLLARS_PER_REQUEST = 0.4e-6  # GET requests of S3 Standard, us-east-1; transfers within a region are free
 _QUERY_ROWS = 100
 _QUERIES = 50
-_CONCURRENCY = 64
-_GAP_BYTES = 64 << 10
 _SEED = 17
 _CACHED = "edje, cached"
 _CACHE_REMEDY = f"raise {SETTING}, or free space on the disk of the cache directory"
-
-Fetch = Callable[[Ids], Records]
 
 
 @dataclass(frozen=True)
@@ -87,14 +79,14 @@ def bench_remote(
         if cache_bytes():
             cached_store = stack.enter_context(TokenStore(replace(index, remote=cached_folder), precision))
             subjects[_CACHED] = cached_store.fetch_records
-        if peers:
-            subjects["obstore"] = _obstore(index, precision)
+        for name, open_peer in REMOTE_PEERS.items() if peers else ():
             with contextlib.suppress(ModuleNotFoundError):
-                subjects["tensorstore"] = _tensorstore(index, precision)
+                subjects[name] = open_peer(index, precision)
         draws = [rng.choice(rows, pool, replace=False) for _ in range(repeats)]
         queries = [rng.choice(rows, min(_QUERY_ROWS, pool), replace=False) for _ in range(_QUERIES)]
-        for name in [name for name in subjects if name.startswith("edje")]:
-            subjects[name](np.concatenate([*draws, *queries]))  # downloads the checksums, and fills the block cache
+        for name, fetch in subjects.items():
+            if name.startswith("edje"):
+                fetch(np.concatenate([*draws, *queries]))  # downloads the checksums, and fills the block cache
         cached_folder.lengths.clear()
         expected = store.fetch_records(queries[0])
         for name, fetch in subjects.items():
@@ -137,42 +129,6 @@ def bench_remote(
         "readers": readers,
         "environment": environment(),
     }
-
-
-def _obstore(index: CommittedIndex, precision: str) -> Fetch:
-    """Return a function that fetches with obstore, and merges neighbouring ranges as this project's reader does."""
-    import obstore
-
-    assert index.remote is not None
-    spec, store = index.manifest.spec, index.remote.store
-    token_codec, layout = codec(precision, spec.block_shape), Layout(index.root)
-    size, dimensions = token_codec.record_bytes, len(token_codec.record_shape)
-
-    async def read_all(ids: Ids) -> Records:
-        order, out = np.argsort(ids), np.empty((len(ids), size), np.uint8)
-        shards, firsts = np.unique(ids[order] // spec.shard_size, return_index=True)
-        parts, requests = np.split(order, firsts[1:]), []
-        for shard, part in zip(shards.tolist(), parts, strict=True):
-            key = layout.relative(layout.token_shard(precision, shard, dimensions))
-            starts = (ids[part] % spec.shard_size * size).tolist()
-            lengths = [size] * len(starts)
-            requests.append(obstore.get_ranges_async(store, key, starts=starts, lengths=lengths, coalesce=_GAP_BYTES))
-        for part, blocks in zip(parts, await asyncio.gather(*requests), strict=True):
-            for position, data in zip(part.tolist(), blocks, strict=True):
-                out[position] = np.frombuffer(memoryview(data), np.uint8)
-        return out
-
-    return lambda ids: asyncio.run(read_all(ids))
-
-
-def _tensorstore(index: CommittedIndex, precision: str) -> Fetch:
-    layout, (_, bucket, path, *_) = Layout(index.root), urlsplit(str(index.location))
-    key = layout.relative(layout.token_array(precision))
-    kvstore = {"driver": "s3", "bucket": bucket, "path": f"{path.strip('/')}/{key}/"}
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
-        kvstore |= {"endpoint": endpoint, "aws_region": os.environ.get("AWS_REGION", "us-east-1")}
-    array = open_tensorstore(kvstore, {"s3_request_concurrency": _CONCURRENCY})
-    return lambda ids: np.ascontiguousarray(array[ids].read().result()).view(np.uint8).reshape(len(ids), -1)
 
 
 def report_lines(result: dict[str, Any]) -> Iterator[str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mmap
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from benchmarks import disk
-from benchmarks.fetch.bench import Workload, measure
-from benchmarks.fetch.subjects import PEERS, SUBJECTS, StoredRecords, installed_version
+from benchmarks.fetch.bench import Workload, measure, run_fio
+from benchmarks.fetch.peers import PEERS, SUBJECTS, StoredRecords, installed_version
 from pipelines import delete_rows
 from storage_formats import TokenStore
 from tests.benchmarks.conftest import SPEC
@@ -22,7 +22,7 @@ WARM = replace(COLD, pool=10, cache="warm")
 
 
 def run_here(root, folder, name, workload):
-    return measure(SUBJECTS[name](StoredRecords(root, "bf16"), folder), workload, 0)
+    return measure(str(root), "bf16", str(folder), name, asdict(workload), 0)
 
 
 def test_the_page_cache_is_emptied_filled_and_counted(tmp_path, index):
@@ -38,9 +38,20 @@ def test_the_page_cache_is_emptied_filled_and_counted(tmp_path, index):
     assert disk.bytes_read() - before == 500 * mmap.PAGESIZE, "reads from the page cache count"
 
 
-@pytest.mark.parametrize("name", ["edje", "device"])
-def test_a_cold_run_reads_the_requested_pages_from_the_disk(index, tmp_path, name):
-    run = run_here(index, tmp_path, name, COLD)
+@pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
+@pytest.mark.parametrize("is_contiguous", [False, True])
+@pytest.mark.parametrize("precision", SPEC.precisions)
+def test_fio_reads_as_many_bytes_as_the_workload(index, precision, is_contiguous):
+    source = StoredRecords(index, precision)
+    run = run_fio(source, replace(COLD, is_contiguous=is_contiguous), 0)
+    assert run["discarded"] is None
+    assert run["blocks"] == pytest.approx(100, rel=0.4)  # the last contiguous read is long
+    assert run["read_bytes"] >= run["requested_bytes"] == run["blocks"] * source.record_bytes
+    assert run["seconds"] > 0
+
+
+def test_a_cold_run_reads_the_requested_pages_from_the_disk(index, tmp_path):
+    run = run_here(index, tmp_path, "edje", COLD)
     assert run["discarded"] is None
     assert run["resident"] <= disk.COLD
     assert (run["blocks"], run["requested_bytes"], len(run["latencies"])) == (100, 100 * 4096, 1)
@@ -74,4 +85,3 @@ def test_every_subject_gives_what_it_says(index, tmp_path, name, precision):
         if name in PEERS:
             blocks = source.codec.decode(np.ascontiguousarray(records))
             assert same_bits(blocks, TokenStore.open(index, precision).fetch(ids))
-    subject.close()

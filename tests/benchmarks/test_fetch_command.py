@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from benchmarks.fetch.bench import FIO
 from tests.conftest import REPO
 
 EMPTY_RUN = {"repeat", "discarded", "resident"}
@@ -26,7 +27,7 @@ def test_everything_on_an_index(index, run, tmp_path):
         assert entry["rows"] == 300
         sections = entry["sections"]
         assert list(sections) == ["cold random", "cold contiguous", "cold queries", "warm random", "warm queries"]
-        assert set(sections["cold random"]["entries"]) >= {"device", "edje", "np.memmap"}
+        assert set(sections["cold random"]["entries"]) >= {FIO, "edje", "np.memmap"}
         for section in sections.values():
             for found in section["entries"].values():
                 (measured,) = found["runs"]
@@ -43,7 +44,7 @@ def test_everything_on_an_index(index, run, tmp_path):
     ("options", "words"),
     [
         (["nowhere"], "no index at nowhere"),
-        (["INDEX", "--precision", "nvfp4"], "does not have precision 'nvfp4', only bf16, fp8"),
+        (["INDEX", "--precision", "nvfp4"], "does not have precision 'nvfp4'; choose one of: bf16, fp8"),
         (["s3://bucket/photos.edje", "--cold"], "--cold does not apply to an index on an object store"),
     ],
 )

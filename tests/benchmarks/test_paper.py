@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -19,6 +20,7 @@ from benchmarks.paper.study import LANGUAGES, MAIN_LANGUAGE, MAIN_TOWER, TOWERS,
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.cli.main import cli
 from storage_formats.errors import EdjeError
+from tests.command_line import run_here
 
 
 def write_data(folder: Path, photos: int, towers: Path, language: Path) -> Path:
@@ -130,6 +132,15 @@ def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(tm
 def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeypatch):
     """Of the towers and language models only the main ones are there, so that some rows are not measured."""
     monkeypatch.setattr(experiments, "FETCH_ROWS", 100)
+    started = subprocess.run
+
+    def run_command(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if words[1:3] != ["-m", "pipelines.cli"]:
+            return started(words, **options)
+        engine = ["--engine", "inline"] if words[3] == "build" else []
+        return subprocess.CompletedProcess(words, 0, json.dumps(run_here(*words[3:-1], *engine)))  # adds --json again
+
+    monkeypatch.setattr(subprocess, "run", run_command)  # a process per command would import torch 150 times
     # 64 patches, so that every adapter can make 64 tokens of them
     create_untrained_bundle(tmp_path / "towers", sizes=replace(TINY, image_size=8 * TINY.patch_size))
     data = write_data(tmp_path / "data", 4, tmp_path / "towers", tiny_bundle)

@@ -1,21 +1,24 @@
-"""What `bench fetch` measures: this project's reader, a memory copy, the disk itself, and other libraries (peers).
+"""What `bench fetch` measures: this project's reader, a memory copy, and other libraries (peers).
 
-To add a peer, write a subclass of `Peer` here and name it in `PEERS` at the end of this file. `open`, `fetch` and
-`close` are the whole interface. A library with a file format of its own also sets `copies` and implements `prepare`.
-Modules of the library are imported in the methods, because each run is a process of its own.
+To add a peer, write a subclass of `Subject` here and name it in `PEERS` at the end of this file. `open` and
+`fetch` are the whole interface. A library with a file format of its own also sets `copies` and implements `prepare`.
+Import the modules of the library in the methods, because each run is a process of its own. A peer for indexes on
+object stores is a function that opens the index and returns a `Fetch`; name it in `REMOTE_PEERS`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +27,16 @@ from storage_formats.codecs import BF16, Records, codec, fill_record
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import live_rows
-from storage_formats.reading.files import sector_bytes
-from storage_formats.reading.memory import aligned_bytes
-from storage_formats.reading.queues import QueuePool
 from storage_formats.threads import default_threads
 from storage_formats.token_store import TokenStore
 
 Ids: TypeAlias = NDArray[np.int64]
+Fetch: TypeAlias = Callable[[Ids], Records]
+"""Returns the records of row ids."""
 
-_DEPTH = 64  # requests of the device in flight
-_SEQUENTIAL_BYTES = 1 << 20
 _TENSORSTORE_REQUESTS = 128
+_REMOTE_REQUESTS = 64  # of TensorStore
+_GAP_BYTES = 64 << 10  # between ranges that obstore merges
 _ARROW_BYTES = 2**31 - 1  # Lance rejects larger result arrays of fixed-size binaries
 _LANCE_BATCH = 256
 _HDF5_SELECTION = 1000  # rows per selection; the cost of a selection grows faster than its number of rows
@@ -114,17 +116,20 @@ class Subject(ABC):
             return sorted(path for path in self.folder.rglob("*") if path.is_file())
         return self.source.files()
 
+    def prepare(self) -> None:
+        """Write a copy of the records to `folder`. Only subjects with `copies` implement this method."""
+        raise NotImplementedError
+
     @abstractmethod
     def open(self) -> None:
-        """Open the files, and prepare everything that the first fetch needs."""
+        """Open the files, and prepare everything that the first fetch needs.
+
+        Files and memory maps must be closed with the last reference to the subject, as Python objects usually do.
+        """
 
     @abstractmethod
     def fetch(self, ids: Ids, out: Records) -> Records:
         """Fetch the rows `ids`, in this order. Return `out` or a new array, uint8 [k, output_bytes]."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close all files, and free all memory and memory maps."""
 
     def expected(self, ids: Ids) -> Records:
         """Return the correct result of `fetch`, computed with plain file reads."""
@@ -146,9 +151,6 @@ class EdjeReader(Subject):
     def fetch(self, ids: Ids, out: Records) -> Records:
         self._store.fetch(ids, out.view(BF16).reshape(len(ids), *self._store.block_shape))
         return out
-
-    def close(self) -> None:
-        self._store.close()
 
     def expected(self, ids: Ids) -> Records:
         return self.source.codec.decode(self.source.read(ids)).view(np.uint8).reshape(len(ids), self.output_bytes)
@@ -174,73 +176,11 @@ class Memcpy(EdjeReader):
         list(self._pool.map(lambda a, b: ctypes.memmove(target + a, origin + a, b - a), cuts[:-1], cuts[1:]))
         return out
 
-    def close(self) -> None:
-        self._pool.shutdown()
-
     def expected(self, ids: Ids) -> Records:
         return np.ones((len(ids), self.output_bytes), dtype=np.uint8)
 
 
-class Device(Subject):
-    """The disk's limit: O_DIRECT reads of whole records with 64 requests in flight. The data is discarded.
-
-    Neighbouring rows are read in pieces of about 1 MiB.
-    """
-
-    setting = f"O_DIRECT reads through Linux AIO, {_DEPTH} in flight, data discarded"
-
-    def open(self) -> None:
-        paths = zip(self.source.spec.shard_numbers(), self.source.files(), strict=True)
-        self._fds = {shard: os.open(path, os.O_RDONLY | os.O_DIRECT) for shard, path in paths}
-        self._sector = sector_bytes(self.source.root)
-        self._queues = QueuePool()
-        self._largest = max(1, _SEQUENTIAL_BYTES // self.source.record_bytes)
-        self._slot = (self._largest * self.source.record_bytes // self._sector + 2) * self._sector
-        self._memory = aligned_bytes(_DEPTH * self._slot)
-        self._memory.fill(1)
-
-    def fetch(self, ids: Ids, out: Records) -> Records:
-        shards, positions = np.divmod(ids, self.source.spec.shard_size)
-        is_first = (np.diff(ids, prepend=-2) != 1) | (np.diff(shards, prepend=-1) != 0)
-        run_starts = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
-        is_first |= (np.arange(len(ids)) - run_starts) % self._largest == 0
-        firsts = np.flatnonzero(is_first)
-        counts, size = np.diff(firsts, append=len(ids)), self.source.record_bytes
-        offsets = positions[firsts] * size // self._sector * self._sector
-        lengths = -(-((positions[firsts] + counts) * size - offsets) // self._sector) * self._sector
-        fds = np.array([self._fds[shard] for shard in shards[firsts].tolist()], dtype=np.int64)
-        queue, free, next_request = self._queues.borrow(), np.arange(_DEPTH), 0
-        while next_request < len(firsts) or queue.in_flight:
-            part = slice(next_request, next_request + len(free))
-            slots = free[: len(offsets[part])]
-            addresses = self._memory.ctypes.data + slots * self._slot
-            queue.put(fds[part], offsets[part], addresses, lengths[part], slots)
-            next_request += len(slots)
-            done, results = queue.wait(1)
-            if (results <= 0).any():
-                raise OSError(-int(results.min()), "a direct read of the device failed")
-            free = np.concatenate([free[len(slots) :], done])
-        self._queues.give_back(queue)
-        return out
-
-    def close(self) -> None:
-        self._queues.close()
-        for fd in self._fds.values():
-            os.close(fd)
-
-    def expected(self, ids: Ids) -> Records:
-        return np.ones((len(ids), self.output_bytes), dtype=np.uint8)  # the worker fills the buffer with ones
-
-
-class Peer(Subject):
-    """Another library."""
-
-    def prepare(self) -> None:
-        """Write a copy of the records to `folder`. Only peers with `copies` implement this method."""
-        raise NotImplementedError
-
-
-class Memmap(Peer):
+class Memmap(Subject):
     """Reads rows of one memory-mapped array with `np.take`. The EDJE paper reads tokens in this way."""
 
     copies = True
@@ -258,9 +198,6 @@ class Memmap(Peer):
     def fetch(self, ids: Ids, out: Records) -> Records:
         return np.take(self._mapped, ids, axis=0, out=out, mode="clip")  # mode="raise" would copy twice
 
-    def close(self) -> None:
-        del self._mapped
-
 
 def open_tensorstore(kvstore: dict[str, Any], limits: dict[str, int]) -> Any:
     """Open the Zarr array in `kvstore` with TensorStore, without a cache. `limits` has the limits of its context."""
@@ -275,7 +212,7 @@ def open_tensorstore(kvstore: dict[str, Any], limits: dict[str, int]) -> Any:
     ).result()
 
 
-class TensorStore(Peer):
+class TensorStore(Subject):
     """Reads the index with TensorStore, without a cache and with many concurrent requests."""
 
     package = "tensorstore"
@@ -291,11 +228,8 @@ class TensorStore(Peer):
         self._ts.array(view).write(self._array[ids]).result()
         return out
 
-    def close(self) -> None:
-        del self._array
 
-
-class ZarrPython(Peer):
+class ZarrPython(Subject):
     """Reads the index with zarr-python, by orthogonal indexing with ascending row ids."""
 
     package = "zarr"
@@ -310,11 +244,8 @@ class ZarrPython(Peer):
         out[order] = records.view(np.uint8).reshape(len(ids), -1)
         return out
 
-    def close(self) -> None:
-        del self._array
 
-
-class Lance(Peer):
+class Lance(Subject):
     """Reads a Lance dataset with `take`, which uses io_uring. The records are a column of fixed-size binary values."""
 
     package = "pylance"
@@ -351,11 +282,8 @@ class Lance(Peer):
                 filled += len(chunk)
         return out
 
-    def close(self) -> None:
-        del self._dataset
 
-
-class Lmdb(Peer):
+class Lmdb(Subject):
     """Reads LMDB, a memory-mapped B+ tree with one value per row."""
 
     package = "lmdb"
@@ -382,11 +310,8 @@ class Lmdb(Peer):
                 out[position] = np.frombuffer(transaction.get(row.to_bytes(8, "big")), dtype=np.uint8)
         return out
 
-    def close(self) -> None:
-        self._opened.close()
 
-
-class Hdf5(Peer):
+class Hdf5(Subject):
     """Reads a contiguous HDF5 dataset by lists of ascending row ids."""
 
     package = "h5py"
@@ -410,11 +335,44 @@ class Hdf5(Peer):
             out[positions] = self._file["records"][ids[positions]]
         return out
 
-    def close(self) -> None:
-        self._file.close()
+
+def open_obstore(index: CommittedIndex, precision: str) -> Fetch:
+    """Return a function that fetches with obstore, and merges neighbouring ranges as this project's reader does."""
+    obstore: Any = import_module("obstore")
+    assert index.remote is not None
+    spec, store = index.manifest.spec, index.remote.store
+    token_codec, layout = codec(precision, spec.block_shape), Layout(index.root)
+    size, dimensions = token_codec.record_bytes, len(token_codec.record_shape)
+
+    async def read_all(ids: Ids) -> Records:
+        order, out = np.argsort(ids), np.empty((len(ids), size), np.uint8)
+        shards, firsts = np.unique(ids[order] // spec.shard_size, return_index=True)
+        parts, requests = np.split(order, firsts[1:]), []
+        for shard, part in zip(shards.tolist(), parts, strict=True):
+            key = layout.relative(layout.token_shard(precision, shard, dimensions))
+            starts = (ids[part] % spec.shard_size * size).tolist()
+            lengths = [size] * len(starts)
+            requests.append(obstore.get_ranges_async(store, key, starts=starts, lengths=lengths, coalesce=_GAP_BYTES))
+        for part, blocks in zip(parts, await asyncio.gather(*requests), strict=True):
+            for position, data in zip(part.tolist(), blocks, strict=True):
+                out[position] = np.frombuffer(memoryview(data), np.uint8)
+        return out
+
+    return lambda ids: asyncio.run(read_all(ids))
 
 
-PEERS: Mapping[str, type[Peer]] = {
+def open_remote_tensorstore(index: CommittedIndex, precision: str) -> Fetch:
+    """Return a function that fetches from an S3 bucket with TensorStore."""
+    layout, (_, bucket, path, *_) = Layout(index.root), urlsplit(str(index.location))
+    key = layout.relative(layout.token_array(precision))
+    kvstore = {"driver": "s3", "bucket": bucket, "path": f"{path.strip('/')}/{key}/"}
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
+        kvstore |= {"endpoint": endpoint, "aws_region": os.environ.get("AWS_REGION", "us-east-1")}
+    array = open_tensorstore(kvstore, {"s3_request_concurrency": _REMOTE_REQUESTS})
+    return lambda ids: np.ascontiguousarray(array[ids].read().result()).view(np.uint8).reshape(len(ids), -1)
+
+
+PEERS: Mapping[str, type[Subject]] = {
     "np.memmap": Memmap,
     "tensorstore": TensorStore,
     "zarr-python": ZarrPython,
@@ -424,7 +382,13 @@ PEERS: Mapping[str, type[Peer]] = {
 }
 """The compared libraries by name, in the order of reports."""
 
-SUBJECTS: Mapping[str, type[Subject]] = {"edje": EdjeReader, "memcpy": Memcpy, "device": Device, **PEERS}
+REMOTE_PEERS: Mapping[str, Callable[[CommittedIndex, str], Fetch]] = {
+    "obstore": open_obstore,
+    "tensorstore": open_remote_tensorstore,
+}
+"""The libraries that are compared on an object store, by name. Each opens one precision of an index."""
+
+SUBJECTS: Mapping[str, type[Subject]] = {"edje": EdjeReader, "memcpy": Memcpy, **PEERS}
 """Everything that a worker process can measure, by name."""
 
 

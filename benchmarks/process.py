@@ -1,0 +1,44 @@
+"""Calls functions in new processes, so that no measurement depends on what an earlier one imported or cached."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from typing import Any
+
+from storage_formats.errors import EdjeError
+
+
+def call_in_process(function: str, *arguments: Any, timeout: float | None = None) -> Any:
+    """Call a function in a new process, and return its result.
+
+    Args:
+        function: module and name, for example "benchmarks.build:bare_loop".
+        *arguments: arguments that JSON can express, as it must the result.
+        timeout: seconds after which the process is killed; None for no limit.
+
+    Raises:
+        EdjeError: the function raised an error, the process died, or took too long.
+    """
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    command = [sys.executable, "-P", "-m", "benchmarks.process", function, json.dumps(arguments)]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise EdjeError(f"took more than {timeout:.0f} s") from None
+    if done.returncode:
+        last_line = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise EdjeError(f"ended with code {done.returncode}: {last_line}")
+    return json.loads(done.stdout)
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries may print to stdout, which must not look like an answer
+    module, _, name = sys.argv[1].partition(":")
+    json.dump(getattr(import_module(module), name)(*json.loads(sys.argv[2])), answers)
+    answers.flush()
