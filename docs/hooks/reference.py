@@ -44,18 +44,14 @@ def package_page(package: str) -> str:
     module = importlib.import_module(package)
     parts = [f"# {package}\n", inspect.getdoc(module) or "", ""]
     homes: dict[str, str] = module._MODULES
+    of_formats = importlib.import_module(PACKAGES[0]).__all__
     for name in sorted(homes, key=str.lower):
         home = homes[name]
-        if package != PACKAGES[0] and home.startswith(PACKAGES[0]) and name in _exported(PACKAGES[0]):
+        if package != PACKAGES[0] and home.startswith(PACKAGES[0]) and name in of_formats:
             parts.append(f"## {name}\n\nSee [storage_formats.{name}][{home}.{name}].\n")
         else:
             parts.append(f"::: {home}.{name}\n")
     return "\n".join(parts)
-
-
-def _exported(package: str) -> list[str]:
-    names: list[str] = importlib.import_module(package).__all__
-    return names
 
 
 def section_path(heading: str) -> str:

@@ -23,11 +23,10 @@ LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 
 
 def site_path(target: Path) -> str:
-    """Path in the site of a file of the repository. A directory is shown by its list of files."""
+    """Path in the site of a file of the repository."""
     if target.is_relative_to(DOCS):
         return target.relative_to(DOCS).as_posix()
-    path = f"{FOLDER}/{target.relative_to(REPO).as_posix()}"
-    return f"{path}/index.md" if target.is_dir() else path
+    return f"{FOLDER}/{target.relative_to(REPO).as_posix()}"
 
 
 def origin(page: str) -> Path:
@@ -36,17 +35,11 @@ def origin(page: str) -> Path:
 
 
 def linked_files(markdown: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the relative links of a page that lead to something in the repository, with their targets."""
+    """Yield the relative links of a page that lead to files of the repository, with their targets."""
     for link in LINK.findall(markdown):
         target = (folder / link).resolve()
-        if target.is_relative_to(REPO) and target.exists():
+        if target.is_relative_to(REPO) and target.is_file():
             yield link, target
-
-
-def listing(folder: Path) -> str:
-    """Markdown page with links to the files of a directory."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith((".", "__")))
-    return f"# {folder.relative_to(REPO)}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
@@ -55,13 +48,10 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     while waiting:
         source = waiting.pop()
         path = site_path(source)
-        if source.is_dir():
-            files.append(File.generated(config, path, content=listing(source)))
-        elif files.get_file_from_path(path) is None:
+        if files.get_file_from_path(path) is None:
             files.append(File.generated(config, path, abs_src_path=str(source)))
-        if source.is_dir() or source.suffix == ".md":
-            text, folder = (listing(source), source) if source.is_dir() else (source.read_text(), source.parent)
-            targets = {target for _, target in linked_files(text, folder)}
+        if source.suffix == ".md":
+            targets = {target for _, target in linked_files(source.read_text(), source.parent)}
             waiting += [target for target in targets if files.get_file_from_path(site_path(target)) is None]
     return files
 

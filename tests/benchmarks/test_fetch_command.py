@@ -12,7 +12,7 @@ import pytest
 from benchmarks.fetch.bench import FIO
 from tests.conftest import REPO
 
-EMPTY_RUN = {"repeat", "discarded", "resident"}
+EMPTY_RUN = {"repeat", "discarded"}
 FULL_RUN = EMPTY_RUN | {"blocks", "seconds", "cpu_seconds", "read_bytes", "requested_bytes", "latencies"}
 
 

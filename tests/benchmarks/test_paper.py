@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,9 +16,9 @@ from benchmarks.paper import experiments
 from benchmarks.paper.experiments import EXPERIMENTS, measured
 from benchmarks.paper.study import LANGUAGES, MAIN_LANGUAGE, MAIN_TOWER, TOWERS, Study
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from pipelines.cli.main import cli
 from storage_formats.errors import EdjeError
 from tests.command_line import run_here
+from tests.test_docs import check_command
 
 
 def write_data(folder: Path, photos: int, towers: Path, language: Path) -> Path:
@@ -65,28 +63,12 @@ def full_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def parse(line: str) -> None:
-    """Parse a command line as `edje-index` does, without running it; paths may be missing."""
-    program, *arguments = shlex.split(line)
-    assert program == "edje-index"
-    group: click.Command = cli
-    while isinstance(group, click.Group):
-        found = group.get_command(click.Context(group), arguments[0])
-        assert found is not None, line
-        group, arguments = found, arguments[1:]
-    try:
-        group.make_context(program, arguments)
-    except click.BadParameter as error:
-        if "does not exist" not in error.format_message():
-            raise
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_listed_command_is_a_command_of_this_version(name, full_data, tmp_path):
     lines: list[str] = []
     table = measured(EXPERIMENTS[name], Study(full_data, tmp_path, lines.append, listing=True))
     for line in lines:
-        parse(line)
+        check_command(line)
     assert lines
     assert len(lines) == len(set(lines))
     assert not any(row["missing"] for row in table["rows"])

@@ -9,7 +9,10 @@ import pytest
 
 from tests.conftest import REPO
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq", "ignore::RuntimeWarning:zmq"),
+]
 FOLDER = REPO / "docs/notebooks"
 
 
@@ -35,7 +38,6 @@ def pictures(notebook) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq", "ignore::RuntimeWarning:zmq")
 def test_explore_an_index(template, monkeypatch):
     notebook = executed(FOLDER / "explore.ipynb", template, monkeypatch)
     text = printed(notebook)
@@ -45,7 +47,6 @@ def test_explore_an_index(template, monkeypatch):
     assert len(re.search(r"re-ranked: +\[(.*?)\]", text)[1].split(",")) == 5
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq", "ignore::RuntimeWarning:zmq")
 def test_quantization_and_ranking(template, monkeypatch):
     notebook = executed(FOLDER / "quantization.ipynb", template, monkeypatch)
     errors = dict(
@@ -59,7 +60,6 @@ def test_quantization_and_ranking(template, monkeypatch):
     assert pictures(notebook) == 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq", "ignore::RuntimeWarning:zmq")
 def test_inside_the_tokens(template, monkeypatch):
     notebook = executed(FOLDER / "tokens.ipynb", template, monkeypatch)
     text = printed(notebook)
