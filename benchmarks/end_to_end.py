@@ -102,8 +102,6 @@ def bench_end_to_end(
             results.append(result)
             files = _files(folder, name)
             files.mkdir()
-            (files / "source").symlink_to(opened.committed.root)
-            (files / "model").symlink_to(opened.model.info.path.resolve())
             try:
                 built = call_in_process("benchmarks.end_to_end:build_system", name, str(folder))
                 stored = built["bytes"] or _bytes_in(opened.committed.root)
@@ -217,12 +215,16 @@ class Collection:
         embeddings: embedding of each image, float32 [n, e].
         row_ids: row id of each image in the index that the vectors come from, int64 [n].
         queries: the queries.
+        index: the index that the vectors come from.
+        model: its model bundle.
     """
 
     tokens: Blocks
     embeddings: Floats
     row_ids: NDArray[np.int64]
     queries: list[VectorQuery]
+    index: Path
+    model: Path
 
     @classmethod
     def open(cls, folder: Path) -> Collection:
@@ -276,7 +278,8 @@ def write_collection(folder: Path, index: TokenIndex, queries: Sequence[tuple[st
             kept.append(VectorQuery(text, embedding, words, positions[row_id]))
     if not kept:
         raise UsageError("no query has a content word; give other captions")
-    (folder / "vectors.pickle").write_bytes(pickle.dumps((embeddings, row_ids, kept)))
+    origin = (index.committed.root, index.model.info.path.resolve())
+    (folder / "vectors.pickle").write_bytes(pickle.dumps((embeddings, row_ids, kept, *origin)))
 
 
 def _unit(vectors: torch.Tensor, joint: JointScorer) -> Floats:
@@ -469,10 +472,10 @@ class FinalScoreSearch(System):
     efforts = (10, 20, 100)
 
     def build(self) -> None:
-        """Write nothing. `source` and `model` are links to the index and its bundle."""
+        """Write nothing."""
 
     def open(self) -> None:
-        self._index = TokenIndex.open((self.folder / "source").resolve(), (self.folder / "model").resolve())
+        self._index = TokenIndex.open(self.collection.index, self.collection.model)
         self._positions = {int(row): position for position, row in enumerate(self.collection.row_ids)}
 
     def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
@@ -521,5 +524,5 @@ def _files(folder: Path, name: str) -> Path:
 
 
 def _bytes_in(folder: Path) -> int:
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    files = (path for path in folder.rglob("*") if path.is_file())
     return sum(path.stat().st_size for path in files)
