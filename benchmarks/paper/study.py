@@ -18,6 +18,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,7 +97,7 @@ class Study:
         self.folder = out.absolute() / "steps"
         self._data = data.absolute()
         self._say = say
-        self._train_options = [] if config is None else ["--config", str(config.absolute())]
+        self._config = None if config is None else config.absolute()
         self._listing = listing
         self._listed: set[str] = set()
 
@@ -182,11 +183,18 @@ class Study:
             if not language.is_dir():
                 remedy = f"download {LANGUAGES[variant.language]} from the Hugging Face hub"
                 raise MissingDataError(f"{language} is missing; {remedy}")
-            command += ["--preset", "paper", "--language", language, "--epochs", "10"]
+            command += ["--preset", "paper", "--language", language]
         else:
-            command += ["--preset", "paper-finetune", "--init", self.trained(variant), "--epochs", "5"]
-        command += ["--model", self.tower(variant.tower), "--out", f"{OUT}/model", *self._train_options]
-        settings = [f"architecture.adapter={variant.adapter}", f"architecture.tokens={variant.tokens}"]
+            command += ["--preset", "paper-finetune", "--init", self.trained(variant)]
+        command += ["--model", self.tower(variant.tower), "--out", f"{OUT}/model"]
+        chosen: dict[str, Any] = {}
+        if self._config is not None:
+            command += ["--config", self._config]
+            chosen = tomllib.loads(self._config.read_text(encoding="utf-8")).get("loop", {})
+        # The published run: 45 epochs of the first phase, and 8 workers with 32 pairs each.
+        settings = [] if {"steps", "epochs"} & chosen.keys() else [f"loop.epochs={45 if phase == 'pretrain' else 5}"]
+        settings += [] if "batch_size" in chosen else ["loop.batch_size=256"]
+        settings += [f"architecture.adapter={variant.adapter}", f"architecture.tokens={variant.tokens}"]
         settings += [f"inputs.split={split}"] if split else []
         settings += [f"inputs.miner={self.tower(variant.miner)}"] if variant.miner else []
         if variant.distilled:

@@ -27,6 +27,7 @@ from edje_index.bundles.info import JOINT_FOLDER, VISION_FOLDER, read_bundle_inf
 from edje_index.models.clip_config import read_clip_config
 from edje_index.models.joint_inputs import JointTokenizer, clean_canonicalize, load_joint_tokenizer
 from edje_index.models.text_tower import TextTower, embed_texts
+from edje_index.training.workers import WorkerGroup
 from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.manifest import CommittedIndex
@@ -152,9 +153,7 @@ def prepare_captions(
     miner: Path | None,
     mining_index: CommittedIndex,
     device: torch.device,
-    rank: int,
-    size: int,
-    agree: Callable[[bool], bool],
+    group: WorkerGroup,
     should_stop: Callable[[], bool],
     on_shard: Callable[[int, int], None],
 ) -> bool:
@@ -166,15 +165,14 @@ def prepare_captions(
         miner: bundle of the mining model; None if the text tower of `bundle` mines hard negatives.
         mining_index: index that stores the image embeddings of the mining model.
         device: device of the text towers.
-        rank, size: number of this worker, and number of workers.
-        agree: returns True on all workers if its argument is True on at least one worker.
+        group: rank of this worker, and number of workers.
         should_stop: called between batches. If the result is True, this worker prepares no further captions.
         on_shard: called with the number of finished shards and the number of shards.
 
     Returns:
         False if a worker stopped. Finished shards are kept.
     """
-    if not agree(not folder.exists()):
+    if not group.any(not folder.exists()):
         return True
     root = _parts(folder)
     try:
@@ -182,8 +180,8 @@ def prepare_captions(
     except (OSError, pa.ArrowException) as error:
         raise CorruptIndexError(f"cannot read the table of captions {root / _TABLE}: {error}; train again") from error
     shards = [root / f"{number:08d}.npz" for number in range(table.num_record_batches)]
-    missing = [number for number, path in enumerate(shards) if not path.exists()][rank::size]
-    agree(False)  # a worker that finishes a shard now would change which shards are missing
+    missing = [number for number, path in enumerate(shards) if not path.exists()][group.rank :: group.size]
+    group.any(False)  # a worker that finishes a shard now would change which shards are missing
     stopped = False
     if missing:
         info = read_bundle_info(bundle)
@@ -205,11 +203,11 @@ def prepare_captions(
                 on_shard(sum(path.exists() for path in shards), len(shards))
         except _StoppedError:
             stopped = True
-    if agree(stopped):
+    if group.any(stopped):
         return False
-    if rank == 0:
+    if group.rank == 0:
         _join_shards(root, shards, folder)
-    agree(False)  # no worker opens the data before they are complete
+    group.any(False)  # no worker opens the data before they are complete
     return True
 
 

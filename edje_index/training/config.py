@@ -220,13 +220,13 @@ class RunSettings(Settings):
     dir: SettingPath | None = None
     """Run folder for checkpoints, features and the log. None uses OUT.run."""
     workers: PositiveInt = 1
-    """Number of worker processes. Two or more workers run on Ray."""
+    """Number of worker processes. Two or more workers run on Ray, unless torchrun started them."""
     address: str | None = None
     """Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None starts a local Ray."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto uses cuda if a CUDA device is available."""
     threads: PositiveInt | None = None
-    """CPU threads per worker. None uses PyTorch's default."""
+    """CPU threads per worker. None uses PyTorch's default for one worker, and one thread for several workers."""
     checkpoint_every: PositiveInt = 200
     """Number of steps between checkpoints."""
     log_every: PositiveInt = 10
@@ -247,7 +247,7 @@ class RunSettings(Settings):
 
     @property
     def distributed(self) -> bool:
-        """True if the training run uses Ray."""
+        """True if the training run has several workers or uses a Ray cluster."""
         return self.workers > 1 or self.address is not None
 
 

@@ -18,10 +18,11 @@ from edje_index.training.checkpoints import Checkpoints
 from edje_index.training.dev import DevSet, choose_dev_weights
 from edje_index.training.features import nothing_readable
 from edje_index.training.fit_weights import WeightChoice
-from edje_index.training.loop import TrainTask, WorkerGroup, open_start
+from edje_index.training.loop import TrainTask, open_start
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.random_streams import BANK, stream
 from edje_index.training.start import trained_part
+from edje_index.training.workers import WorkerGroup
 
 _BATCH = 64
 _ACTIVITY = "making the hubness bank, captions and images"

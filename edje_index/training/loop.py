@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from edje_index.bundles.bundle import ModelBundle
@@ -37,25 +38,19 @@ from edje_index.training.checkpoints import (
     best_steps,
     read_log,
 )
-from edje_index.training.config import OptimizerConfig, TrainSettings
+from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
 from edje_index.training.dev import DevSet, dev_recalls
 from edje_index.training.features import Features, OnlineFeatures, StoredFeatures
 from edje_index.training.random_streams import DROPOUT, stream
 from edje_index.training.start import init_from_features, make_trainable, trained_part
-from edje_index.training.step import (
-    TOTAL,
-    AlignmentObjective,
-    JointObjective,
-    Teacher,
-    learning_rate,
-    make_optimizer,
-    steps_per_epoch,
-)
+from edje_index.training.step import TOTAL, AlignmentObjective, JointObjective, Teacher
+from edje_index.training.workers import WorkerGroup
 from storage_formats.cpus import usable_cpus
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
 
 CAPTIONS, ALIGNMENT, JOINT = "captions", "alignment", "joint"
+BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
 """Number of steps without a finite gradient in a row after which training fails."""
 Record = dict[str, Any]
@@ -110,62 +105,6 @@ class TrainTask:
     teacher: Path | None = None
     teacher_tokens: tuple[CommittedIndex, NDArray[np.int64]] | None = None
     dev: tuple[CaptionSet, Path] | None = None
-
-
-@dataclass(frozen=True)
-class WorkerGroup:
-    """The rank of this worker, and operations that involve all workers of a training run.
-
-    All workers must call these methods in the same order.
-
-    Attributes:
-        rank: rank of this worker, counted from 0. Worker 0 writes the checkpoints and the log.
-        size: number of workers.
-        on_machine: number of workers on the machine of this worker.
-    """
-
-    rank: int = 0
-    size: int = 1
-    on_machine: int = 1
-
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Return True if `flag` is True on at least one worker. Wait until all workers call this method."""
-        if self.size == 1:
-            return flag
-        value = torch.tensor(int(flag), device=device)
-        distributed.all_reduce(value, distributed.ReduceOp.MAX)
-        return bool(value.item())
-
-    def mean(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Average each scalar in `values` over the workers."""
-        stacked = torch.stack([value.detach().float() for value in values.values()])
-        if self.size > 1:
-            distributed.all_reduce(stacked)
-            stacked /= self.size
-        return dict(zip(values, stacked.tolist(), strict=True))
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all workers, in rank order. Gradients flow back to the worker that the rows come from.
-
-        All workers have the same number of rows.
-        """
-        gathered: torch.Tensor = rows if self.size == 1 else _Gather.apply(rows, self)  # type: ignore[no-untyped-call]
-        return gathered
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: WorkerGroup) -> torch.Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(rows) for _ in range(group.size)]
-        distributed.all_gather(parts, rows.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone()
-        distributed.all_reduce(total)
-        return total.chunk(ctx.group.size)[ctx.group.rank], None
 
 
 def open_start(task: TrainTask, group: WorkerGroup) -> tuple[ModelBundle, BatchSource, torch.device]:
@@ -226,8 +165,8 @@ def run_worker(
         on_record: called with every log record, only on worker 0.
     """
     config, run_dir = task.config, task.config.run.folder
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
+    if config.run.threads is not None or group.size > 1:
+        torch.set_num_threads(config.run.threads or 1)
     device = resolve_device(config.run.device)
 
     def report_shard(done: int, shards: int) -> None:
@@ -236,15 +175,11 @@ def run_worker(
             append_record(run_dir, record)
             on_record(record)
 
-    def agree(flag: bool) -> bool:
-        return group.any(flag, device)
-
     prepared = [(task.data, task.miner, task.mining)]
     if task.dev is not None:
         prepared.append((task.dev[1], None, task.features))
     for folder, miner, mining in prepared:
-        ranks = group.rank, group.size
-        if not prepare_captions(folder, task.start, miner, mining, device, *ranks, agree, should_stop, report_shard):
+        if not prepare_captions(folder, task.start, miner, mining, device, group, should_stop, report_shard):
             raise TrainingStopped("the training run stopped while preparing captions; finished shards are kept")
     start, source, device = open_start(task, group)
     teacher = None
@@ -256,7 +191,7 @@ def run_worker(
         source = replace(source, teacher_tokens=bundle.block_shape[0], teacher=tokens)
     make_trainable(start, config.architecture, device)
     state = Checkpoints(run_dir, task.run).latest()
-    agree(False)  # no worker writes a checkpoint while another worker still reads one
+    group.any(False)  # no worker writes a checkpoint while another worker still reads one
 
     def evaluate() -> dict[str, float]:
         """Measure R@1 on the dev captions, with the logit alone as in the published code."""
@@ -402,7 +337,7 @@ def _run_phase(
             norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])  # type: ignore[misc]
             if optimization.clip_norm:
                 nn.utils.clip_grads_with_norm_(trained, optimization.clip_norm, norm)
-            is_bad = group.any(not bool(torch.isfinite(norm)), device)
+            is_bad = group.any(not bool(torch.isfinite(norm)))
             if not is_bad:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -416,13 +351,13 @@ def _run_phase(
                     "loop.dtype float32"
                 )
             place = {"stage": stage, "phase": name, "step": done, "steps": steps}
-            stop = group.any(should_stop(), device)
+            stop = group.any(should_stop())
             is_evaluated = evaluate_every > 0 and done % evaluate_every == 0
             if is_evaluated:
                 if log is not None:
                     write({**place, "phase": DEV, **evaluate()})
                     module.train()
-                group.any(False, device)  # the other workers wait
+                group.any(False)  # the other workers wait
             if done % run.log_every == 0 or done == steps:
                 means = group.mean({loss: total / (done - since) for loss, total in sums.items()})
                 seconds = time.monotonic() - started
@@ -447,10 +382,71 @@ def _run_phase(
                     kept = best_steps(read_log(run_dir), run.keep_best) if run.keep_best else set()
                     saved = TrainState(task.run, stage, done, weights, optimizer.state_dict(), skipped)
                     Checkpoints(run_dir, task.run).save(saved, kept)
-                group.any(False, device)
+                group.any(False)
             if stop and done < steps:
                 raise TrainingStopped(f"the training run stopped after step {done} of {steps} of the {name} phase")
     return skipped
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return an AdamW optimiser for the trainable parameters of `module`.
+
+    Each parameter group has a ``factor``. The training loop multiplies the learning rate by this factor.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            is_decayed = parameter.ndim > 1 or config.decayed == "all"
+            groups.setdefault((is_decayed, name.startswith("adapter.")), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": parameters,
+                "weight_decay": config.weight_decay if is_decayed else 0.0,
+                "factor": config.adapter_lr_factor if adapter else 1.0,
+            }
+            for (is_decayed, adapter), parameters in groups.items()
+        ],
+        lr=config.warmup_lr,
+        betas=BETAS,
+        fused=True,
+    )
+
+
+def total_steps(config: LoopConfig, pairs: int) -> int:
+    """Return the number of optimiser steps of the joint phase.
+
+    Args:
+        config: settings of the training loop, with the number of steps or epochs.
+        pairs: number of pairs per epoch.
+    """
+    if pairs < config.batch_size:
+        raise UsageError(f"{pairs} {config.epoch_of} do not fill a batch of {config.batch_size}; lower loop.batch_size")
+    return config.steps or max(1, math.ceil((config.epochs or 0) * steps_per_epoch(config, pairs)))
+
+
+def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
+    """Return the number of optimiser steps per epoch of `pairs` pairs. The number may be fractional."""
+    return (pairs // config.batch_size) / config.accumulate
+
+
+def learning_rate(step: int, total_steps: int, steps_per_epoch: float, config: OptimizerConfig) -> float:
+    """Return the learning rate of optimiser step `step`, counted from 0.
+
+    During warm-up, the learning rate rises linearly from `config.warmup_lr` to `config.lr`. After warm-up,
+    `config.decay` selects the learning rate:
+
+    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``.
+    - "cosine": falls along a cosine to `config.min_lr` at the last step.
+    """
+    # As in the published code, warm-up with decay ``epoch`` ends with the first epoch.
+    if step < config.warmup_steps and (config.decay == "cosine" or step < steps_per_epoch):
+        return config.warmup_lr + (config.lr - config.warmup_lr) * step / config.warmup_steps
+    floor = min(config.min_lr, config.lr)
+    if config.decay == "epoch":
+        return max(floor, config.lr * config.decay_rate ** int(step // steps_per_epoch))
+    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
 def made_ahead(make: Callable[[int], _Item], numbers: range) -> Generator[_Item, None, None]:

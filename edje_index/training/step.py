@@ -1,4 +1,4 @@
-"""The losses of a training step, the objectives of both phases, which map a batch to losses, and the optimiser.
+"""The losses of a training step, and the objectives of both phases, which map a batch to losses.
 
 For the losses, see the section "Effective Discriminative Training" of the EDJE paper. Shape letters: b pairs per batch,
 k negatives per pair, m tokens per image, w distinct words, d width of a token, e width of an embedding.
@@ -6,7 +6,6 @@ k negatives per pair, m tokens per image, w distinct words, d width of a token, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,14 +16,12 @@ from edje_index.models.adapter import Adapter
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.joint_inputs import JointInputs
 from edje_index.training.batches import AlignmentBatch, JointBatch
-from edje_index.training.config import AugmentationConfig, LoopConfig, ObjectiveConfig, OptimizerConfig
+from edje_index.training.config import AugmentationConfig, ObjectiveConfig
 from edje_index.training.start import trained_part
-from storage_formats.errors import UsageError
 
 Losses = dict[str, torch.Tensor]
 TOTAL = "loss"
 FIRST_TEMPERATURE = 0.07
-BETAS = (0.9, 0.999)
 _TEACHER_BATCH = 256  # pairs per forward pass of the teacher
 
 
@@ -254,64 +251,3 @@ def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
     if count is None or count >= n:
         return blocks
     return blocks[:, torch.randperm(n)[:count].sort().values.to(blocks.device)]
-
-
-def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return an AdamW optimiser for the trainable parameters of `module`.
-
-    Each parameter group has a ``factor``. The training loop multiplies the learning rate by this factor.
-    """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            is_decayed = parameter.ndim > 1 or config.decayed == "all"
-            groups.setdefault((is_decayed, name.startswith("adapter.")), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {
-                "params": parameters,
-                "weight_decay": config.weight_decay if is_decayed else 0.0,
-                "factor": config.adapter_lr_factor if adapter else 1.0,
-            }
-            for (is_decayed, adapter), parameters in groups.items()
-        ],
-        lr=config.warmup_lr,
-        betas=BETAS,
-        fused=True,
-    )
-
-
-def total_steps(config: LoopConfig, pairs: int) -> int:
-    """Return the number of optimiser steps of the joint phase.
-
-    Args:
-        config: settings of the training loop, with the number of steps or epochs.
-        pairs: number of pairs per epoch.
-    """
-    if pairs < config.batch_size:
-        raise UsageError(f"{pairs} {config.epoch_of} do not fill a batch of {config.batch_size}; lower loop.batch_size")
-    return config.steps or max(1, math.ceil((config.epochs or 0) * steps_per_epoch(config, pairs)))
-
-
-def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
-    """Return the number of optimiser steps per epoch of `pairs` pairs. The number may be fractional."""
-    return (pairs // config.batch_size) / config.accumulate
-
-
-def learning_rate(step: int, total_steps: int, steps_per_epoch: float, config: OptimizerConfig) -> float:
-    """Return the learning rate of optimiser step `step`, counted from 0.
-
-    During warm-up, the learning rate rises linearly from `config.warmup_lr` to `config.lr`. After warm-up,
-    `config.decay` selects the learning rate:
-
-    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``.
-    - "cosine": falls along a cosine to `config.min_lr` at the last step.
-    """
-    # As in the published code, warm-up with decay ``epoch`` ends with the first epoch.
-    if step < config.warmup_steps and (config.decay == "cosine" or step < steps_per_epoch):
-        return config.warmup_lr + (config.lr - config.warmup_lr) * step / config.warmup_steps
-    floor = min(config.min_lr, config.lr)
-    if config.decay == "epoch":
-        return max(floor, config.lr * config.decay_rate ** int(step // steps_per_epoch))
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2

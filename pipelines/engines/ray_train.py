@@ -134,10 +134,12 @@ def _worker_loop(config: dict[str, Any]) -> None:
     """Run the training steps of one Ray worker."""
     import ray.train
 
-    from edje_index.training.loop import TrainingStopped, WorkerGroup, run_worker
+    from edje_index.training.loop import TrainingStopped, run_worker
+    from edje_index.training.workers import WorkerGroup, patient_group
 
     task: TrainTask = config["task"]
     context = ray.train.get_context()
-    group = WorkerGroup(context.get_world_rank(), context.get_world_size(), context.get_local_world_size())
+    sizes = context.get_world_rank(), context.get_world_size(), context.get_local_world_size()
+    group = WorkerGroup(*sizes, patient_group())
     with contextlib.suppress(TrainingStopped):
         run_worker(task, group, (task.config.run.folder / _STOP_FILE).exists)

@@ -70,6 +70,8 @@ def test_every_listed_command_is_a_command_of_this_version(name, full_data, tmp_
     for line in lines:
         check_command(line)
     assert lines
+    trainings = [line for line in lines if "--preset paper " in line]
+    assert all("loop.epochs=45" in line and "loop.batch_size=256" in line for line in trainings)
     assert len(lines) == len(set(lines))
     assert not any(row["missing"] for row in table["rows"])
     assert table["state"] == "needs data"  # nothing ran
@@ -126,7 +128,10 @@ def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeyp
     # 64 patches, so that every adapter can make 64 tokens of them
     create_untrained_bundle(tmp_path / "towers", sizes=replace(TINY, image_size=8 * TINY.patch_size))
     data = write_data(tmp_path / "data", 4, tmp_path / "towers", tiny_bundle)
-    settings = {"loop": ["batch_size = 4"], "architecture": ["language_layers = 1", "adapter_hidden = 64"]}
+    settings = {
+        "loop": ["batch_size = 4", "epochs = 5"],
+        "architecture": ["language_layers = 1", "adapter_hidden = 64"],
+    }
     text = "\n".join(f"[{group}]\n" + "\n".join(lines) for group, lines in settings.items())
     (tmp_path / "small.toml").write_text(text)
     command = ["bench", "paper", "all", "--data", data, "--config", tmp_path / "small.toml", "--out", tmp_path / "o"]

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -320,6 +321,11 @@ def test_two_workers_train_one_model(case, tmp_path):
         assert other["itm"] == pytest.approx(one["itm"], abs=1e-4)
         assert other["recovery"] == pytest.approx(one["recovery"], abs=1e-4)
     assert not (tmp_path / "two.run" / "ray").exists()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*launcher, "-m", *command(*training(case, tmp_path / "launched"), *still, "--json")[2:]]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True, timeout=240)
+    assert json.loads(done.stdout)["steps"] == 100  # worker 0 alone prints the result
+    assert weights(tmp_path / "launched") == weights(tmp_path / "two")
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ import pytest
 
 from edje_index.training.config import PRESETS, TrainConfig, TrainSettings, validated
 from pipelines.cli import main
-from pipelines.cli.train import train
-from pipelines.cli.train_settings import describe_settings, read_settings
+from pipelines.cli.train import describe_settings, read_settings, train
 from storage_formats.errors import UsageError
 
 REQUIRED = {

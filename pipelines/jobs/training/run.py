@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from edje_index.captions.reading import CaptionedImage
     from edje_index.training.captions import CaptionSet
     from edje_index.training.loop import TrainTask
+    from edje_index.training.workers import WorkerGroup
     from storage_formats.format.manifest import CommittedIndex
 
 FORMAT = 5  # of the record in `run.json`
@@ -142,12 +143,34 @@ def train(
 def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> TrainResult:
     """Train a model bundle, or resume an interrupted training run with the same settings.
 
+    If `torchrun` started this process, it becomes a worker of the group: worker 0 prepares the run and writes the
+    bundle, and all workers train and return the result.
+
     Raises:
         UsageError: an input cannot be read, or the run folder belongs to another training run.
         ModelError: a bundle or language model cannot be used.
         JobStopped: `should_stop()` returned True. The last checkpoint and all finished parts are kept.
         EdjeError: another process uses the run folder, or a file in the run folder is damaged.
     """
+    from edje_index.models.devices import resolve_device
+    from edje_index.training.loop import TrainTask
+    from edje_index.training.workers import is_worker, joined_group
+
+    if not is_worker():
+        return _run(settings, None, on_event, should_stop)
+    with joined_group(resolve_device(settings.run.device)) as group:
+        values = settings.model_dump()
+        settings = validated(TrainSettings, {**values, "run": {**values["run"], "workers": group.size}})
+        if group.rank == 0:
+            result: TrainResult = group.share(_run(settings, group, on_event, should_stop))
+            return result
+        while isinstance(message := group.share(None), TrainTask):
+            run_steps(message, group, on_event, should_stop)
+        result = message
+        return result
+
+
+def _run(settings: TrainSettings, group: WorkerGroup | None, on_event: OnEvent, should_stop: ShouldStop) -> TrainResult:
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
     from edje_index.captions.reading import check_apart, check_image_directory, read_caption_file
@@ -155,9 +178,8 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
     from edje_index.training.checkpoints import read_log
     from edje_index.training.features import unreadable_by_reason
     from edje_index.training.finish import finish_model
-    from edje_index.training.loop import TrainTask
+    from edje_index.training.loop import TrainTask, total_steps
     from edje_index.training.start import make_start
-    from edje_index.training.step import total_steps
     from storage_formats.format.manifest import CommittedIndex
 
     started = time.monotonic()
@@ -245,7 +267,7 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
             dev=None if dev is None else (dev, folder / "dev"),
         )
         if run.export_step is None:
-            run_steps(task, on_event, should_stop)
+            run_steps(task, group, on_event, should_stop)
 
         def progress(activity: str, done: int, total: int) -> None:
             if should_stop():
@@ -479,9 +501,10 @@ def _teacher_tokens(
     return None
 
 
-def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> None:
-    """Train from the last checkpoint to the last step, in this process or on Ray."""
-    from edje_index.training.loop import TrainingStopped, WorkerGroup, run_worker
+def run_steps(task: TrainTask, group: WorkerGroup | None, on_event: OnEvent, should_stop: ShouldStop) -> None:
+    """Train from the last checkpoint to the last step: in this process, on Ray, or as a worker of `torchrun`."""
+    from edje_index.training.loop import TrainingStopped, run_worker
+    from edje_index.training.workers import WorkerGroup
 
     last = -_REPORT_SECONDS
 
@@ -493,12 +516,14 @@ def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> No
             on_event(StatusMessage(describe_record(record)))
 
     try:
-        if task.config.run.distributed:
+        if group is None and task.config.run.distributed:
             from pipelines.engines.ray_train import train_on_ray
 
             train_on_ray(task, should_stop, report, on_event=on_event)
         else:
-            run_worker(task, WorkerGroup(), should_stop, report)
+            if group is not None and group.rank == 0:
+                group.share(task)
+            run_worker(task, group or WorkerGroup(), should_stop, report)
     except TrainingStopped as error:
         raise JobStopped(str(error)) from None  # with a cause, the stop would not count as requested
 

@@ -15,14 +15,14 @@ from edje_index.training.batches import BatchSource
 from edje_index.training.captions import CaptionSet, TrainingData, prepare_captions, write_caption_table
 from edje_index.training.config import TrainSettings, validated
 from edje_index.training.features import StoredFeatures
-from edje_index.training.loop import TrainTask
+from edje_index.training.loop import TrainTask, total_steps
 from edje_index.training.start import make_start
-from edje_index.training.step import total_steps
+from edje_index.training.workers import WorkerGroup
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
 
-IMAGES = 24
+ALONE, IMAGES = WorkerGroup(), 24
 SETTINGS = {
     "inputs__captions": ["train.jsonl"],
     "inputs__model": "model",
@@ -91,17 +91,15 @@ def prepare(
     case: Case,
     *,
     miner: Path | None = None,
-    rank: int = 0,
-    size: int = 1,
-    agree: Callable[[bool], bool] = lambda flag: flag,
+    group: WorkerGroup = ALONE,
     should_stop: Callable[[], bool] = lambda: False,
     on_shard: Callable[[int, int], None] = lambda done, shards: None,
 ) -> bool:
     """Prepare the captions of `case` on the CPU. Worker 0 writes the table."""
-    if size == 1 and not folder.exists():
+    if group.size == 1 and not folder.exists():
         write_caption_table(folder, case.items, case.items.rows, str(miner))
     device, index = torch.device("cpu"), CommittedIndex.open(case.features)
-    return prepare_captions(folder, case.bundle, miner, index, device, rank, size, agree, should_stop, on_shard)
+    return prepare_captions(folder, case.bundle, miner, index, device, group, should_stop, on_shard)
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -18,9 +18,10 @@ from edje_index.training.config import FittingConfig
 from edje_index.training.dev import DevSet, choose_dev_weights
 from edje_index.training.features import StoredFeatures
 from edje_index.training.finish import finish_model, make_hubness_bank
-from edje_index.training.loop import TrainingStopped, TrainTask, WorkerGroup, run_worker
+from edje_index.training.loop import TrainingStopped, TrainTask, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
+from edje_index.training.workers import WorkerGroup
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES

@@ -14,9 +14,17 @@ from edje_index.training import loop
 from edje_index.training.checkpoints import Checkpoints, read_log
 from edje_index.training.config import PRESETS, OptimizerConfig, TrainConfig, validated
 from edje_index.training.finish import finish_model
-from edje_index.training.loop import TrainingStopped, WorkerGroup, open_start, run_worker
+from edje_index.training.loop import (
+    TrainingStopped,
+    learning_rate,
+    make_optimizer,
+    open_start,
+    run_worker,
+    total_steps,
+)
 from edje_index.training.start import make_trainable
-from edje_index.training.step import JointObjective, learning_rate, make_optimizer, total_steps
+from edje_index.training.step import JointObjective
+from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import UsageError
 
 

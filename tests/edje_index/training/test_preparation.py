@@ -11,6 +11,7 @@ import pytest
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training import captions as caption_shards
 from edje_index.training.captions import TrainingData
+from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
@@ -49,14 +50,15 @@ def test_several_workers_and_another_mining_model_give_the_same_data(case, tmp_p
     """The workers are threads. With a mining model, the captions have two embeddings."""
     barrier, flags, done = threading.Barrier(3), [False] * 3, []
 
-    def work(rank: int) -> None:
-        def agree(flag: bool) -> bool:
+    class ThreadGroup(WorkerGroup):
+        def any(self, flag: bool) -> bool:
             barrier.wait()
-            flags[rank] = flag
+            flags[self.rank] = flag
             barrier.wait()
             return any(flags)
 
-        done.append(prepare(tmp_path / "data", case, miner=case.bundle, rank=rank, size=3, agree=agree))
+    def work(rank: int) -> None:
+        done.append(prepare(tmp_path / "data", case, miner=case.bundle, group=ThreadGroup(rank, 3)))
 
     prepare(tmp_path / "data", case, miner=case.bundle, should_stop=lambda: True)  # writes the table
     workers = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]

@@ -1,0 +1,117 @@
+"""The workers of a training run: their process group, and their operations that involve all workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from storage_formats.errors import EdjeError
+
+_PATIENCE = timedelta(days=30)  # the other workers wait while worker 0 computes features or evaluates
+
+
+def is_worker() -> bool:
+    """Return True if `torchrun`, or a launcher with its environment variables, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """The rank of this worker, and operations that involve all workers of a training run.
+
+    All workers must call these methods in the same order.
+
+    Attributes:
+        rank: rank of this worker, counted from 0. Worker 0 writes the checkpoints and the log.
+        size: number of workers.
+        on_machine: number of workers on the machine of this worker.
+        patient: group of the same workers whose operations do not time out; None for one worker.
+    """
+
+    rank: int = 0
+    size: int = 1
+    on_machine: int = 1
+    patient: distributed.ProcessGroup | None = None
+
+    def any(self, flag: bool) -> bool:
+        """Return True if `flag` is True on at least one worker. Wait until all workers call this method."""
+        if self.size == 1:
+            return flag
+        value = torch.tensor(int(flag))
+        distributed.all_reduce(value, distributed.ReduceOp.MAX, group=self.patient)
+        return bool(value.item())
+
+    def mean(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Average each scalar in `values` over the workers."""
+        stacked = torch.stack([value.detach().float() for value in values.values()])
+        if self.size > 1:
+            distributed.all_reduce(stacked)
+            stacked /= self.size
+        return dict(zip(values, stacked.tolist(), strict=True))
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all workers, in rank order. Gradients flow back to the worker that the rows come from.
+
+        All workers have the same number of rows.
+        """
+        gathered: torch.Tensor = rows if self.size == 1 else _Gather.apply(rows, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def share(self, value: Any) -> Any:
+        """Return the `value` of worker 0. The other workers wait for it, for days if necessary.
+
+        Raises:
+            EdjeError: another worker has ended.
+        """
+        box = [value]
+        try:
+            distributed.broadcast_object_list(box, group=self.patient)
+        except RuntimeError as error:
+            raise EdjeError(f"another worker has ended, and its message says why: {error}") from error
+        return box[0]
+
+
+def patient_group() -> Any:
+    """Return a new group of all workers whose operations do not time out."""
+    return distributed.new_group(backend="gloo", timeout=_PATIENCE)
+
+
+@contextlib.contextmanager
+def joined_group(device: torch.device) -> Iterator[WorkerGroup]:
+    """Join the process group that the environment variables of `torchrun` describe, and leave it on exit.
+
+    Args:
+        device: device of the training run. On CUDA, each worker of a machine uses the device of its local rank.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device.type == "cuda":
+        torch.cuda.set_device(local_rank)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, rank=rank, world_size=size)
+    try:
+        yield WorkerGroup(rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), patient_group())
+    finally:
+        distributed.destroy_process_group()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: WorkerGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(rows) for _ in range(group.size)]
+        distributed.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone()
+        distributed.all_reduce(total)
+        return total.chunk(ctx.group.size)[ctx.group.rank], None
