@@ -240,7 +240,7 @@ def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkey
 
     with monkeypatch.context() as stopped:
         stopped.setattr(Path, "rename", stop_before_the_bundle_appears)
-        assert "To resume" in run_here(*options, expect=1)["error"]
+        assert "To resume" in run_here(*options, expect=130)["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.run"]
     recorded = json.loads((tmp_path / "out.run" / "result.json").read_text())
     result = run_here(*options)
