@@ -177,19 +177,19 @@ class CacheFiles:
             size = len(data) + _WRITE_OVERHEAD
             if size > self._step:
                 return
-            with self._lock:
+            with self._lock:  # also while writing, because a removal must see what other threads have counted
                 self._unchecked += size
-                if is_due := self._unchecked > self._step:
+                if self._unchecked > self._step:
                     self._unchecked = size
-            if is_due and not self._remove_unused():
-                return
-            path = self._root / name
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _FLAGS, 0o600)
-            try:
-                os.pwrite(descriptor, data, offset)
-            finally:
-                os.close(descriptor)
+                    if not self._remove_unused():
+                        return
+                path = self._root / name
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _FLAGS, 0o600)
+                try:
+                    os.pwrite(descriptor, data, offset)
+                finally:
+                    os.close(descriptor)
         except OSError:
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
