@@ -103,7 +103,7 @@ def make_synthetic_command(
     "--precision",
     "precisions",
     str,
-    "Precision to measure; repeatable.  [default: first precision of the index]",
+    "Precision to measure; repeatable.  [default: the stored precision of the highest fidelity]",
 )
 @click.option(
     "--pool",
@@ -285,7 +285,7 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     "--precision",
     "precisions",
     str,
-    "Precision of the tokens; repeatable.  [default: first precision of the index]",
+    "Precision of the tokens; repeatable.  [default: the stored precision of the highest fidelity]",
 )
 @_several(
     "--clients",

@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.disk import evict, peak_memory
 from benchmarks.report import Say, machine, table
 from pipelines.environment import environment
+from storage_formats.codecs import finest
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
@@ -73,7 +74,7 @@ def bench_serve(
         model: model bundle; None for the bundle that built the index.
         dtype: data type of the joint encoder's matrix products.
         pools: numbers of candidates to measure.
-        precisions: precisions to measure; empty for only the first precision of the index.
+        precisions: precisions to measure; empty for only the one of the highest fidelity.
         clients: numbers of clients of the closed loop to measure.
         seconds: duration of each measurement.
 
@@ -94,7 +95,9 @@ def bench_serve(
                 errors.seek(0)
                 raise EdjeError(f"the service did not start: {errors.read()[-2000:].strip()}")
             report["memory_at_start"] = peak_memory(process.pid)
-            for precision, pool in itertools.product(precisions or Manifest.load(index).spec.precisions[:1], pools):
+            for precision, pool in itertools.product(
+                precisions or [finest(Manifest.load(index).spec.precisions)], pools
+            ):
                 say(f"pool {pool}, {precision}")
                 bodies = [{"query": each, "k": 10, "pool": max(pool, 10), "precision": precision} for each in queries]
                 files = [path for path in Layout(index).token_array(precision).rglob("*") if path.is_file()]

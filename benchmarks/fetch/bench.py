@@ -26,7 +26,7 @@ from benchmarks.fetch.peers import PEERS, SUBJECTS, Ids, StoredRecords, installe
 from benchmarks.process import call_in_process
 from benchmarks.report import Say, machine, median_ratio, table
 from pipelines.environment import environment
-from storage_formats.codecs import codec
+from storage_formats.codecs import codec, finest
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.files import sector_bytes
@@ -86,7 +86,7 @@ def bench_fetch(
     Args:
         index: index to fetch from.
         say: receives one line of text after each run.
-        precisions: precisions to measure; empty for only the first precision of the index.
+        precisions: precisions to measure; empty for only the one of the highest fidelity.
         pool: blocks per large fetch, limited to half the rows of the index.
         cold: True to measure only with a cold page cache, False only with a warm one, None both.
         peers: True to measure the compared libraries too.
@@ -101,7 +101,7 @@ def bench_fetch(
             "bench fetch runs only on Linux, because it evicts files from the page cache and reads kernel counters"
         )
     spec = Manifest.load(index).spec
-    precisions = tuple(dict.fromkeys(precisions)) or spec.precisions[:1]
+    precisions = tuple(dict.fromkeys(precisions)) or (finest(spec.precisions),)
     for name in precisions:
         TokenStore.open(index, name).close()
     scratch = scratch or index.resolve().parent

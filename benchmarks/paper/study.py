@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.report import Say
 from edje_index.captions.reading import read_captions
 from storage_formats.atomic import write_bytes_atomic
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, UsageError
 
 TOWERS = {
     "clip-b16-224": "ViT-B-16:openai",
@@ -190,7 +190,11 @@ class Study:
         chosen: dict[str, Any] = {}
         if self._config is not None:
             command += ["--config", self._config]
-            chosen = tomllib.loads(self._config.read_text(encoding="utf-8")).get("loop", {})
+            try:
+                loop = tomllib.loads(self._config.read_text(encoding="utf-8")).get("loop")
+            except (OSError, ValueError) as error:
+                raise UsageError(f"cannot read {self._config}: {error}; give a TOML file") from error
+            chosen = loop if isinstance(loop, dict) else {}
         # The published run: 45 epochs of the first phase, and 8 workers with 32 pairs each.
         settings = [] if {"steps", "epochs"} & chosen.keys() else [f"loop.epochs={45 if phase == 'pretrain' else 5}"]
         settings += [] if "batch_size" in chosen else ["loop.batch_size=256"]

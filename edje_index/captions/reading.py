@@ -302,7 +302,7 @@ def _record(value: Any) -> CaptionRecord:
     key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
     name, texts = value.get(key), next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
     image_id = value.get(ID_KEY)
-    if isinstance(sentences := value.get("sentences"), list):  # of a Karpathy file
+    if texts is None and isinstance(sentences := value.get("sentences"), list):  # of a Karpathy file
         texts = [sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences]
         image_id = value.get("cocoid", value.get("imgid"))
         if isinstance(name, str) and isinstance(folder := value.get("filepath"), str):

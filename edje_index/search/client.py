@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import fields
 from types import TracebackType
@@ -193,7 +194,10 @@ class Client:
         import httpx
 
         try:
-            request = self._http.build_request(method, path, json=body)
+            # `operator.index` accepts NumPy integers.
+            text = "" if body is None else json.dumps(body, default=operator.index, ensure_ascii=False, allow_nan=False)
+            headers = {"Content-Type": "application/json"}
+            request = self._http.build_request(method, path, content=text.encode(), headers=headers)
         except (TypeError, ValueError) as error:
             raise UsageError(f"an argument cannot be sent as JSON: {error}; give numbers and texts") from error
         try:

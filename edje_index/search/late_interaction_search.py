@@ -127,7 +127,7 @@ class LateInteractionSearch:
             self._buffers.append(buffer)
 
         starts = range(0, len(rows), _BATCH_ROWS)
-        run_threads(score, starts, min(default_threads(), len(starts)))
+        run_threads(score, starts, min(max(2, default_threads()), len(starts)))  # one reads while another computes
         return scores
 
     @name_missing_extra("search")

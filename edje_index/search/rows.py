@@ -22,7 +22,7 @@ from storage_formats.format.rows import check_names, iter_stored_rows, row_schem
 CAPTIONS = "captions"  # the column in which sources store captions
 _CACHED_BYTES = 256 << 20  # of columns
 _CACHED_FILTERS = 16
-_SHARDS_AT_ONCE = 64  # between two checks of the time limit
+_SHARDS_AT_ONCE = 16  # between two checks of the time limit
 
 
 class FilterTimeoutError(EdjeError):

@@ -5,6 +5,7 @@ A search embeds the text, finds the nearest rows, reads the tokens of these rows
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -517,7 +518,7 @@ class TokenIndex:
         """
         k, stages = as_count(k, "k"), Stages()
         passing = None if where is None else self.rows.passing(where)
-        with stages.timed("vision_tower"):
+        with contextlib.nullcontext() if isinstance(image, int | np.integer) else stages.timed("vision_tower"):
             row_id, _, embedding = self._encoded(image)
         with stages.timed("nearest"):
             rows, values = self._ann.nearest(embedding, k + 1 if row_id >= 0 else k, passing)

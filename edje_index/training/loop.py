@@ -202,7 +202,7 @@ def run_worker(
         return {**recalls, RECALL: sum(recalls.values()) / len(recalls)}
 
     skipped, common = (0, 0), (task, group, device, source, should_stop, on_record)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):
         if config.alignment.steps and (state is None or state.stage == 0):
             settings, adapter = config.alignment, start.adapter
             if task.new_adapter and isinstance(adapter, CompressionAdapter):

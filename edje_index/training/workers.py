@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, UsageError
 
 _PATIENCE = timedelta(days=30)  # the other workers wait while worker 0 computes features or evaluates
 
@@ -89,13 +89,19 @@ def joined_group(device: torch.device) -> Iterator[WorkerGroup]:
 
     Args:
         device: device of the training run. On CUDA, each worker of a machine uses the device of its local rank.
+
+    Raises:
+        UsageError: the variables are wrong, or the other workers cannot be reached.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if device.type == "cuda":
-        torch.cuda.set_device(local_rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, rank=rank, world_size=size)
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        distributed.init_process_group(backend, rank=rank, world_size=size)
+    except (ValueError, RuntimeError) as error:
+        variables = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        raise UsageError(f"cannot join the other workers: {error}; set {variables} as torchrun does") from error
     try:
         yield WorkerGroup(rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), patient_group())
     finally:

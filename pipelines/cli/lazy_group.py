@@ -42,7 +42,8 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if nearest := difflib.get_close_matches(args[0], [] if args[0] in self._listed else self._listed, 1):
+        is_known = args[0] in self._listed or ctx.resilient_parsing  # a shell that completes gets no error
+        if nearest := difflib.get_close_matches(args[0], [] if is_known else self._listed, 1):
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{nearest[0]}'?")
         return super().resolve_command(ctx, args)
 

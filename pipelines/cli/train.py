@@ -134,9 +134,10 @@ def train(
     if show_settings:
         print_json({"settings": describe_settings(values)}) if as_json else click.echo(describe_settings(values))
         return
+    from edje_index.training.workers import is_worker
     from pipelines.jobs.training.run import run_training
 
-    is_first = os.environ.get("RANK", "0") == "0"  # of the workers that torchrun starts, the first one speaks
+    is_first = not is_worker() or os.environ["RANK"] == "0"  # of the workers that torchrun starts, the first one speaks
     try:
         settings = validated(TrainSettings, values)
         with running_job(quiet=quiet or not is_first) as (on_event, should_stop):

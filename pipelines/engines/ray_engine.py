@@ -207,9 +207,13 @@ class _WorkerActor:
     def ready(self) -> list[Any]:
         """Return once the actor has started. Raise EdjeError if its machine does not see the directory of the job."""
         lock, content = self._holder or (None, b"")
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
             if lock is None or lock.read_bytes() == content:
                 return []
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
         assert lock is not None
         raise EdjeError(
             f"the machine {socket.gethostname()} does not see the index directory {lock.parents[1]} of this job; put "
@@ -382,7 +386,7 @@ def check_ray(address: str | None) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
-    except (OSError, OverflowError) as error:  # OverflowError: the port has too many digits
+    except (OSError, OverflowError, ValueError) as error:  # the port or the name is too long
         raise _cannot_join(address, error) from error
 
 

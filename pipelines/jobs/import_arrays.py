@@ -104,11 +104,13 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
     """
     try:
         with naming(path):
-            array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+            array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the operating system's, not NumPy's own
             raise
         raise UsageError(f"cannot read {path} as a .npy file: {error}; save the array with numpy.save") from error
+    if (extra := path.stat().st_size - array.offset - array.nbytes) > 0:
+        raise UsageError(f"{path} has {extra:,} bytes after its array; save one array per file")
     if array.ndim != dimensions:
         raise UsageError(
             f"the array in {path} must have {dimensions} dimensions, but its shape is {list(array.shape)}; "

@@ -236,9 +236,9 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
             if not any(listing):
                 raise UsageError(f"{spec} does not exist; check the URL", parameter="sources")
             return FolderSource(spec, clips=clips)
-    except FileNotFoundError as error:
-        raise UsageError(f"{spec} does not exist; check the path", parameter="sources") from error
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+        if isinstance(error, FileNotFoundError) and not is_url(spec):
+            raise UsageError(f"{spec} does not exist; check the path", parameter="sources") from error
         advice = "the URL and the credentials" if is_url(spec) else "the file, its permissions and its format"
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read {spec}: {reason}; check {advice}", parameter="sources") from error

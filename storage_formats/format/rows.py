@@ -49,6 +49,7 @@ ROW_SCHEMA = pa.schema(
     ]
 )
 TIMING_COLUMNS = ("read_seconds", "decode_seconds", "encode_seconds")
+_FILES_AT_ONCE = 16  # that are downloaded
 
 
 @dataclass
@@ -191,8 +192,10 @@ def iter_stored_rows(
         CorruptIndexError: a file is missing, is not a rows table, or differs from the committed file.
     """
     names = None if columns is None else list(columns)
-    for shard, committed in _rows_files(index, shards or index.manifest.spec.shard_numbers()).items():
-        index.fetch([committed])
+    files = list(_rows_files(index, shards or index.manifest.spec.shard_numbers()).items())
+    for at, (shard, committed) in enumerate(files):
+        if at % _FILES_AT_ONCE == 0:
+            index.fetch([each for _, each in files[at : at + _FILES_AT_ONCE]])
         yield read_shard_rows(Layout(index.root), shard, names, committed, index.manifest.columns)
 
 

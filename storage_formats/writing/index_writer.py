@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -184,18 +183,24 @@ class IndexWriter:
             fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
             provenance = Provenance({"encoder": self._encoder, "fingerprint": fingerprint}, {}, self._plan)
             ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
-            return self._change.commit(new_manifest(self._layout, spec, self._receipts, provenance, ann)).manifest
-        finally:
-            self.abort()
+            manifest = self._change.commit(new_manifest(self._layout, spec, self._receipts, provenance, ann)).manifest
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end(None)
+        return manifest
 
     def abort(self) -> None:
         """Remove all written files and close the writer. Does nothing if the writer is closed."""
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
         if self._open:
             self._open = False
             self._blocks, self._embeddings = self._blocks[:0], self._embeddings[:0]
             self._tables.clear()
             self._change.abandon()  # a committed change stays
-            self._held_change.__exit__(*sys.exc_info())
+            self._held_change.__exit__(None if error is None else type(error), error, None)
 
     def __enter__(self) -> Self:
         return self

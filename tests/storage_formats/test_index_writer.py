@@ -58,6 +58,16 @@ def test_round_trip_does_not_depend_on_the_chunks(tmp_path, chunks):
     assert files_of(root) == files_of(tmp_path / "again")
 
 
+def test_an_index_is_finished_while_its_caller_handles_another_error(tmp_path):
+    try:
+        (tmp_path / "index").stat()
+    except FileNotFoundError:
+        with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+            writer.append(*arrays(3))
+    assert verify_index(tmp_path / "index") == []
+    assert not Layout(tmp_path / "index").build.exists()
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_block_types(tmp_path, dtype):
     blocks, embeddings = arrays(3, dtype)

@@ -173,7 +173,8 @@ function show(result, what, milliseconds) {
   byId("orders").classList.toggle("single", !isRanked);
   byId("before-section").hidden = !isRanked;
   const like = what.row_id === undefined ? "the image" : `row ${what.row_id}`;
-  const similar = what.query === undefined ? `Similar photos to ${like}` : "No photos";
+  const found = result.hits.length ? "Photos by embedding" : "No photos";
+  const similar = what.query === undefined ? `Similar photos to ${like}` : found;
   byId("after-title").textContent = isRanked ? `Re-ranked with ${result.precision} tokens` : similar;
   byId("before").replaceChildren(...(result.by_embedding ?? []).map((hit) => card(hit, result, "before")));
   byId("after").replaceChildren(...result.hits.map((hit) => card(hit, result, isRanked ? "after" : "single")));
