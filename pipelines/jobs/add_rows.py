@@ -13,13 +13,13 @@ from typing import Any, Literal
 from edje_index.bundles.info import BundleInfo, matching_bundle
 from edje_index.indexing.faiss_index import extend_ann
 from pipelines.jobs.build import BuildResult, result_of, source_names
+from pipelines.jobs.changing import changing
 from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
 from pipelines.jobs.encode import encode_rows
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
     SourceGroup,
-    changing,
     check_inputs,
     holds_clips,
     model_record,
@@ -28,7 +28,7 @@ from pipelines.jobs.plan import (
     store_inputs,
     with_sources,
 )
-from pipelines.jobs.resources import check_disk, check_extension_memory, check_workers
+from pipelines.jobs.resources import check_disk, check_extension_memory, choose_workers
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
 from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 from pipelines.sources.base import absolute_spec
@@ -93,7 +93,7 @@ def append_index(
     with changing(index, "append", {"sources": group.sources, "column": column}, on_event) as change:
         assert change.index is not None
         settings, info = _settings_and_bundle(change.index, group, model)
-        workers = check_workers(settings, info, engine=engine, workers=workers, address=address)
+        workers = choose_workers(settings, info, engine=engine, workers=workers, address=address)
         if change.plan is None:
             opened = open_sources(group.sources, group.column, clips=holds_clips(change.index.manifest))
             digest = hashlib.sha256()
@@ -200,7 +200,7 @@ def update_index(
             manifest, changes = change.index.manifest, compare(change.index)
             if changes.refs:
                 settings, info = _settings_and_bundle(change.index, group or SourceGroup(()), model)
-                workers = check_workers(settings, info, engine=engine, workers=workers, address=address)
+                workers = choose_workers(settings, info, engine=engine, workers=workers, address=address)
                 plan = _plan_rows(change, changes, settings, info)
             elif change.plan is not None:
                 change.start_again()

@@ -14,11 +14,11 @@ from typing import Any, Literal
 from edje_index.bundles.info import BundleInfo, read_bundle_info
 from edje_index.indexing.faiss_index import AnnRequest, build_ann
 from pipelines.environment import free_disk
+from pipelines.jobs.changing import changing
 from pipelines.jobs.encode import encode_rows
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
-    changing,
     check_inputs,
     model_record,
     refuse_differences,
@@ -28,7 +28,7 @@ from pipelines.jobs.plan import (
 from pipelines.jobs.resources import (
     check_ann_memory,
     check_disk,
-    check_workers,
+    choose_workers,
     disk_need,
     usable_memory,
     workers_memory,
@@ -258,7 +258,7 @@ def build_index(
         settings = BuildSettings.choose(None if plan is None else plan.settings, **requested)
         if plan is not None:
             refuse_differences(out, plan.model, plan.settings, info, settings)
-        workers = check_workers(settings, info, engine=engine, workers=workers, address=address, memory=memory)
+        workers = choose_workers(settings, info, engine=engine, workers=workers, address=address, memory=memory)
         if plan is not None:
             check_ann_memory(plan.spec, memory)  # another limit than that of the first run may hold
             check_inputs(out, plan, change.receipts(plan.shards, plan.fingerprint))
@@ -346,7 +346,7 @@ def try_build(
         check_ann_memory(spec, memory)
         if stored is None:
             check_disk(root, spec, memory)
-    workers = check_workers(chosen, info, engine=engine, workers=workers, address=address, memory=memory)
+    workers = choose_workers(chosen, info, engine=engine, workers=workers, address=address, memory=memory)
     return {
         "inputs": inputs,
         "duplicates": duplicates,

@@ -22,12 +22,9 @@ from edje_index.progress import ShardProgress
 from edje_index.search.rows import IndexRows
 from pipelines.engines.base import open_engine
 from pipelines.environment import free_disk
+from pipelines.jobs.changing import changing
 from pipelines.jobs.encode import run_shards
-from pipelines.jobs.plan import (
-    changing,
-    recorded_sources,
-    with_sources,
-)
+from pipelines.jobs.plan import recorded_sources, with_sources
 from pipelines.jobs.resources import disk_need
 from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShouldStop, StatusMessage, ignore, never
 from pipelines.progress.wording import counted, human_bytes

@@ -63,7 +63,7 @@ def encode_rows(
 ) -> tuple[list[ShardReceipt], float]:
     """Encode the shards of `plan` that earlier runs of `change` did not finish.
 
-    `pipelines.build_index` describes the other arguments, but `workers` is the result of `check_workers`. `needs_one`
+    `pipelines.build_index` describes the other arguments, but `workers` is the result of `choose_workers`. `needs_one`
     says whether it is an error if no input can be indexed.
 
     Returns:

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.jobs.changing import changing
 from pipelines.jobs.copy import CopyResult, build_copied_ann, copy_shards
-from pipelines.jobs.plan import SOURCES_MEMBER, changing, holds_clips, recorded_sources
+from pipelines.jobs.plan import SOURCES_MEMBER, holds_clips, recorded_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
 from storage_formats.change import begin_index, now
 from storage_formats.errors import UsageError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,11 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
-from pipelines.engines.base import describe_error
 from pipelines.environment import cuda_devices
-from pipelines.progress.events import JobStopped, OnEvent, StatusMessage
 from storage_formats.atomic import fsync_paths
-from storage_formats.change import Change, begin_change
 from storage_formats.codecs import codec
 from storage_formats.cpus import has_bfloat16, usable_cpus
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -425,25 +421,3 @@ def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Ma
 def holds_clips(manifest: Manifest) -> bool:
     """Return True if video files are inputs of the index."""
     return manifest.settings.get("frames") is not None
-
-
-@contextlib.contextmanager
-def changing(
-    root: str | Path, kind: str, request: Mapping[str, Any] | None, on_event: OnEvent, *, is_new: bool = False
-) -> Iterator[Change]:
-    """Begin or resume a change that a second run can finish, see `begin_change`. An OSError becomes JobStopped."""
-
-    def notify(text: str) -> None:
-        on_event(StatusMessage(text))
-
-    with begin_change(root, kind, request, is_new=is_new, notify=notify) as change, resumable(root):
-        yield change
-
-
-@contextlib.contextmanager
-def resumable(root: str | Path) -> Iterator[None]:
-    """Context manager that converts an OSError, such as a full disk, to JobStopped."""
-    try:
-        yield
-    except OSError as error:
-        raise JobStopped(f"cannot write {root}: {describe_error(error)}; what is finished is kept") from error

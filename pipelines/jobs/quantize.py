@@ -13,8 +13,8 @@ from typing import Any
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import open_engine
 from pipelines.environment import free_disk
+from pipelines.jobs.changing import changing
 from pipelines.jobs.encode import run_shards
-from pipelines.jobs.plan import changing
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
 from storage_formats.change import write_array_shapes

@@ -41,7 +41,7 @@ def usable_memory(limit: int | None) -> int:
     return free if limit is None else min(free, limit)
 
 
-def check_workers(
+def choose_workers(
     settings: BuildSettings,
     info: BundleInfo,
     *,
@@ -50,7 +50,7 @@ def check_workers(
     address: str | None,
     memory: int | None = None,
 ) -> int | None:
-    """Check the engine, the device and the memory. Return the number of workers; None lets the Ray cluster choose it.
+    """Return the number of workers, if engine, device and memory suffice. None lets the Ray cluster choose it.
 
     If `workers` is None, this is the number of GPUs, or that of CPUs divided by the threads of a worker, but at most as
     many as the memory has room for.

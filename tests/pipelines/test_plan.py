@@ -17,7 +17,7 @@ from pipelines.engines import ray_engine
 from pipelines.jobs import plan as planning
 from pipelines.jobs import resources
 from pipelines.jobs.plan import BuildSettings, Plan
-from pipelines.jobs.resources import check_ann_memory, check_workers, disk_need, workers_memory
+from pipelines.jobs.resources import check_ann_memory, choose_workers, disk_need, workers_memory
 from pipelines.progress.events import JobStopped
 from storage_formats.change import read_journal
 from storage_formats.errors import UsageError
@@ -170,7 +170,7 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(config, tiny_bundle
 
     def workers(settings: BuildSettings = settings, **changes: Any) -> int | None:
         options = {"engine": "ray", "workers": None, "address": None, "memory": None, **changes}
-        return check_workers(settings, info, **options)
+        return choose_workers(settings, info, **options)
 
     assert workers() == 4, "the memory has room for four"
     assert workers(memory=100 * need) == 4, "more than is free"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from edje_index.training.config import ONLINE, TrainSettings, merge_settings, validated
-from pipelines.jobs.plan import resumable
+from pipelines.jobs.changing import resumable
 from pipelines.jobs.training.features import (
     INPUT_TABLE,
     Preparation,
