@@ -74,7 +74,7 @@ def bench_serve(
         model: model bundle; None for the bundle that built the index.
         dtype: data type of the joint encoder's matrix products.
         pools: numbers of candidates to measure.
-        precisions: precisions to measure; empty for only the one of the highest fidelity.
+        precisions: precisions to measure; if empty, the stored precision of the highest fidelity.
         clients: numbers of clients of the closed loop to measure.
         seconds: duration of each measurement.
 

@@ -153,3 +153,14 @@ def cluster():
 def nodes(cluster):
     yield cluster
     cluster.remove_all()
+
+
+@pytest.fixture
+def one_faiss_thread():
+    """Threads of FAISS wait for each other actively, which is slow for small indexes on a busy machine."""
+    import faiss
+
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(threads)

@@ -86,7 +86,7 @@ def bench_fetch(
     Args:
         index: index to fetch from.
         say: receives one line of text after each run.
-        precisions: precisions to measure; empty for only the one of the highest fidelity.
+        precisions: precisions to measure; if empty, the stored precision of the highest fidelity.
         pool: blocks per large fetch, limited to half the rows of the index.
         cold: True to measure only with a cold page cache, False only with a warm one, None both.
         peers: True to measure the compared libraries too.

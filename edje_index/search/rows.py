@@ -65,9 +65,10 @@ class IndexRows:
     ) -> list[tuple[str, dict[str, Any]]]:
         """Return the uri and the values of `columns` by name of each of `row_ids` [k], which are in use.
 
-        None selects the columns that were given to the constructor. Raises UsageError if there is no such column.
+        None selects the columns that were given to the constructor.
 
         Raises:
+            UsageError: the rows table has no such column.
             CorruptIndexError: a file of `rows/` is damaged.
         """
         size, names = self._index.manifest.spec.shard_size, self._described

@@ -73,7 +73,7 @@ def test_a_sample_and_what_has_failed_before(request_bench, name, kind, argument
 def test_every_crash_state(request_bench):
     counts = {name: request_bench(name, "crashes") for name in CASES}
     states, runs = (sum(each[of] for each in counts.values()) for of in ("count", "runs"))
-    print(f"{states:,} crash states, {runs:,} of which differ to the program:", counts)
+    print(f"{states:,} crash states; the program ran in {runs:,} of them:", counts)
     assert states >= 20_000
 
 

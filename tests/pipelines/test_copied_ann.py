@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faiss
 import pytest
 
 from edje_index.indexing.faiss_index import AnnRequest, add_ann
@@ -13,16 +12,8 @@ from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(1, 2), embed_dim=16)
+pytestmark = pytest.mark.usefixtures("one_faiss_thread")
 CODES = AnnRequest("IVF8,PQ8x4fs", recall=0.9)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads of FAISS wait for each other actively, which is slow for such small indexes on a busy machine."""
-    threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(threads)
 
 
 @pytest.fixture
