@@ -467,9 +467,7 @@ class QdrantEdge(System):
 class FinalScoreSearch(System):
     """`TokenIndex.search` over the index that the vectors come from, with the text tower and the joint encoder."""
 
-    settings = "the whole search from the text, pool 100, the score of the bundle"
-    effort = "joint_pool"
-    efforts = (10, 20, 100)
+    settings = "the whole search from the text, the score of the bundle"
 
     def build(self) -> None:
         """Write nothing."""
@@ -479,7 +477,7 @@ class FinalScoreSearch(System):
         self._positions = {int(row): position for position, row in enumerate(self.collection.row_ids)}
 
     def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
-        hits = self._index.search(query.text, k, max(k, 100), joint_pool=effort)
+        hits = self._index.search(query.text, k, max(k, effort))
         return [self._positions[hit.row_id] for hit in hits]
 
 

@@ -72,6 +72,7 @@ class ModelBundle:
         score: weights of the final score. By default, the final score is the logit alone.
         pooled: linear maps of the pooled similarity, a part of the final score; None if the bundle has none.
         hubness_bank: bank of the hubness correction; None if the bundle has none.
+        logit_range: see `BundleInfo.logit_range`.
         info: content of the ``bundle.json`` that was loaded, with the fingerprints of the files; None for a bundle made
             in memory.
 
@@ -92,6 +93,7 @@ class ModelBundle:
     score: DirectionWeights = field(default_factory=DirectionWeights)
     pooled: PooledSimilarity | None = None
     hubness_bank: HubnessBank | None = None
+    logit_range: tuple[float, float] | None = None
     info: BundleInfo | None = None
 
     @cached_property
@@ -161,6 +163,7 @@ class ModelBundle:
             score=info.score,
             pooled=None if pooled is None else pooled.to(target),
             hubness_bank=None if bank is None else bank.to(target),
+            logit_range=info.logit_range,
             info=info,
         )
         _check_fit(bundle)
@@ -209,6 +212,8 @@ class ModelBundle:
             if self.hubness_bank is not None:
                 save_weights(self.hubness_bank, staging / BANK_WEIGHTS)
                 joint["hubness_bank"] = self.hubness_bank.sizes
+            if self.logit_range is not None:
+                joint["logit_range"] = list(self.logit_range)
             vision = {
                 "name": self.clip_config.name,
                 "patch_dim": self.vision.patch_dim,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -62,7 +63,8 @@ class BundleInfo:
         adapter: fields of the adapter's configuration.
         joint: settings of the joint encoder, by name. ``text_embed_dim``: width of the text-embedding head.
             ``canonical_captions``: True if captions are converted to lower case without punctuation.
-            ``pooled_similarity``, ``hubness_bank``: sizes of these parts, if the bundle has them.
+            ``pooled_similarity``, ``hubness_bank``: sizes of these parts, if the bundle has them. ``logit_range``:
+            smallest and largest logit on the dev captions that the weights of the final score were fitted to.
         score: weights of the final score.
         trained: False if the weights are random.
         notes: origin of the weights, as free text.
@@ -121,6 +123,16 @@ class BundleInfo:
     def hubness_bank(self) -> dict[str, int] | None:
         """Sizes of the hubness bank: ``captions``, ``images`` and ``dim``. None if the bundle has no hubness bank."""
         return _sizes(self.joint.get("hubness_bank"), captions=1, images=1, dim=0)
+
+    @property
+    def logit_range(self) -> tuple[float, float] | None:
+        """Smallest and largest logit of the candidates of dev captions. None if no dev captions were scored."""
+        if (value := self.joint.get("logit_range")) is None:
+            return None
+        lowest, highest = map(float, value)
+        if not -math.inf < lowest <= highest < math.inf:
+            raise ValueError(f"the range of the logits {value} is not ascending")
+        return lowest, highest
 
     @property
     def encoder_weights_bytes(self) -> int:
@@ -197,7 +209,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
-        _ = info.pooled_similarity, info.hubness_bank  # raises ValueError for sizes that are not valid
+        _ = info.pooled_similarity, info.hubness_bank, info.logit_range  # raises ValueError for invalid numbers
         fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{file} is damaged ({error!r}): restore this file, or make the bundle again") from error

@@ -136,7 +136,6 @@ class Evaluation:
     results: tuple[Result, ...]
     pairs: int
     seconds: float
-    joint_pool: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the evaluation as plain JSON values. Recall is in percent."""
@@ -165,7 +164,6 @@ def evaluate(
     directions: Sequence[str] = DIRECTIONS,
     full: bool = False,
     score: str | ScoreWeights = BUNDLE_SCORE,
-    joint_pool: int | None = None,
     resamples: int = 1000,
     queries: int | None = None,
     seed: int = 0,
@@ -189,8 +187,6 @@ def evaluate(
         full: use the full-dataset protocol instead of the split protocol, see `edje_index.evaluation.protocol`.
         score: final score for re-ranking, see `scoring.weights.parse_score`. With the score "embedding", nothing is
             re-ranked.
-        joint_pool: number of candidates per query that the joint encoder scores, see `scoring.final_score`.
-            None for all.
         resamples: number of bootstrap resamples; 0 for no confidence intervals.
         queries: maximum number of queries per direction, sampled at random; None for all queries.
         seed: seed of the query sample and of the bootstrap.
@@ -247,7 +243,7 @@ def evaluate(
         eval_set = eval_set.subsampled(queries, seed)
 
     weights = {direction: bundle.weights(direction, score) for direction in directions}
-    scores = {direction: FinalScore.of(weights[direction], joint_pool) for direction in directions}
+    scores = {direction: FinalScore.of(weights[direction]) for direction in directions}
     if any(reads_tokens(final.parts, direction) for direction, final in scores.items()):
         bundle.check_reranks()
     if all(final.parts == (EMBEDDING,) for final in scores.values()):
@@ -284,7 +280,6 @@ def evaluate(
             (texts, image_embeddings),
             nearest,
             source,
-            joint_pool=joint_pool,
             pool_sizes=pools,
             cache=cache,
             key=key,
@@ -338,7 +333,6 @@ def evaluate(
         split=split,
         cutoffs=cutoffs,
         pools=pools,
-        joint_pool=joint_pool,
         resamples=resamples,
         seed=seed,
         inputs=inputs,

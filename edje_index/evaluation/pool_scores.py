@@ -26,7 +26,7 @@ from edje_index.evaluation.recall import Floats, Ints, Pools
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs, ScoreModels
-from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
+from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, TEXT_TO_IMAGE, ScoreWeights
 from storage_formats.codecs import Blocks, Codec, codec, finest
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -103,7 +103,6 @@ def score_pools(
     pools: Mapping[str, Pools],
     source: TokenSource,
     *,
-    joint_pool: int | None,
     pool_sizes: Sequence[int],
     cache: Path | None,
     key: Mapping[str, Any],
@@ -118,7 +117,6 @@ def score_pools(
         embeddings: embeddings of the captions, float32 [c, e], and of the candidate images, float32 [r, e].
         pools: pools by direction.
         source: source of the tokens.
-        joint_pool: number of candidates per query whose logit counts; None for all. See `scoring.final_score`.
         pool_sizes: numbers of candidates to re-rank.
         cache: directory of stored scores; None stores no scores.
         key: JSON values that identify the bundle and the index in `cache`.
@@ -166,12 +164,9 @@ def score_pools(
                     of_part = Pairs([eval_set.captions[i] for i in at], candidate_embeddings=embeddings[0][at])
                 corrections.append(models.part(HUBNESS, of_part, direction, weights[direction]))
             values[direction][HUBNESS] = np.concatenate(corrections)[which.reshape(pool.candidates.shape)]
-        score, finals[direction] = FinalScore.of(weights[direction], joint_pool), {}
+        score, finals[direction] = FinalScore.of(weights[direction]), {}
         for size in pool_sizes:
             parts = {part: part_values[:, :size] for part, part_values in values[direction].items()}
-            if joint_pool is not None:
-                chosen = score.joint_candidates(parts, pool.candidates[:, :size], joint_pool)
-                parts = score.with_every_logit({**parts, LOGIT: np.where(chosen, parts[LOGIT], np.float32(np.nan))})
             finals[direction][size] = score.sum(parts)
     return finals, len(distinct) if joint_parts else 0
 

@@ -47,8 +47,6 @@ def evaluation_report(evaluation: Evaluation) -> str:
     ]
     if evaluation.protocol == "full":
         preface.append("full-dataset protocol: candidates are all images of the index and the captions of all splits")
-    if evaluation.joint_pool is not None:
-        preface.append(f"the joint encoder scores the best {evaluation.joint_pool:,} candidates of each query")
     m, d = system.block_shape
     scores = {direction: ScoreWeights.from_json(weights) for direction, weights in system.weights.items()}
     preface.append(

@@ -1,8 +1,7 @@
 """Computes the final score, a weighted sum of parts. No other module computes this sum.
 
-A search may let the joint encoder score only the best candidates of a query by the other parts (`joint_pool`). Each of
-the other candidates gets the lowest weighted logit of the scored candidates. Therefore all final scores of a query can
-be compared, and the scored candidates rank above the other candidates.
+The joint encoder is the most expensive part. A bundle contains the range of its logits, so a search scores only the
+candidates that can be among the first k with a logit in this range.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.scoring.weights import LOGIT, ScoreWeights
-from storage_formats.arguments import as_count
-from storage_formats.errors import UsageError
 
 Floats = NDArray[np.float32]
 
@@ -32,23 +29,9 @@ class FinalScore:
     weights: Mapping[str, Any]
 
     @classmethod
-    def of(cls, weights: ScoreWeights, joint_pool: int | None = None) -> FinalScore:
-        """Return the final score with the given weights of one direction, and check that they allow `joint_pool`."""
-        score = cls(weights.by_part())
-        if joint_pool is not None:
-            as_count(joint_pool, "joint_pool")
-            if LOGIT not in score.parts:
-                raise UsageError(
-                    "joint_pool has no effect on a score without the logit: leave out joint_pool",
-                    parameter="joint_pool",
-                )
-            if score.parts == (LOGIT,):
-                raise UsageError(
-                    "joint_pool needs a score with other parts than the logit, because these parts choose the "
-                    "candidates: leave out joint_pool, or set a smaller pool",
-                    parameter="joint_pool",
-                )
-        return score
+    def of(cls, weights: ScoreWeights) -> FinalScore:
+        """Return the final score with the given weights of one direction."""
+        return cls(weights.by_part())
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -71,32 +54,17 @@ class FinalScore:
             total = total + self.weights[part] * values[part]
         return total
 
-    def joint_candidates(
-        self, values: Mapping[str, Floats], row_ids: NDArray[np.int64], joint_pool: int
-    ) -> NDArray[np.bool_]:
-        """Return which candidates the joint encoder scores: the best by the other parts, bool [..., p].
+    def may_be_first(self, values: Mapping[str, Floats], k: int, logit_range: tuple[float, float]) -> NDArray[np.bool_]:
+        """Return which candidates may have one of the `k` highest final scores, bool [p]. These are at least `k`.
 
         Args:
-            values: the parts besides the logit by name, float32 [..., p] each.
-            row_ids: row ids of the candidates, or other numbers that order candidates of equal scores [..., p].
-            joint_pool: number of candidates per query that the joint encoder scores.
+            values: the parts besides the logit by name, float32 [p] each.
+            k: number of hits.
+            logit_range: smallest and largest logit.
         """
-        sums = self.only(part for part in self.parts if part != LOGIT).sum(values)
-        best = np.lexsort((row_ids, -sums), axis=-1)[..., :joint_pool]
-        mask = np.zeros(sums.shape, dtype=np.bool_)
-        np.put_along_axis(mask, best, True, axis=-1)
+        others = self.only(part for part in self.parts if part != LOGIT).sum(values)
+        if len(others) <= k:
+            return np.ones(len(others), dtype=np.bool_)
+        width = abs(self.weights[LOGIT]) * (logit_range[1] - logit_range[0])
+        mask: NDArray[np.bool_] = others >= np.partition(others, -k)[-k] - width
         return mask
-
-    def with_every_logit(self, values: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Return a copy of `values` without missing logits.
-
-        A candidate without a logit gets the lowest logit of the same query, or the highest if the weight is negative.
-
-        Args:
-            values: the parts by name, float32 [..., p] each. The logit is NaN for candidates that were not scored.
-        """
-        logits = values[LOGIT]
-        if logits.shape[-1]:
-            lowest = np.nanmin if self.weights[LOGIT] > 0 else np.nanmax
-            logits = np.where(np.isnan(logits), lowest(logits, axis=-1, keepdims=True), logits)
-        return {**values, LOGIT: logits}

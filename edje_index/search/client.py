@@ -92,7 +92,6 @@ class Client:
         *,
         score: str | None = None,
         where: str | None = None,
-        joint_pool: int | None = None,
         precision: str | None = None,
         columns: Sequence[str] | None = None,
     ) -> list[Hit]:
@@ -105,7 +104,6 @@ class Client:
             pool: number of candidates to re-rank, at least `k`.
             score: as in `TokenIndex.search`.
             where: as in `TokenIndex.search`.
-            joint_pool: as in `TokenIndex.search`.
             precision: precision of the tokens to re-rank with; None selects the default of the service.
             columns: columns of the rows that every hit brings; None selects the captions, if there are any.
 
@@ -116,7 +114,7 @@ class Client:
         from edje_index.search.hits import Hit
 
         by = {"image": _base64(query)} if isinstance(query, bytes) else {"query": query}
-        options = {"score": score, "where": where, "joint_pool": joint_pool, "precision": precision, "columns": columns}
+        options = {"score": score, "where": where, "precision": precision, "columns": columns}
         answer = self._json("POST", "/search", {**by, "k": k, "pool": pool, **options})
         names = [field.name for field in fields(Hit)]
         return [Hit(**{name: hit[name] for name in names}) for hit in answer["hits"]]

@@ -40,11 +40,9 @@ class Hit:
             late-interaction search, the score is the MaxSim of the query and the tokens.
         embedding_score: cosine similarity of the embeddings of the query and the image; NaN if there is no embedding.
         joint_score: weighted sum of the parts logit, late interaction and pooled similarity. None if the final score
-            has none of these parts. With `joint_pool`, a hit without a logit gets the lowest weighted
-            logit of the query.
+            has none of these parts.
         parts: values of the parts of the final score, without weights. The keys are part names, see
-            `edje_index.scoring.weights.PART_NAMES`. In a search with `joint_pool`, hits that the joint encoder did not
-            score have no `logit`, see `edje_index.scoring.final_score`.
+            `edje_index.scoring.weights.PART_NAMES`.
         columns: captions of the image, or values of the chosen columns of the rows table, by column name.
 
     Example:

@@ -64,11 +64,10 @@ class ScoredCandidates(NamedTuple):
     Attributes:
         rows: row ids, int64 [k].
         similarities: cosine similarities of the embeddings, float32 [k].
-        final: the final scores, float32 [k].
+        final: the final scores, float32 [k]. NaN for candidates that cannot be among the first hits.
         joint: weighted sum of the parts logit, late interaction and pooled similarity, float32 [k]. None if the final
             score has none of these parts.
-        parts: values of each part of the final score, without weights, by part name, float32 [k] each. The logit is
-            NaN for candidates that the joint encoder does not score.
+        parts: values of each part of the final score, without weights, by part name, float32 [k] each.
     """
 
     rows: NDArray[np.int64]
@@ -224,7 +223,6 @@ class TokenIndex:
         *,
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
-        joint_pool: int | None = ...,
     ) -> Hits: ...
 
     @overload
@@ -236,7 +234,6 @@ class TokenIndex:
         *,
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
-        joint_pool: int | None = ...,
     ) -> list[Hits]: ...
 
     def search(
@@ -247,12 +244,14 @@ class TokenIndex:
         *,
         score: str | ScoreWeights | None = None,
         where: str | None = None,
-        joint_pool: int | None = None,
     ) -> Hits | list[Hits]:
         """Return the `k` best images for `text`, best first. Images with equal scores are sorted by row id.
 
         One call with several texts is faster than one call per text, because the texts share batches. Sharing a batch
         changes a score by at most 1e-4 in float32.
+
+        The joint encoder scores only candidates that can be among the `k` best with a logit in the range that the
+        bundle names. It scores all candidates if the bundle names no range, and if the score is the logit alone.
 
         Args:
             text: one query, or a list or tuple of queries.
@@ -263,28 +262,25 @@ class TokenIndex:
                 "embedding" keeps the order of the embeddings and reads no tokens.
             where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. The candidates are
                 exactly the nearest rows that pass the filter. None lets all rows pass.
-            joint_pool: number of candidates per query that the joint encoder scores. The other parts of the score
-                choose these candidates. They rank above all other candidates, see `edje_index.scoring.final_score`. A
-                small number makes a search faster, but may change the order of the hits. None scores all candidates.
 
         Returns:
             The hits of the query; for several queries, one list of hits per query. `Hits.stages` contains the durations
             of the stages.
 
         Raises:
-            UsageError: a query is empty, `k` or `pool` is out of range, or `score`, `where` or `joint_pool` is invalid.
+            UsageError: a query is empty, `k` or `pool` is out of range, or `score` or `where` is invalid.
             ModelError: the bundle has no model for a part of `score`, or `score` needs adapter tokens but the index
                 stores patch features.
 
         Example:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje", score="logit=1,embedding=20")
-            >>> ["logit" in hit.parts for hit in index.search("a dog", k=3, pool=6, joint_pool=2)]
-            [True, True, False]
+            >>> [sorted(hit.parts) for hit in index.search("a dog", k=2, pool=6)]
+            [['embedding', 'logit'], ['embedding', 'logit']]
         """
         texts, (k, pool) = _texts([text] if isinstance(text, str) else text), _counts(k, pool)
         stages = Stages()
-        weights, final = self._final_score(score, joint_pool)
+        weights, final = self._final_score(score)
         if not texts:
             return []
         passing = None if where is None else self.rows.passing(where)
@@ -309,7 +305,7 @@ class TokenIndex:
                         (rows[mask], values[mask]) for (rows, values), mask in zip(candidates, kept, strict=True)
                     ]
             queries = texts[start : start + queries_at_once]
-            scored += self.score_candidates(queries, candidates, blocks, weights, joint_pool=joint_pool, stages=stages)
+            scored += self.score_candidates(queries, candidates, blocks, weights, k=k, stages=stages)
         hits = self._hits(scored, k, stages)
         return hits[0] if isinstance(text, str) else hits
 
@@ -324,7 +320,7 @@ class TokenIndex:
         blocks: Blocks | None,
         weights: ScoreWeights,
         *,
-        joint_pool: int | None = None,
+        k: int | None = None,
         stages: Stages | None = None,
     ) -> list[ScoredCandidates]:
         """Score the candidates of each query. Candidates of different queries share batches.
@@ -335,10 +331,10 @@ class TokenIndex:
             blocks: token blocks [k, m, d] of all candidates: first those of the first query, then those of the next
                 query. None if the score reads no tokens.
             weights: weights of the final score.
-            joint_pool: see `search`.
+            k: number of hits per query. Other candidates may get no final score. None scores all candidates.
             stages: measures the durations.
         """
-        stages, models, score = stages or Stages(), self.model.score_models, FinalScore.of(weights, joint_pool)
+        stages, models, score = stages or Stages(), self.model.score_models, FinalScore.of(weights)
         rows = np.concatenate([rows for rows, _ in candidates])
         ends = np.cumsum([len(rows) for rows, _ in candidates]).tolist()
         of_each = [slice(end - len(rows), end) for end, (rows, _) in zip(ends, candidates, strict=True)]
@@ -346,20 +342,15 @@ class TokenIndex:
         embeddings = read_embeddings(self.committed, rows) if HUBNESS in score.parts else None
         pairs = Pairs(captions, blocks, np.concatenate([values for _, values in candidates]), embeddings)
         values: dict[str, Floats] = {}
-        # The logit is the most expensive part. With a joint pool, the other parts choose its pairs.
-        names = sorted(score.parts, key=lambda name: name == LOGIT) if joint_pool is not None else score.parts
-        for name in names:
+        # The logit comes last, because the other parts choose its pairs.
+        logit_range = self.model.info.logit_range if k is not None and len(score.parts) > 1 else None
+        for name in sorted(score.parts, key=lambda name: name == LOGIT):
             with stages.timed("joint_encoder" if name == LOGIT else "other_parts"):
                 if not captions:  # no model is called without pairs
                     values[name] = np.empty(0, np.float32)
-                elif name == LOGIT and joint_pool is not None:
-                    chosen = [
-                        score.joint_candidates(
-                            {part: value[its_pairs] for part, value in values.items()}, rows[its_pairs], joint_pool
-                        )
-                        for its_pairs in of_each
-                    ]
-                    mask = np.concatenate(chosen)
+                elif name == LOGIT and k is not None and logit_range is not None:
+                    others = [{part: value[its_pairs] for part, value in values.items()} for its_pairs in of_each]
+                    mask = np.concatenate([score.may_be_first(each, k, logit_range) for each in others])
                     values[name] = np.full(len(rows), np.nan, dtype=np.float32)
                     values[name][mask] = models.part(name, pairs.at(mask), TEXT_TO_IMAGE, weights)
                 else:
@@ -368,22 +359,21 @@ class TokenIndex:
         scored = []
         for (its_rows, similarities), its_pairs in zip(candidates, of_each, strict=True):
             parts = {name: values[name][its_pairs] for name in score.parts}
-            summed = parts if joint_pool is None else score.with_every_logit(parts)
-            share = joint.sum(summed) if joint.parts else None
-            scored.append(ScoredCandidates(its_rows, similarities, score.sum(summed), share, parts))
+            share = joint.sum(parts) if joint.parts else None
+            scored.append(ScoredCandidates(its_rows, similarities, score.sum(parts), share, parts))
         return scored
 
     def _final_score(
-        self, score: str | ScoreWeights | None, joint_pool: int | None = None, direction: str = TEXT_TO_IMAGE
+        self, score: str | ScoreWeights | None, direction: str = TEXT_TO_IMAGE
     ) -> tuple[ScoreWeights, FinalScore]:
         """Return the weights of the score to sort by, and the score.
 
         Raises:
-            UsageError: the score or `joint_pool` is invalid.
+            UsageError: the score is invalid.
             ModelError: the model cannot compute the score.
         """
         weights = self.model.weights(direction, self._score if score is None else score)
-        final = FinalScore.of(weights, joint_pool)
+        final = FinalScore.of(weights)
         if reads_tokens(final.parts, direction):
             self.model.check_reranks()
         return weights, final
@@ -393,7 +383,7 @@ class TokenIndex:
         hits = []
         with stages.timed("hits"):
             for rows, similarities, final, joint, parts in scored:
-                order = np.lexsort((rows, -final))[:k]
+                order = np.lexsort((rows, -final))[:k]  # NaN comes last
                 hits.append(
                     [
                         Hit(
@@ -402,7 +392,7 @@ class TokenIndex:
                             score=float(final[at]),
                             embedding_score=float(similarities[at]),
                             joint_score=None if joint is None else float(joint[at]),
-                            parts={name: float(part[at]) for name, part in parts.items() if not np.isnan(part[at])},
+                            parts={name: float(part[at]) for name, part in parts.items()},
                             columns=columns,
                         )
                         for at, (uri, columns) in zip(order, self.rows.described(rows[order]), strict=True)

@@ -12,7 +12,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import HubnessBank, ScoreModels
-from edje_index.scoring.weights import DirectionWeights
+from edje_index.scoring.weights import TEXT_TO_IMAGE, DirectionWeights
 from edje_index.training.batches import BatchSource
 from edje_index.training.checkpoints import Checkpoints
 from edje_index.training.dev import DevSet, choose_dev_weights
@@ -65,14 +65,15 @@ def finish_model(
         bank = make_hubness_bank(adapter, bundle.score_models, source, fitting.hubness_bank, on_progress)
         bundle = replace(bundle, hubness_bank=bank.to(device).eval())
     score = DirectionWeights()
-    choices: dict[str, WeightChoice] = {}
+    logit_range, choices = None, dict[str, WeightChoice]()
     if task.dev is not None:
         dev = DevSet.open(*task.dev, source.features)
         choices = choose_dev_weights(bundle, dev, source.features, fitting, on_progress)
         score = DirectionWeights(**{direction: choice.weights for direction, choice in choices.items()})
+        logit_range = choices[TEXT_TO_IMAGE].logit_range
     has_bank = bundle.hubness_bank is not None and (score.t2i.hubness or score.i2t.hubness)
-    bundle = replace(bundle, score=score, hubness_bank=bundle.hubness_bank if has_bank else None)
-    return bundle, state.step, choices
+    used_bank = bundle.hubness_bank if has_bank else None
+    return replace(bundle, score=score, hubness_bank=used_bank, logit_range=logit_range), state.step, choices
 
 
 @torch.inference_mode()

@@ -108,6 +108,7 @@ class WeightChoice:
         embedding_recall: R@1 with the embedding similarity alone.
         queries: number of queries.
         pool: number of candidates per query.
+        logit_range: smallest and largest logit in the pools.
     """
 
     weights: ScoreWeights
@@ -117,6 +118,7 @@ class WeightChoice:
     embedding_recall: float
     queries: int
     pool: int
+    logit_range: tuple[float, float]
 
 
 def choose_weights(pools: DevPools, on_fit: Callable[[], None] = lambda: None) -> WeightChoice:
@@ -136,6 +138,7 @@ def choose_weights(pools: DevPools, on_fit: Callable[[], None] = lambda: None) -
         embedding_recall=float(pools.hits(ScoreWeights(logit=0.0, embedding=1.0)).mean()),
         queries=len(pools.right),
         pool=pools.right.shape[1],
+        logit_range=(float(pools.parts[LOGIT].min()), float(pools.parts[LOGIT].max())),
     )
 
 

@@ -90,7 +90,7 @@ def make_start(
         adapter = _adapter(architecture, bundle, joint, initial)
         _extend_positions(joint, MAX_TEXT_TOKENS + adapter.config.num_tokens)
     started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes="start of a training", info=None)
-    return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None)
+    return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None, logit_range=None)
 
 
 def _towers(vision_name: str | None, source: Path | None) -> ModelBundle:

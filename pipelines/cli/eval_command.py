@@ -14,7 +14,6 @@ from pipelines.cli.options import (
     device_option,
     dtype_option,
     images_option,
-    joint_pool_option,
     json_option,
     model_option,
     quiet_option,
@@ -60,7 +59,6 @@ from pipelines.cli.output import note, print_json, this_command
     is_flag=True,
     help="Use all images of INDEX and all captions of CAPTIONS as candidates, and report recall at 5, 10 and 20.",
 )
-@joint_pool_option
 @score_option
 @click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.  [default: all queries]")
 @click.option(

@@ -98,13 +98,6 @@ dtype_option = click.option(
 read_precision_option = click.option(
     "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: the highest fidelity stored]"
 )
-joint_pool_option = click.option(
-    "--joint-pool",
-    type=POSITIVE,
-    metavar="N",
-    help="Number of candidates per query that the joint encoder scores: those that are best by the other parts of the "
-    "score.  [default: all]",
-)
 where_option = click.option(
     "--where",
     metavar="FILTER",

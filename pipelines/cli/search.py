@@ -16,7 +16,6 @@ from pipelines.cli.options import (
     POSITIVE,
     device_option,
     dtype_option,
-    joint_pool_option,
     json_option,
     location,
     model_option,
@@ -54,7 +53,6 @@ _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".t
 )
 @click.option("-k", "k", type=POSITIVE, default=10, show_default=True, help="Number of hits.")
 @click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
-@joint_pool_option
 @score_option
 @where_option
 @read_precision_option
@@ -80,7 +78,6 @@ def search(
     texts: Path | None,
     k: int,
     pool: int,
-    joint_pool: int | None,
     score: str,
     where: str | None,
     precision: str | None,
@@ -110,7 +107,6 @@ def search(
       edje-index search photos.edje "a red car" --score embedding
       edje-index search photos.edje "a red car" --score logit
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
-      edje-index search photos.edje "a red car" --joint-pool 20
       edje-index search photos.edje "a red car" --precision fp8
       edje-index search photos.edje "a red car" --where "width > 800 and licence = 'cc0'"
       edje-index search photos.edje "a red car" --columns captions,licence
@@ -125,7 +121,6 @@ def search(
         raise UsageError("--texts are ranked for an image: add --image FILE")
     useless = {
         "--score": score != BUNDLE_SCORE and image is not None and texts is None,
-        "--joint-pool": joint_pool is not None and image is not None,
         "--precision": precision is not None and image is not None,
         "--where": where is not None and texts is not None,
         "--html": html is not None and text is None,
@@ -181,7 +176,7 @@ def search(
         return
     for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
         batch = query_texts[start : start + _QUERIES_AT_ONCE]
-        results = opened.search(batch, k if html is None else pool, pool, where=where, joint_pool=joint_pool)
+        results = opened.search(batch, k if html is None else pool, pool, where=where)
         for query, hits in zip(batch, results, strict=True):
             if queries is not None and not as_json:
                 print_line(f"query: {query}")

@@ -232,14 +232,14 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
     else:
         assert body.query is not None
         state.check_query(body.query)
-        options: dict[str, Any] = {"score": body.score, "where": where, "joint_pool": body.joint_pool}
+        options: dict[str, Any] = {"score": body.score, "where": where}
 
         def search_texts(payloads: Sequence[tuple[str, int]]) -> list[Any]:
             texts, counts = [text for text, _ in payloads], [count for _, count in payloads]
             hits_of_each = index.search(texts, max(counts), body.pool, **options)
             return [hits.first(count) for hits, count in zip(hits_of_each, counts, strict=True)]
 
-        pairs = min(body.joint_pool or body.pool, body.pool) if is_reranked else 1
+        pairs = body.pool if is_reranked else 1
         hits, timing = await state.batcher.submit(
             (body.query, body.pool if body.embedding_order else body.k),
             search_texts,

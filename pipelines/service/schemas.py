@@ -48,11 +48,6 @@ class SearchRequest(_Search):
     """A search by text, or for images that are similar to an image or row. Exactly one of the three is set."""
 
     query: Text | None = Field(None, description="The text to search for.")
-    joint_pool: Count | None = Field(
-        None,
-        description="Number of candidates that the joint encoder scores: those that are best by the other parts of the "
-        "score. A small number is faster, but may change the order of the hits. The default is all candidates.",
-    )
     where: str | None = Field(
         None,
         min_length=1,

@@ -36,7 +36,6 @@ NOT_RUN = {
     "train more.jsonl": "tests/pipelines train tiny models; the commands of the guides take hours",
     "build photos --out siglip2.edje": "its model comes from a model hub",
     "eval siglip2.edje": "its model comes from a model hub",
-    'search photos.edje "a red canoe on a lake" --joint-pool': "the tiny model has one part of the score",
     "ann build photos.edje --ann IVF4096,PQ96x4fs": "the embeddings of the tiny model have 24 values",
     "build ~/photos --out photos.edje --model model --address": "needs a Ray cluster; tests/integration start one",
     "build /shared/photos": "needs a Ray cluster",

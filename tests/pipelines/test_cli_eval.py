@@ -214,7 +214,6 @@ def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch):
         (["--split", "test"], "no captions of the split 'test'"),
         (["--precision", "fp3"], "unknown precision"),
         (["--score", "joint"], "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT"),
-        (["--joint-pool", "3", "--score", "embedding"], "--joint-pool: joint_pool has no effect on a score without"),
     ):
         code, out, err = run(*arguments(world, *options))
         assert (code, out) == (2, "")

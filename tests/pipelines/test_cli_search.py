@@ -83,12 +83,9 @@ def test_options_of_a_text_search(run, root):
     command = ["search", root, "a red canoe", "--score", "logit=1,embedding=20", "-k", 4]
     (exact,) = hits_of(run, *command)
     assert exact["hits"] == hits_of(run, *command, "--precision", "bf16")[0]["hits"]
-    assert exact["hits"] == hits_of(run, *command, "--joint-pool", 100)[0]["hits"]
     (rounded,) = hits_of(run, *command, "--dtype", "bfloat16")
     assert [hit["score"] for hit in rounded["hits"]] != [hit["score"] for hit in exact["hits"]]
     assert exact["stages_ms"]["total"] >= exact["stages_ms"]["joint_encoder"] > 0
-    (answer,) = hits_of(run, *command, "--joint-pool", 2)
-    assert ["logit" in hit["parts"] for hit in answer["hits"]] == [True, True, False, False]
     (filtered,) = hits_of(run, *command, "--where", "row_id = 7")
     assert [hit["row_id"] for hit in filtered["hits"]] == [7]
     (chosen,) = hits_of(run, *command, "--where", "row_id = 7", "--columns", "row_id, width")
@@ -112,8 +109,6 @@ def test_senseless_combinations_are_refused(run, root):
         (["--queries", "q.txt", "--html", "x.html"], "--html has no effect with --queries"),
         (["text", "--pool", "3"], "--pool 3 is smaller than -k 10"),
         (["--image", "x.jpg", "--score", "logit"], "--score has no effect with --image"),
-        (["--image", "x.jpg", "--joint-pool", "3"], "--joint-pool has no effect with --image"),
-        (["text", "--joint-pool", "3"], "joint_pool needs a score with other parts than the logit"),
         (["--image", "x.jpg", "--precision", "bf16"], "--precision has no effect with --image"),
         (["text", "--texts", "x.txt"], "--texts are ranked for an image: add --image FILE"),
         (["--image", "x.jpg", "--texts", "x.txt", "--where", "width > 3"], "--where has no effect with --texts"),

@@ -46,17 +46,11 @@ function fill(select, names, field) {
   field.hidden = names.length < 2;
 }
 
-function chosenJointPool() {
-  return byId("joint-pool-field").hidden ? 0 : Number(byId("joint-pool").value);
-}
-
 function showIndex() {
   fill(byId("precision"), index.precisions, byId("precision-field"));
   const pool = byId("pool");
   pool.max = Math.min(500, Math.max(10, Math.ceil(index.indexed / 10) * 10));
   byId("pool-value").textContent = pool.value;
-  const parts = Object.keys(index.weights);
-  byId("joint-pool-field").hidden = !parts.includes("logit") || parts.length < 2; // the other parts choose the photos
   byId("columns").textContent =
     "Columns: " + Object.entries(index.columns).map(([name, type]) => `${name} (${type})`).join(", ");
   byId("about").textContent =
@@ -88,9 +82,6 @@ function readAddress() {
   const pool = Number(parameters.get("pool"));
   if (Number.isInteger(pool) && pool >= 10) byId("pool").value = pool;
   byId("pool-value").textContent = byId("pool").value;
-  const jointPools = [...byId("joint-pool").options].map((option) => option.value);
-  const jointPool = parameters.get("joint_pool");
-  byId("joint-pool").value = jointPools.includes(jointPool) ? jointPool : "";
   byId("query").value = parameters.get("q") ?? "";
   byId("where").value = parameters.get("where") ?? "";
   if (byId("where").value) byId("filter").open = true;
@@ -106,7 +97,6 @@ function writeAddress(what) {
   if (byId("where").value.trim()) parameters.set("where", byId("where").value);
   if (index.precisions.length > 1) parameters.set("precision", byId("precision").value);
   if (what.query !== undefined) parameters.set("pool", byId("pool").value);
-  if (what.query !== undefined && chosenJointPool()) parameters.set("joint_pool", chosenJointPool());
   const text = parameters.toString();
   if (`?${text}` !== location.search) history.pushState(null, "", text ? `?${text}` : location.pathname);
 }
@@ -118,7 +108,6 @@ async function search(what, remember = true) {
   const precision = byId("precision").value;
   const body = { ...what, k: Math.min(HITS, pool), pool, precision };
   if (what.query !== undefined) body.embedding_order = true;
-  if (what.query !== undefined && chosenJointPool()) body.joint_pool = chosenJointPool();
   if (byId("where").value.trim()) body.where = byId("where").value;
   say("Searching ...");
   byId("orders").classList.add("busy");
@@ -342,7 +331,6 @@ byId("key-form").addEventListener("submit", (event) => {
 byId("pool").addEventListener("input", () => (byId("pool-value").textContent = byId("pool").value));
 byId("pool").addEventListener("change", searchAgain);
 byId("precision").addEventListener("change", searchAgain);
-byId("joint-pool").addEventListener("change", searchAgain);
 byId("image").addEventListener("change", (event) => event.target.files[0] && useImage(event.target.files[0]));
 byId("copy").addEventListener("click", async () => {
   try {

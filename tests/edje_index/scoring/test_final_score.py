@@ -41,23 +41,17 @@ def test_arrays_and_tensors_are_summed_alike():
 
 
 @given(arrays(np.float32, (3, 6), elements=NUMBERS), st.integers(1, 7), st.sampled_from([-0.5, 0.25, 2.0]))
-def test_a_candidate_without_a_logit_never_ranks_above_one_with(parts, joint_pool, weight):
-    """With exact sums of small numbers, for one query and for two."""
-    score = FinalScore.of(ScoreWeights(logit=weight, late=1.0, embedding=4.0), joint_pool)
-    logits, late, embedding = np.round(parts)
-    rows = np.array([5, 1, 9, 0, 3, 2])
-    chosen = score.joint_candidates({"late": late, "embedding": embedding}, rows, joint_pool)
-    order = sorted(range(6), key=lambda at: (-(late[at] + 4 * embedding[at]), rows[at]))
-    assert set(np.flatnonzero(chosen)) == set(order[:joint_pool])
-    known = {"logit": np.where(chosen, logits, np.nan), "late": late, "embedding": embedding}
-    final = score.sum(score.with_every_logit(known))
-    np.testing.assert_array_equal(final[chosen], score.sum({**known, "logit": logits})[chosen])
-    if not chosen.all():
-        assert final[chosen].min() >= final[~chosen].max()
-    both = {part: np.stack([values, values[::-1]]) for part, values in known.items()}
-    np.testing.assert_array_equal(score.sum(score.with_every_logit(both)), [final, final[::-1]])
-    both_chosen = score.joint_candidates(both, np.stack([rows, rows[::-1]]), joint_pool)
-    np.testing.assert_array_equal(both_chosen, [chosen, chosen[::-1]])
+def test_the_first_hits_are_found_without_the_logits_of_the_others(parts, k, weight):
+    """With exact sums of small numbers."""
+    score = FinalScore.of(ScoreWeights(logit=weight, late=1.0, embedding=4.0))
+    logit, late, embedding = np.round(parts)
+    final = score.sum({"logit": logit, "late": late, "embedding": embedding})
+    others = {"late": late, "embedding": embedding}
+    mask = score.may_be_first(others, k, (logit.min(), logit.max()))
+    assert set(np.flatnonzero(final >= np.sort(final)[-min(k, 6)])) <= set(np.flatnonzero(mask))
+    assert mask.sum() >= min(k, 6)
+    best = np.sort(late + 4 * embedding)[-min(k, 6)]
+    np.testing.assert_array_equal(score.may_be_first(others, k, (1.0, 1.0)), (late + 4 * embedding >= best) | (k > 6))
 
 
 @pytest.mark.parametrize(

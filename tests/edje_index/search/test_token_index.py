@@ -107,34 +107,33 @@ def test_several_texts_give_the_hits_of_each_alone(index, monkeypatch):
     assert index.search([], k=6, pool=9) == []
 
 
-def test_the_joint_encoder_scores_the_best_of_the_other_parts(monkeypatch):
+@pytest.mark.parametrize("width", [None, 0.0, 0.5, 2.0])
+def test_the_joint_encoder_scores_only_what_may_come_first(monkeypatch, width):
+    """`width` is the length of the range of the logits that the bundle names, as a share of their actual range."""
     index = TokenIndex.open(GOLDEN / "index", GOLDEN / "model", score=SCORE)
     texts = ["a dog plays in the snow", "two red boats", "a child on a long beach near the sea"]
     pairs, logits = [], JointScorer.logits
     full = index.search(texts, 9, 9)
-    weights = index.model.weights("t2i", SCORE).by_part()
+    values = [hit.parts["logit"] for hits in full for hit in hits]
+    low, high = min(values), max(values)
+    if width is not None:
+        joint = {**index.model.info.joint, "logit_range": [low, low + width * (high - low)]}
+        index.model.info = replace(index.model.info, joint=joint)
     monkeypatch.setattr(
         JointScorer, "logits", lambda self, inputs, tokens: pairs.append(len(tokens)) or logits(self, inputs, tokens)
     )
-    for joint_pool in (1, 4, 9):
-        results = index.search(texts, 9, 9, joint_pool=joint_pool)
-        assert sum(pairs) == joint_pool * len(texts)
-        pairs.clear()
-        for hits, exact in zip(results, full, strict=True):
-            cheap = {hit.row_id: sum(weights[p] * v for p, v in hit.parts.items() if p != "logit") for hit in exact}
-            logit = {hit.row_id: weights["logit"] * hit.parts["logit"] for hit in exact}
-            chosen = sorted(cheap, key=lambda row: -cheap[row])[:joint_pool]
-            lowest = min(logit[row] for row in chosen)
-            final = {row: cheap[row] + (logit[row] if row in chosen else lowest) for row in cheap}
-            assert rows_of(hits) == sorted(final, key=lambda row: -final[row])
-            np.testing.assert_allclose([hit.score for hit in hits], [final[hit.row_id] for hit in hits], atol=1e-4)
-            assert ["logit" in hit.parts for hit in hits] == [rank < joint_pool for rank in range(9)]
-        changed = [rows_of(hits) for hits in results] != [rows_of(hits) for hits in full]
-        assert changed == (joint_pool < 9), "a joint pool changes some order, and the whole pool none"
-    assert index.search(texts, 6, 9, joint_pool=3, where="row_id < 0") == [[], [], []]
-    for score, joint_pool in (("logit", 3), ("late", 3), ("bundle", 0), ("embedding", 3)):
-        with pytest.raises(UsageError, match="joint_pool"):
-            index.search("a dog", score=score, joint_pool=joint_pool)
+    results = index.search(texts, 3, 9)
+    assert (sum(pairs) == 27) == (width is None), "a bundle without a range, or fewer candidates"
+    assert sum(pairs) == 9 or width != 0.0
+    if width is None or width > 1:
+        check_same(results, [hits[:3] for hits in full])
+    weights = index.model.weights("t2i", SCORE).by_part()
+    for hits in results:
+        assert [hit.score for hit in hits] == pytest.approx(
+            [sum(weights[part] * value for part, value in hit.parts.items()) for hit in hits], abs=1e-4
+        )
+    assert index.search(texts, 6, 9, where="row_id < 0") == [[], [], []]
+    check_same(index.search(texts, 9, 9), full)
 
 
 def test_scores_that_a_bundle_cannot_compute_are_refused(built):

@@ -216,7 +216,6 @@ def test_info_describes_the_index_and_the_limits(client, library):
         ("/search", {"image": "data:image/png;base64,!"}, 422, "not valid base64"),
         ("/search", {"query": "a", "where": "licence = 1"}, 422, "the columns are row_id"),
         ("/search", {"query": "a", "where": "x" * 5000}, 422, "where:"),
-        ("/search", {"query": "a", "joint_pool": 3}, 422, "joint_pool needs a score with other parts"),
         ("/search/texts", {"row_id": 7, "image": "AAAA", "texts": ["a"]}, 422, "exactly one of image and row_id"),
         ("/search/texts", {"row_id": 7, "texts": []}, 422, "texts"),
         ("/search/texts", {"row_id": 7, "texts": ["a", "  "]}, 422, "the query is empty"),

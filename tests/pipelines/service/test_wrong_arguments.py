@@ -21,7 +21,6 @@ CASES = [
     *(("search", {"text": value}) for value in (*QUERIES, *LISTS) if value != "a dog"),
     *((method, {"k": value}) for method in ("search", "search_texts", "search_image") for value in COUNTS),
     *((method, {"pool": value}) for method in ("search", "search_texts") for value in (*COUNTS, 2)),
-    *(("search", {"score": "logit=1,embedding=1", "joint_pool": value}) for value in COUNTS if value is not None),
     *((method, {"score": value}) for method in ("search", "search_texts") for value in (3, "x", b"logit", ["logit"])),
     *((method, {"where": value}) for method in ("search", "search_image") for value in (3, "", LONE, ["width"])),
     *(("search_texts", {"image": value}) for value in (*IMAGES, 10**30, *IMAGES_OF_THE_LIBRARY)),
