@@ -41,16 +41,9 @@ def bench_build(
     repeats: int = 3,
     engines: Sequence[str] = ("inline", "ray"),
 ) -> dict[str, Any]:
-    """Measure all runs, and return a report that compares each engine with the loop.
+    """Measure all runs on `images`, and return a report that compares each engine with the loop.
 
-    Args:
-        images: paths of images that can be decoded.
-        model: directory of the model bundle.
-        folder: folder for temporary indexes, which are removed.
-        threads: CPU threads of the model.
-        dtype: data type of the model's matrix products: "float32" or "bfloat16".
-        repeats: number of runs of each engine and of the loop.
-        engines: execution engines to compare with the loop.
+    The other arguments are options of `edje-index bench build`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [str(path.absolute()) for path in images]  # paths of a list are relative to the list

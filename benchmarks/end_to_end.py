@@ -63,15 +63,8 @@ def bench_end_to_end(
 ) -> dict[str, Any]:
     """Build every system from the same vectors, search with each, and return the report. Linux only.
 
-    Args:
-        index: index that the embeddings and tokens come from.
-        captions: caption file of images in the index. A random sample of its captions are the queries.
-        folder: missing or empty directory for the files of the systems. It is removed at the end.
-        say: receives one line of text per system.
-        images: base directory of relative image paths; None for the directory of `captions`.
-        model: model bundle; None for the bundle that built the index.
-        systems: names of the systems to measure, keys of `SYSTEMS`; empty for all.
-        queries: number of captions to search for.
+    The other arguments are arguments and options of `edje-index bench end-to-end`. `folder` is removed at the end, and
+    `say` receives one line of text per system.
 
     Raises:
         UsageError: the folder is not empty, a system is unknown, or no caption can be searched for.

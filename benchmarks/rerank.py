@@ -51,18 +51,7 @@ def bench_rerank(
 ) -> dict[str, Any]:
     """Return pairs per second of each joint encoder, and milliseconds of each query stage.
 
-    Args:
-        model: bundle with the joint encoder to measure; None for joint encoders with random weights and the sizes of
-            MiniLM.
-        index: index for measuring the stages of a query, built with the encoder of `model`; None to measure no query.
-        score: final score of the query. See `edje_index.scoring.weights.parse_score`.
-        batch_sizes: numbers of pairs per forward pass to measure.
-        threads: numbers of torch threads to measure; empty for 1 and the number of CPUs. They have an effect only on a
-            CPU.
-        pool: number of candidates of the query.
-        repeats: number of runs of each setting.
-        device: "auto", "cpu" or "cuda".
-        dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16".
+    The arguments are options of `edje-index bench rerank`.
     """
     if index is None and score != BUNDLE_SCORE:
         raise UsageError("--score has an effect only with --index: give the index to search, or leave out --score")

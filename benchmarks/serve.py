@@ -67,16 +67,8 @@ def bench_serve(
 ) -> dict[str, Any]:
     """Measure every pool and precision, and return the report. Linux only.
 
-    Args:
-        index: index to serve.
-        queries: texts to search for. After the last text, the first text is used again.
-        say: receives one line of text after each measurement.
-        model: model bundle; None for the bundle that built the index.
-        dtype: data type of the joint encoder's matrix products.
-        pools: numbers of candidates to measure.
-        precisions: precisions to measure; if empty, the stored precision of the highest fidelity.
-        clients: numbers of clients of the closed loop to measure.
-        seconds: duration of each measurement.
+    The other arguments are options of `edje-index bench serve`. After the last of `queries`, the first is used again.
+    `say` receives one line of text after each measurement.
 
     Raises:
         EdjeError: the service does not start.

@@ -83,15 +83,8 @@ def bench_fetch(
 ) -> dict[str, Any]:
     """Run the benchmark and return the report. Temporary files are removed at the end.
 
-    Args:
-        index: index to fetch from.
-        say: receives one line of text after each run.
-        precisions: precisions to measure; if empty, the stored precision of the highest fidelity.
-        pool: blocks per large fetch, limited to half the rows of the index.
-        cold: True to measure only with a cold page cache, False only with a warm one, None both.
-        peers: True to measure the compared libraries too.
-        repeats: runs of each subject.
-        scratch: folder for copies of records; None for the folder that contains `index`.
+    The other arguments are options of `edje-index bench fetch`; `cold` is None for both states of the page cache. `say`
+    receives one line of text after each run.
 
     Raises:
         UsageError: the index or a precision does not exist, or disk space is short. No file has been written then.

@@ -49,13 +49,7 @@ def bench_remote(
 ) -> dict[str, Any]:
     """Measure the index at `url` and return the results as a JSON object.
 
-    Args:
-        url: URL of the index.
-        say: receives one line of text before each round.
-        precision: precision to read; None means the first of the index.
-        pool: number of blocks of a large fetch, at most half the rows of the index.
-        repeats: number of large fetches and of rounds of queries.
-        peers: whether to measure other libraries too.
+    The other arguments are options of `edje-index bench fetch`. `say` receives one line of text before each round.
 
     Raises:
         UsageError: the index does not have the precision, or has fewer than two rows.

@@ -89,10 +89,6 @@ class JointEncoder(nn.Module):
         """
         return self.scorer().score(captions, tokens)
 
-    def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
-        """Return the mean of the last hidden states of each row, see `JointScorer.sentence_vectors`."""
-        return self.scorer().sentence_vectors(inputs)
-
     def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
         """Return one matching logit per row, float32 [b]. `tokens` are the image tokens of the rows [b, m, d]."""
         with autocast(self.compute_dtype, self.device):

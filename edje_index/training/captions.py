@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from edje_index.bundles.bundle import load_clip_text_tower
 from edje_index.bundles.info import JOINT_FOLDER, VISION_FOLDER, read_bundle_info, verify_files
 from edje_index.models.clip_config import read_clip_config
-from edje_index.models.joint_inputs import JointTokenizer, clean_canonicalize, load_joint_tokenizer
-from edje_index.models.text_tower import TextTower, embed_texts
+from edje_index.models.joint_inputs import clean_canonicalize, load_joint_tokenizer
+from edje_index.models.text_tower import embed_texts
 from edje_index.training.workers import WorkerGroup
 from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, TaskInterrupted
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 
@@ -184,24 +184,36 @@ def prepare_captions(
     group.any(False)  # a worker that finishes a shard now would change which shards are missing
     stopped = False
     if missing:
-        info = read_bundle_info(bundle)
-        tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=info.canonical_captions)
-        towers = {"text_embeddings": _text_tower(bundle, device)}
-        if miner is not None:
-            towers["text_mining"] = _text_tower(miner, device)
+        towers = {}
+        for name, path in (("text_embeddings", bundle), ("text_mining", miner)):
+            if path is not None:
+                info = read_bundle_info(path)
+                verify_files(info)
+                config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
+                towers[name] = load_clip_text_tower(info, config, device)
+        canonical = read_bundle_info(bundle).canonical_captions
+        tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
 
         def check(_activity: str, _done: int, _total: int) -> None:
             if should_stop():
-                raise _StoppedError
+                raise TaskInterrupted
 
         try:
             for number in missing:
-                arrays = _prepare_shard(table.get_batch(number), tokenizer, towers, mining_index, check)
-                content = io.BytesIO()
-                np.savez(content, **arrays)  # type: ignore[arg-type]
+                batch, content = table.get_batch(number), io.BytesIO()
+                captions: list[str] = batch["caption"].to_pylist()
+                token_ids = tokenizer.caption_ids(captions)
+                np.savez(
+                    content,
+                    tokens=np.array([token for caption in token_ids for token in caption], dtype=np.int32),
+                    token_counts=np.array([len(caption) for caption in token_ids], dtype=np.int64),
+                    caption_keys=np.array([_key(caption, canonical) for caption in captions], dtype=np.int64),
+                    image_mining=read_embeddings(mining_index, batch["mining_row"].drop_null().to_numpy()),
+                    **{name: embed_texts(tower, captions, check) for name, tower in towers.items()},
+                )
                 write_bytes_atomic(shards[number], content.getvalue())
                 on_shard(sum(path.exists() for path in shards), len(shards))
-        except _StoppedError:
+        except TaskInterrupted:
             stopped = True
     if group.any(stopped):
         return False
@@ -211,42 +223,14 @@ def prepare_captions(
     return True
 
 
-class _StoppedError(Exception):
-    pass
-
-
 def _parts(folder: Path) -> Path:
     """Return the directory of the finished shards of the training data `folder`."""
     return folder.with_name(f".{folder.name}.part")
 
 
-def _text_tower(bundle: Path, device: torch.device) -> TextTower:
-    info = read_bundle_info(bundle)
-    verify_files(info)
-    return load_clip_text_tower(info, read_clip_config(info.path / VISION_FOLDER, info.vision_name), device)
-
-
-def _prepare_shard(
-    batch: pa.RecordBatch,
-    tokenizer: JointTokenizer,
-    towers: dict[str, TextTower],
-    mining_index: CommittedIndex,
-    check: Callable[[str, int, int], None],
-) -> dict[str, NDArray[Any]]:
-    captions: list[str] = batch["caption"].to_pylist()
-    token_ids = tokenizer.caption_ids(captions)
-    return {
-        "tokens": np.array([token for caption in token_ids for token in caption], dtype=np.int32),
-        "token_counts": np.array([len(caption) for caption in token_ids], dtype=np.int64),
-        "caption_keys": np.array([_key(caption, tokenizer) for caption in captions], dtype=np.int64),
-        "image_mining": read_embeddings(mining_index, batch["mining_row"].drop_null().to_numpy()),
-        **{name: embed_texts(tower, captions, check) for name, tower in towers.items()},
-    }
-
-
-def _key(text: str, tokenizer: JointTokenizer) -> int:
+def _key(text: str, canonical: bool) -> int:
     """Return a number that captions with the same words share. Other captions share it with probability 2**-64."""
-    words = clean_canonicalize(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
+    words = clean_canonicalize(text) if canonical else " ".join(text.lower().split()).rstrip(" .")
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little", signed=True)
 
 

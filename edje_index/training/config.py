@@ -342,20 +342,15 @@ def validated(model: type[Model], values: Mapping[str, Any]) -> Model:
 def _describe(model: type[Settings], problem: Any) -> str:
     name, message, value = ".".join(map(str, problem["loc"])), str(problem["msg"]), problem["input"]
     if problem["type"] == "extra_forbidden":
-        return f"no setting is named {name}" + _suggestion(model, name)
+        names = setting_names(model)
+        same_key = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
+        alike = same_key or difflib.get_close_matches(name, [*names, *model.model_fields], n=1)
+        return f"no setting is named {name}" + (f"; did you mean {' or '.join(alike)}?" if alike else "")
     if problem["type"] == "value_error":
         return message.removeprefix("Value error, ")
     if problem["type"] == "missing":
         return f"{name} is missing"
     return f"{name} is {value!r}; {message[0].lower()}{message[1:]}"
-
-
-def _suggestion(model: type[Settings], name: str) -> str:
-    """Return "; did you mean ...?" with the names of similar settings. Return "" if there are none."""
-    names = setting_names(model)
-    same_key = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
-    alike = difflib.get_close_matches(name, [*names, *model.model_fields], n=1)
-    return f"; did you mean {' or '.join(same_key or alike)}?" if same_key or alike else ""
 
 
 def setting_names(model: type[Settings]) -> list[str]:

@@ -17,7 +17,6 @@ from edje_index.models.joint_encoder import JointEncoder
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import PooledSimilarity, token_statistics, word_bags
 from edje_index.training.batches import BatchSource
-from edje_index.training.captions import TrainingData
 from edje_index.training.features import Features
 from edje_index.training.random_streams import POOLING, stream
 
@@ -55,9 +54,20 @@ def fit_pooled_similarity(
     patches, tokens, image_of_row = _pool_images(adapter, source, chosen, joint.device, on_progress)
     captions = np.concatenate([np.arange(*data.caption_starts[[image, image + 1]]) for image in chosen])
     image_of_caption = np.repeat(np.arange(len(chosen)), np.diff(data.caption_starts)[chosen])
-    # The captions as vectors: the mean hidden state and the bag of words of each caption, centred and scaled.
-    word_ids, word_weights = _counted_words(data, captions)
-    sentences = _sentence_vectors(joint, data, captions)
+    # The captions as vectors: the mean hidden state and the bag of words of each caption, centred and scaled. A bag has
+    # the most frequent token ids in ascending order, weighted by their inverse document frequencies.
+    distinct = np.concatenate([np.unique(data.caption(caption)) for caption in captions])
+    token_ids, counts = np.unique(distinct, return_counts=True)
+    kept = np.flatnonzero(counts >= MIN_CAPTIONS)
+    kept = np.sort(kept[np.argsort(-counts[kept], kind="stable")[:MAX_WORDS]])
+    word_ids = torch.from_numpy(token_ids[kept].astype(np.int64))
+    word_weights = torch.from_numpy(np.log(len(captions) / counts[kept]).astype(np.float32))
+    scorer, order = joint.scorer(), np.argsort(np.diff(data.token_starts)[captions], kind="stable")
+    sentences = torch.empty(len(captions), joint.width, dtype=torch.float64)
+    for start in range(0, len(order), _CAPTION_BATCH):
+        batch = order[start : start + _CAPTION_BATCH]
+        inputs = joint.tokenizer.inputs_of_ids([data.caption(caption) for caption in captions[batch]], 0)
+        sentences[batch] = scorer.sentence_vectors(inputs).double().cpu()
     sentence_mean, sentence_scale = sentences.mean(dim=0), column_scale(sentences) * joint.width**0.5
     columns = torch.empty(len(captions), joint.width + len(word_ids), dtype=torch.float64)
     columns[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
@@ -124,27 +134,6 @@ def _pool_images(
                 image.append(existing)
             on_progress(_ACTIVITY, part * len(chosen) + min(start + _IMAGE_BATCH, len(rows)), total)
     return torch.cat(patches).double(), torch.cat(tokens).double(), np.concatenate(image)
-
-
-def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most frequent token ids in ascending order [w], and the inverse document frequency of each [w]."""
-    distinct = np.concatenate([np.unique(data.caption(caption)) for caption in captions])
-    token_ids, counts = np.unique(distinct, return_counts=True)
-    kept = np.flatnonzero(counts >= MIN_CAPTIONS)
-    kept = np.sort(kept[np.argsort(-counts[kept], kind="stable")[:MAX_WORDS]])
-    weights = np.log(len(captions) / counts[kept])
-    return torch.from_numpy(token_ids[kept].astype(np.int64)), torch.from_numpy(weights.astype(np.float32))
-
-
-def _sentence_vectors(joint: JointEncoder, data: TrainingData, captions: NDArray[np.int64]) -> torch.Tensor:
-    """Compute the mean hidden state of each caption, float64 [c, d]."""
-    scorer, order = joint.scorer(), np.argsort(np.diff(data.token_starts)[captions], kind="stable")
-    vectors = torch.empty(len(captions), joint.width, dtype=torch.float64)
-    for start in range(0, len(order), _CAPTION_BATCH):
-        batch = order[start : start + _CAPTION_BATCH]
-        inputs = joint.tokenizer.inputs_of_ids([data.caption(caption) for caption in captions[batch]], 0)
-        vectors[batch] = scorer.sentence_vectors(inputs).double().cpu()
-    return vectors
 
 
 def canonical_maps(

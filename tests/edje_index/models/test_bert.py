@@ -84,7 +84,7 @@ def test_a_scorer_equals_the_joint_encoder(tiny_model: ModelBundle) -> None:
         mask = texts.attention_mask[:, :, None]
         hidden = joint.hidden_states(texts, torch.empty(0, 0, 16))
         expected = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
-        torch.testing.assert_close(joint.sentence_vectors(texts), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(joint.scorer().sentence_vectors(texts), expected, atol=1e-5, rtol=0)
 
 
 TEXTS = ["A dog", "two cats!", "", "  Tom &amp; Jerry\tcafÃ© ", "[MASK] and [SEP]", "犬 naïve ÉCOLE", "a red car " * 60]
