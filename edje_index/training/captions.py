@@ -209,7 +209,7 @@ def prepare_captions(
                     token_counts=np.array([len(caption) for caption in token_ids], dtype=np.int64),
                     caption_keys=np.array([_key(caption, canonical) for caption in captions], dtype=np.int64),
                     image_mining=read_embeddings(mining_index, batch["mining_row"].drop_null().to_numpy()),
-                    **{name: embed_texts(tower, captions, check) for name, tower in towers.items()},
+                    **{name: embed_texts(tower, captions, check) for name, tower in towers.items()},  # type: ignore[arg-type]
                 )
                 write_bytes_atomic(shards[number], content.getvalue())
                 on_shard(sum(path.exists() for path in shards), len(shards))

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from benchmarks.rerank import bench_rerank
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.cli import main
 
@@ -14,18 +13,6 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("rerank") / "model"
     create_untrained_bundle(path, sizes=TINY)
     return path
-
-
-def test_every_setting_of_a_bundle_is_measured(model):
-    report = bench_rerank(model, batch_sizes=(1, 4), threads=(1, 2), repeats=2, device="cpu")
-    ((name, found),) = report["joint_encoders"].items()
-    assert name == "model: 1 layers, width 16"
-    settings = {f"batch {batch}, {threads} threads" for batch in (1, 4) for threads in (1, 2)}
-    assert set(found["median"]) == settings
-    assert all(len(rates) == 2 and min(rates) > 0 for rates in found["pairs_per_s"].values())
-    assert found["median"][found["best"]] == max(found["median"].values())
-    assert found["tokens_per_pair"] >= 14 + 3 + 4  # words of the caption, marks, image; rare words are several
-    assert "query" not in report
 
 
 def test_the_command_prints_one_object(model, capsys):

@@ -106,19 +106,6 @@ def check(result: dict[str, Any], case: Path, out: Path) -> None:
     assert contents(out) == contents(case / "calm")
 
 
-def test_a_node_that_joins_gets_work(case, nodes, tmp_path):
-    nodes.add(2)
-    with Build(case, tmp_path / "index", nodes) as run:
-        frozen = run.freeze(2)
-        finished = len(run.events("shard"))
-        nodes.add(3)
-        run.wait_until(lambda: len(run.events("shard")) >= finished + 3)
-        for worker in frozen:
-            worker.resume()
-        check(run.result(), case, run.out)
-        assert "node 127.0.0.3 joined the cluster, which now has room for 2 workers" in run.messages()
-
-
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_the_shard_of_a_lost_node_runs_again(case, nodes, tmp_path, how):
     nodes.add(2)

@@ -25,7 +25,6 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits, write_random_index
-from tests.storage_formats.test_source_columns import ROWS, write_index
 
 SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
 FAILED, DUPLICATES = frozenset({5, 20}), frozenset({9, 30})  # duplicates of row 0
@@ -108,18 +107,6 @@ def test_a_duplicate_without_its_original_is_a_failed_row(index):
     (line,) = [row for row in read_rows(root).to_pylist() if row["reason"] == "original-deleted"]
     assert (line["uri"], line["status"], line["duplicate_of"]) == ("/photos/30.jpg", "failed", None)
     assert verify_index(root) == []
-
-
-def test_source_columns_are_copied(tmp_path):
-    write_index(tmp_path / "index", ROWS)
-    before = read_rows(tmp_path / "index", [0, 2, 3, 4]).to_pylist()
-    delete_rows(tmp_path / "index", rows=[1, 5])
-    compact_index(tmp_path / "index")
-    after = read_rows(tmp_path / "index").to_pylist()
-    assert [{**row, "row_id": old["row_id"]} for row, old in zip(after, before, strict=True)] == before
-    values = {column.name: column.values for column in Manifest.load(tmp_path / "index").columns}
-    assert (values["captions"], values["rating"], values["taken"], values["licence"]) == (2, 1, 0, 1)
-    assert [problem for problem in verify_index(tmp_path / "index") if problem.code == "columns"] == []
 
 
 def flip(path: Path, offset: int) -> None:

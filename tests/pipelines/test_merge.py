@@ -153,29 +153,6 @@ def test_a_stopped_merge_resumes_unless_an_index_has_changed(pair, tmp_path):
     assert verify_index(tmp_path / "again") == []
 
 
-@pytest.mark.parametrize(
-    ("file", "harm"),
-    [
-        ("tokens/bf16/c.1.0.0", "short"),
-        ("checksums/bf16/00000001.crc32c", "missing"),
-        ("rows/00000001.parquet", "flipped"),
-    ],
-)
-def test_damage_is_never_copied(pair, tmp_path, file, harm):
-    left, right, *_ = pair
-    path = right / file
-    data = path.read_bytes()
-    if harm == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(bytes([data[0] ^ 1]) + data[1:] if harm == "flipped" else data[:-1])
-    with pytest.raises(JobStopped, match=path.name):
-        merge_indexes([left, right], tmp_path / "merged")
-    path.write_bytes(data)
-    merge_indexes([left, right], tmp_path / "merged")
-    assert verify_index(tmp_path / "merged") == []
-
-
 def test_source_columns_are_united(tmp_path):
     write_index(tmp_path / "left", ROWS)
     write_index(tmp_path / "right", [{"rating": "high", "weight": 3}] * 6)

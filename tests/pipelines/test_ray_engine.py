@@ -16,7 +16,6 @@ import pytest
 from pipelines.engines import ray_engine
 from pipelines.engines.base import EngineUnavailableError, TaskFailedError
 from pipelines.engines.ray_engine import ATTEMPTS, run_on_ray
-from pipelines.progress.events import StatusMessage
 from storage_formats.errors import EdjeError, UsageError
 from tests.conftest import REPO
 from tests.pipelines.conftest import run_build
@@ -45,17 +44,6 @@ def test_the_task_of_a_killed_worker_runs_again_and_one_that_always_kills_fails(
     assert caught.value.task == jobs[2]
     assert [(tmp_path / name).read_text().count("attempt") for name in "123"] == [2, 1, 2]
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("action", ["stop_once", "read_fifo_once"])
-def test_a_worker_that_hangs_is_replaced(tmp_path, action):
-    events = []
-    run = functools.partial(run_on_ray, workers=2, stall_seconds=8)
-    results = run_jobs(run, tmp_path, [Job(1, action), Job(2), Job(3)], on_event=events.append)
-    assert sorted(results) == [10, 20, 30]
-    assert (tmp_path / "1").read_text().count("attempt") == 2
-    assert events == [StatusMessage("a worker made no progress for 8s", is_warning=True)]
 
 
 @pytest.mark.slow

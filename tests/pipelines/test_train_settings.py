@@ -57,6 +57,8 @@ def test_paths_of_a_file_start_at_its_directory(tmp_path):
         ("[loop", "cannot read"),
         ("a = " + "[" * 100_000, "cannot read .*recursion"),
         ("[loop]\nsteps = 'many'", "loop.steps is 'many'"),
+        ("[optimizer]\nlr = nan", "optimizer.lr is nan; input should be a finite number"),
+        ("[loop]\nbatch_size = 3", "loop.batch_size is 3 and negatives.count is 3"),
         ("[run]\nworkers = 0", "run.workers is 0"),
         ("[inputs]\nvision = 5", "inputs.vision is 5"),
         ("[run]\ndevice = 'steam'", "run.device is 'steam'; input should be 'auto', 'cpu' or 'cuda'"),

@@ -58,18 +58,6 @@ def test_passing_trouble_is_waited_for(
     assert pauses == list(transient.PAUSES[:2])
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_lasting_trouble_is_not_the_inputs_fault(
-    name: str, ref: InputRef, pauses: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message = os.strerror(getattr(errno, name))
-    monkeypatch.setattr(os, "pread", failing(os.pread, OSError(getattr(errno, name), message), times=100))
-    with pytest.raises(TransientInputError, match=message) as caught:
-        read_bytes(ref)
-    assert ref.uri in str(caught.value)
-    assert pauses == list(transient.PAUSES)
-
-
 def test_a_read_that_ends_early_is_repeated(
     ref: InputRef, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,21 +68,6 @@ def test_a_read_that_ends_early_is_repeated(
     with pytest.raises(TransientInputError, match="ended 10 bytes before the end"):
         read_bytes(ref)
     assert pauses == list(transient.PAUSES)
-
-
-@pytest.mark.parametrize("left_over", ["nothing", "empty folder"])
-def test_a_source_that_vanishes(left_over: str, ref: InputRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(ref.uri).parent
-    folder.rename(folder.with_name("elsewhere"))
-    if left_over == "empty folder":  # a mount point without its file system
-        folder.mkdir()
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    with pytest.raises(TransientInputError, match="gone or empty; check that the file system of the input is mounted"):
-        read_bytes(ref)
-    if left_over == "empty folder":
-        folder.rmdir()
-    monkeypatch.setattr("time.sleep", lambda _: folder.with_name("elsewhere").rename(folder))
-    assert read_bytes(ref) == CONTENT
 
 
 def test_memory_is_waited_for(pauses: list[float]) -> None:

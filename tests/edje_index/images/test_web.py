@@ -74,14 +74,6 @@ def test_refusals_are_not_repeated(server: WebServer, status: str, reason: str) 
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize(("fault", "detail"), [("503", "HTTP status 503"), ("truncate", "IncompleteRead|incomplete")])
-def test_lasting_trouble_fails_a_listed_image(server: WebServer, fault: str, detail: str) -> None:
-    server.files["/a.jpg"] = DATA
-    server.faults["/a.jpg"] = [fault] * 20
-    with pytest.raises(ImageError, match=f"unreachable: .*({detail}).*, in the last of 4 attempts"):
-        read_bytes(ref(server, "/a.jpg"))
-
-
 def test_lasting_trouble_of_an_archive_is_temporary(server: WebServer) -> None:
     server.files["/a.tar"] = DATA
     server.faults["/a.tar"] = ["503"] * 100

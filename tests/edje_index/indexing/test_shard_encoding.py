@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import re
-import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -70,32 +69,6 @@ def case(tmp_path):
     write_input_lists(Layout(root), refs, spec.shard_size)
     task = ShardTask(str(root), 0, spec, "plan", batch_size=3, decoding=DecodeSettings(), decode_threads=2)
     return task, refs
-
-
-class Poisoned:
-    """An encoder whose process gets a signal at the image of one size."""
-
-    def __init__(self, encoder: ImageEncoder, width: int, number: signal.Signals) -> None:
-        self._encoder, self._width, self._number = encoder, width, number
-        self.encode = encoder.encode
-
-    def preprocess(self, image: Image.Image) -> torch.Tensor:
-        if image.width == self._width:
-            os.kill(os.getpid(), self._number)
-        return self._encoder.preprocess(image)
-
-
-def exit_code_of_worker(task: ShardTask, encoder: Poisoned) -> int:
-    """Encode the shard in a process of its own, which is killed if it stops."""
-    pid = os.fork()
-    if pid == 0:
-        encode_shard(task, encoder)
-        os._exit(0)
-    status = os.waitpid(pid, os.WUNTRACED)[1]
-    if os.WIFSTOPPED(status):
-        os.kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-    return os.waitstatus_to_exitcode(status)
 
 
 def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
@@ -209,25 +182,3 @@ def test_non_finite_output_fails_only_its_image(case, encoder, monkeypatch):
     assert (bits[1] == 0x7FC0).all()
     assert np.isnan(embeddings[1]).all()
     assert np.isfinite(embeddings[0]).all()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_image_that_ends_or_stops_its_worker_becomes_a_failed_row_and_the_rest_is_indexed(case, encoder, number):
-    task, refs = case
-    encode_shard(task, encoder)
-    expected = stored(task)
-    poison = photo(99, (41, 30))
-    Path(os.fsdecode(refs[3].path)).write_bytes(poison)
-    write_input_lists(_layout(task), [*refs[:3], replace(refs[3], size=len(poison)), *refs[4:]], 8)
-    _layout(task).receipt(0).unlink()
-    poisoned = Poisoned(encoder, 41, number)
-    assert [exit_code_of_worker(task, poisoned) for _ in range(4)] == [-9, -9, -9, 0]
-    rows = read_shard_rows(_layout(task), 0).to_pylist()
-    assert (rows[3]["status"], rows[3]["reason"]) == ("failed", "worker-died")
-    assert [row["row_id"] for row in rows] == list(range(8))
-    others = [0, 1, 5, 7]
-    assert all(rows[at]["status"] == "indexed" for at in others)
-    _, embeddings = stored(task)
-    assert np.isnan(embeddings[3]).all()
-    assert np.allclose(embeddings[others], expected[1][others], atol=1e-6)
-    assert not _layout(task).attempt(0).exists()

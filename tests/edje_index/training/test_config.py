@@ -72,31 +72,6 @@ def test_the_defaults_are_those_of_the_paper():
         validated(TrainConfig, preset)
 
 
-@pytest.mark.parametrize(
-    ("group", "values", "words"),
-    [
-        ("optimizer", {"learning_rate": 1}, "no setting is named optimizer.learning_rate"),
-        ("loop", {"lr": 1}, "no setting is named loop.lr; did you mean alignment.lr or optimizer.lr?"),
-        ("optimizer", {"lr": "fast"}, "optimizer.lr is 'fast'; input should be a valid number"),
-        ("optimizer", {"lr": float("nan")}, "optimizer.lr is nan; input should be a finite number"),
-        ("architecture", {"tokens": 0}, "architecture.tokens is 0; input should be greater than 0"),
-        (
-            "architecture",
-            {"adapter": "magic"},
-            "architecture.adapter is 'magic'; input should be 'compressed', 'local'",
-        ),
-        ("loop", {"steps": 5, "epochs": 1}, "loop.steps is 5 and loop.epochs is 1; set one of them"),
-        ("loop", {"batch_size": 3}, "loop.batch_size is 3 and negatives.count is 3"),
-        ("objective", {"mlm_probability": 1.5}, "objective.mlm_probability is 1.5"),
-    ],
-)
-def test_an_invalid_setting_is_named(group, values, words):
-    with pytest.raises(UsageError) as error:
-        validated(TrainConfig, {group: values})
-    assert str(error.value).startswith(words)
-    assert "\n" not in str(error.value)
-
-
 def test_all_problems_are_reported():
     with pytest.raises(UsageError) as error:
         validated(TrainConfig, {"loop": {"steps": 0, "seed": "x"}, "aligment": {}})
