@@ -83,16 +83,15 @@ def read_thumbnails(
     thumbnails = []
     opened = index if isinstance(index, CommittedIndex) else open_index(index)
     for row_id, row in zip(row_ids, read_index_rows(opened, row_ids, PHOTO_COLUMNS).to_pylist(), strict=True):
-        jpeg, problem = None, f"{row['status']}: {row['reason'] or 'see the rows table'}"
-        if row["status"] == INDEXED:
-            try:
-                data, out = read_photo(row), io.BytesIO()
-                image = key_frame(data) if is_clip(data) else decode_partial(data)[0]
-                image.thumbnail((side, side))
-                image.save(out, "JPEG", quality=_JPEG_QUALITY)
-                jpeg, problem = out.getvalue(), ""
-            except PHOTO_ERRORS as error:
-                problem = describe_photo_error(error)
+        jpeg, problem = None, ""
+        try:
+            data, out = read_photo(row), io.BytesIO()
+            image = key_frame(data) if is_clip(data) else decode_partial(data)[0]
+            image.thumbnail((side, side))
+            image.save(out, "JPEG", quality=_JPEG_QUALITY)
+            jpeg = out.getvalue()
+        except PHOTO_ERRORS as error:
+            problem = describe_photo_error(error)
         thumbnails.append(Thumbnail(row_id, row["uri"], jpeg, problem))
     return thumbnails
 
@@ -101,9 +100,12 @@ def read_photo(row: dict[str, Any]) -> bytes:
     """Read the photo of a row and check its hash.
 
     Raises:
-        ImageError: the photo cannot be read, has no hash in the index, or has changed since it was indexed.
+        ImageError: the row is not indexed, or its photo cannot be read, has no hash in the index, or has changed since
+            it was indexed.
         TransientInputError: a temporary storage error persists.
     """
+    if row["status"] != INDEXED:
+        raise ImageError(reason=row["status"], detail=row["reason"] or "see the rows table")
     if row["content_hash"] is None or row["size"] is None:
         raise ImageError(
             reason="unreadable", detail="the index contains no hash of the photo, so the photo cannot be checked"

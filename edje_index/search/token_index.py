@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Floats = NDArray[np.float32]
+ImageQuery: TypeAlias = "int | str | Path | bytes | Image.Image"
 Candidates = tuple[NDArray[np.int64], Floats]
 """The candidates of one query: row ids [k], and the similarities of their embeddings to the query's embedding [k]."""
 
@@ -223,6 +224,7 @@ class TokenIndex:
         *,
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
+        image: ImageQuery | None = ...,
     ) -> Hits: ...
 
     @overload
@@ -234,6 +236,7 @@ class TokenIndex:
         *,
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
+        image: ImageQuery | None = ...,
     ) -> list[Hits]: ...
 
     def search(
@@ -244,6 +247,7 @@ class TokenIndex:
         *,
         score: str | ScoreWeights | None = None,
         where: str | None = None,
+        image: ImageQuery | None = None,
     ) -> Hits | list[Hits]:
         """Return the `k` best images for `text`, best first. Images with equal scores are sorted by row id.
 
@@ -262,6 +266,8 @@ class TokenIndex:
                 "embedding" keeps the order of the embeddings and reads no tokens.
             where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. The candidates are
                 exactly the nearest rows that pass the filter. None lets all rows pass.
+            image: image or row id that the hits also resemble, as for `search_image`. The query embedding is then the
+                normalised sum of the embeddings of text and image. The joint encoder still reads only the text.
 
         Returns:
             The hits of the query; for several queries, one list of hits per query. `Hits.stages` contains the durations
@@ -286,6 +292,10 @@ class TokenIndex:
         passing = None if where is None else self.rows.passing(where)
         with stages.timed("text_tower"):
             embeddings = self.model.text.encode(texts)
+        if image is not None:
+            with stages.timed("vision_tower"):
+                embeddings = embeddings + self._encoded(image)[2]
+            embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
         with stages.timed("nearest"):
             nearest = self._ann.nearest_to_each(embeddings, pool, passing)
         scored: list[ScoredCandidates] = []
@@ -484,9 +494,7 @@ class TokenIndex:
         values = {name: models.part(name, pairs, TEXT_TO_IMAGE, weights) for name in final.parts}
         return [float(value) for value in final.sum(values)]
 
-    def search_image(
-        self, image: int | str | Path | bytes | Image.Image, k: int = 10, *, where: str | None = None
-    ) -> Hits:
+    def search_image(self, image: ImageQuery, k: int = 10, *, where: str | None = None) -> Hits:
         """Return the `k` images of the index with the embeddings most similar to the embedding of `image`, best first.
 
         Args:
@@ -515,7 +523,7 @@ class TokenIndex:
         rows, values = rows[rows != row_id], values[rows != row_id]
         return self._hits([ScoredCandidates(rows, values, values, None, {EMBEDDING: values})], k, stages)[0]
 
-    def _encoded(self, image: int | str | Path | bytes | Image.Image) -> tuple[int, Blocks | None, Floats]:
+    def _encoded(self, image: ImageQuery) -> tuple[int, Blocks | None, Floats]:
         """Return the row id of an image, its tokens [1, m, d], and its embedding [embed_dim].
 
         The tokens of a row are None: they can be read by its row id. The row id of an image file is -1.
@@ -528,7 +536,7 @@ class TokenIndex:
 
     def search_texts(
         self,
-        image: int | str | Path | bytes | Image.Image,
+        image: ImageQuery,
         texts: Sequence[str],
         k: int = 10,
         pool: int = 100,

@@ -55,6 +55,7 @@ SECTIONS = {
     "Search": {
         "search": "pipelines.cli.search:search",
         "serve": "pipelines.cli.serve:serve",
+        "show": "pipelines.cli.serve:show",
         "explain": "pipelines.cli.explain:explain",
     },
     "Train and measure": {
@@ -114,6 +115,7 @@ def cli(as_json: bool) -> None:
 
     \b
     First steps:
+      edje-index show photos                  search a folder of photos in the browser
       edje-index model get                    write a small trained model to the directory 'model'
       edje-index build photos --out photos.edje --model model
       edje-index search photos.edje "a dog on a beach"

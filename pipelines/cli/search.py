@@ -191,16 +191,7 @@ def search(
         from pipelines.pages import search_page
         from storage_formats.atomic import write_bytes_atomic
 
-        page = search_page(
-            results[0],
-            k,
-            root=opened.root,
-            query=query_texts[0],
-            precision=opened.precision,
-            weights=opened.model.weights("t2i", score),
-            trained=opened.model.info.trained,
-            is_filtered=where is not None,
-            timings={"load index and model": loading, **results[0].stages},
-        )
+        filtered = where is not None
+        page = search_page(opened, query_texts[0], results[0], k, score, is_filtered=filtered, loading=loading)
         write_bytes_atomic(html, page.encode())
         note(f"page: {html}")

@@ -1,21 +1,25 @@
-"""The command `edje-index serve`."""
+"""The commands `edje-index serve` and `edje-index show`."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import re
+import threading
+import webbrowser
 from pathlib import Path
+from typing import Any
 
 import click
 
 from pipelines.cli.options import PATH, device_option, dtype_option, model_option
-from pipelines.cli.output import note, print_line
+from pipelines.cli.output import note, print_line, running_job
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 
 _KEYS_VARIABLE = "EDJE_API_KEYS"
 _MIN_KEY_LETTERS = 16
+_LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
 @click.command()
@@ -89,7 +93,7 @@ def serve(
             f"every machine that can reach {host} could search and see thumbnails: set {_KEYS_VARIABLE}, or give "
             "--insecure"
         )
-    allowed = [] if not is_local and not hosts else ["localhost", "127.0.0.1", "[::1]", host, *hosts]
+    allowed = [] if not is_local and not hosts else [*_LOCAL_NAMES, host, *hosts]
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits
         from pipelines.service.server import address_of, listen, open_warm, run_service
@@ -99,3 +103,44 @@ def serve(
         note(f"loading {index}")
         opened = open_warm(index, model, device=device, dtype=dtype)
         run_service(opened, limits, listener, lambda: print_line(address_of(listener)), keys, allowed)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--model",
+    type=PATH,
+    help="Directory of the model bundle.  [default: the model of 'model get', in the user's cache]",
+)
+def show(folder: Path, model: Path | None) -> None:
+    """Index the photos in FOLDER, and open a page in the browser that searches them.
+
+    The index is FOLDER.edje. The first run downloads the model (174 MB), as 'model get' does. Later runs index only new
+    and changed photos. A stopped run continues where it stopped.
+
+    \b
+    Example:
+      edje-index show photos
+    """
+    with name_missing_extra("serve"):
+        from pipelines.service.guard import Limits
+        from pipelines.service.server import address_of, listen, open_warm, run_service
+    from edje_index.bundles.shipped_model import write_shipped_model
+    from pipelines import build_index, update_index
+    from storage_formats.format.layout import Layout
+    from storage_formats.format.remote import cache_directory
+
+    root = folder.resolve().with_name(f"{folder.resolve().name}.edje")
+    is_built = Layout(root).manifest.exists()
+    if not is_built and model is None:
+        model = cache_directory() / "model"
+        if not model.exists():
+            note(f"downloading the model to {model} (174 MB); it may be used only for research and education")
+            write_shipped_model(model)
+    with running_job(root, quiet=False) as (on_event, should_stop):
+        job: dict[str, Any] = {"engine": "inline", "on_event": on_event, "should_stop": should_stop}
+        update_index(root, model=model, **job) if is_built else build_index(folder, root, str(model), **job)
+    with listen("127.0.0.1", 0) as listener:
+        print_line(address_of(listener))
+        opening = threading.Thread(target=webbrowser.open, args=(address_of(listener),), daemon=True)
+        run_service(open_warm(root, model), Limits(), listener, opening.start, allowed_hosts=_LOCAL_NAMES)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -23,7 +24,8 @@ from storage_formats.errors import EdjeError, RowIdError, UsageError
 
 logger = logging.getLogger("edje_index.service")
 
-OPEN_PATHS = frozenset({"/", "/app.js", "/style.css", "/favicon.svg", "/healthz"})
+STATIC = Path(__file__).parent / "static"
+OPEN_PATHS = frozenset({"/", "/docs", "/docs/", "/healthz", *(f"/{path.name}" for path in STATIC.iterdir())})
 """Paths that need no API key: the files of the page, which hold no data, and the health check."""
 
 _HEADERS = {

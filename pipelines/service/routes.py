@@ -7,7 +7,7 @@ import base64
 import binascii
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Depends, Path, Request, Response
-from fastapi.responses import PlainTextResponse
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 
 from edje_index import __version__
 from edje_index.images.decode import ImageError, decode_rgb
-from edje_index.images.thumbnails import read_thumbnails
+from edje_index.images.thumbnails import PHOTO_COLUMNS, PHOTO_ERRORS, describe_photo_error, read_photo, read_thumbnails
 from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from edje_index.search.hits import rank_hits
 from edje_index.search.query import encode_images, requested_rows
@@ -30,7 +30,7 @@ from pipelines.service import schemas
 from pipelines.service.batching import Batcher, Timing
 from pipelines.service.guard import CODES, Limits, Metrics
 from storage_formats.errors import RowIdError, UsageError
-from storage_formats.format.rows import type_name
+from storage_formats.format.rows import read_index_rows, type_name
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _MAX_ROW_ID = (1 << 53) - 1
 _MAX_DIGITS = 15
-_THUMBNAIL_SECONDS = 3600  # in the browser's cache; the photo of a row does not change
+_CACHED = {"Cache-Control": "private, max-age=3600"}  # in the browser; the photo of a row does not change
+_PIECE_BYTES = 1 << 16  # of a photo, sent at once
 _PAIRS_PER_IMAGE = 16  # one pass of the vision tower takes about as long as this many pairs of the joint encoder
 
 
@@ -57,6 +58,7 @@ class ServiceState:
         file_threads: limiter for the number of threads that read files.
         image_requests: limiter for the number of requests whose images are decoded or encoded. Two requests with images
             leave the model free for searches most of the time.
+        photos: limiter for the number of photos that are being sent. A photo takes up to 64 MB.
         decoding: the thread that decodes the images of requests, one after the other. An image takes up to 400 MB.
     """
 
@@ -67,6 +69,7 @@ class ServiceState:
     batcher: Batcher
     file_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
     image_requests: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
+    photos: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
     decoding: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="decoding"))
 
     async def opened(self, precision: str | None) -> TokenIndex:
@@ -155,6 +158,7 @@ def _state(request: Request) -> ServiceState:
 
 router = APIRouter(responses={status: {"description": code} for status, code in CODES.items()})
 State = Annotated[ServiceState, Depends(_state)]
+RowId = Annotated[int, Path(ge=0, le=_MAX_ROW_ID)]
 
 
 @router.get("/healthz")
@@ -214,38 +218,37 @@ async def metrics(state: State) -> Response:
 
 @router.post("/search")
 async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
-    """Search by text, or search for images that are similar to an image or to a row."""
+    """Search by text, or search for images that are similar to an image or to a row, or by both together."""
     index = await state.opened(body.precision)
     where, tokens = body.where, index.manifest.spec.block_shape[0]
     weights = index.model.weights(TEXT_TO_IMAGE, body.score or "bundle").by_part()
     is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
     if where is not None:  # the rows are read before the model is busy with the request
         await state.in_thread(index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds)
-    if body.row_id is not None:
-        hits, timing = await state.batcher.submit(
-            body.row_id, lambda rows: [index.search_image(row, body.k, where=where) for row in rows], cost=tokens
-        )
-    elif body.image is not None:
-        (hits,), timing = await state.on_images(
-            index, [_image_bytes(body.image)], lambda images: [index.search_image(images[0], body.k, where=where)]
-        )
-    else:
-        assert body.query is not None
+    k, pool = body.skip + (body.pool if body.embedding_order else body.k), body.skip + body.pool
+    cost = tokens * (pool if is_reranked and body.query is not None else 1)
+    options: dict[str, Any] = {"score": body.score, "where": where}
+    if body.query is not None:
         state.check_query(body.query)
-        options: dict[str, Any] = {"score": body.score, "where": where}
 
-        def search_texts(payloads: Sequence[tuple[str, int]]) -> list[Any]:
-            texts, counts = [text for text, _ in payloads], [count for _, count in payloads]
-            hits_of_each = index.search(texts, max(counts), body.pool, **options)
-            return [hits.first(count) for hits, count in zip(hits_of_each, counts, strict=True)]
+    def search_texts(payloads: Sequence[tuple[str, int]]) -> list[Any]:
+        texts, counts = [text for text, _ in payloads], [count for _, count in payloads]
+        hits_of_each = index.search(texts, max(counts), pool, **options)
+        return [hits.first(count) for hits, count in zip(hits_of_each, counts, strict=True)]
 
-        pairs = body.pool if is_reranked else 1
-        hits, timing = await state.batcher.submit(
-            (body.query, body.pool if body.embedding_order else body.k),
-            search_texts,
-            cost=pairs * tokens,
-            kind=("search", id(index.store), body.pool, *options.values()),
-        )
+    def search_images(images: Sequence[Any]) -> list[Any]:
+        if body.query is None:
+            return [index.search_image(image, k, where=where) for image in images]
+        return [index.search(body.query, k, pool, image=image, **options) for image in images]
+
+    if body.image is not None:
+        (hits,), timing = await state.on_images(index, [_image_bytes(body.image)], search_images, cost // tokens)
+    elif body.row_id is not None:
+        hits, timing = await state.batcher.submit(body.row_id, search_images, cost=cost)
+    else:
+        kind = ("search", id(index.store), pool, *options.values())
+        hits, timing = await state.batcher.submit((body.query, k), search_texts, cost=cost, kind=kind)
+    del hits[: body.skip]
     if body.columns is not None:
         row_ids = np.array([hit.row_id for hit in hits], dtype=np.int64)
         described = await state.in_thread(index.rows.described, row_ids, body.columns)
@@ -417,13 +420,32 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
 
 
 @router.get("/thumbnails/{row_id}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
-async def thumbnail(state: State, row_id: int = Path(ge=0, le=_MAX_ROW_ID)) -> Response:
-    """Return a small JPEG of the image of a row, or status 404 with the reason if there is no image."""
+async def thumbnail(state: State, row_id: RowId, side: int = Query(256, ge=16, le=2048)) -> Response:
+    """Return a JPEG of the image of a row with at most `side` pixels, or status 404 if there is no image."""
     try:
-        (found,) = await state.in_thread(read_thumbnails, state.index.committed, [row_id])
+        (found,) = await state.in_thread(read_thumbnails, state.index.committed, [row_id], side)
     except RowIdError as error:
         raise HTTPException(404, str(error)) from error
     if found.jpeg is None:
         raise HTTPException(404, f"row {row_id} has no thumbnail: {found.problem}")
-    caching = {"Cache-Control": f"private, max-age={_THUMBNAIL_SECONDS}"}
-    return Response(found.jpeg, media_type="image/jpeg", headers=caching)
+    return Response(found.jpeg, media_type="image/jpeg", headers=_CACHED)
+
+
+@router.get("/photos/{row_id}", response_class=Response, responses={200: {"content": {"application/octet-stream": {}}}})
+async def photo(state: State, row_id: RowId) -> Response:
+    """Return the file of the image of a row as it was indexed, or status 404 if there is none."""
+
+    async def content() -> AsyncIterator[bytes]:
+        async with state.photos:
+            rows = await state.in_thread(read_index_rows, state.index.committed, [row_id], PHOTO_COLUMNS)
+            data = await state.in_thread(read_photo, rows.to_pylist()[0])
+            yield b""
+            for start in range(0, len(data), _PIECE_BYTES):
+                yield data[start : start + _PIECE_BYTES]
+
+    pieces = content()
+    try:
+        await anext(pieces)  # reads the photo, before the response begins
+    except PHOTO_ERRORS as error:
+        raise HTTPException(404, f"row {row_id} cannot be sent: {describe_photo_error(error)}") from error
+    return StreamingResponse(pieces, media_type="application/octet-stream", headers=_CACHED)

@@ -36,16 +36,17 @@ class _Search(_Request):
         None, description="Precision of the tokens; the default is the value of precision in /info."
     )
 
-    def _check(self, queries: str, *values: object) -> Self:
-        if sum(value is not None for value in values) != 1:
-            raise ValueError(f"give exactly one of {queries}")
+    def _check(self, query: str | None, needed: str) -> Self:
+        given = [query is not None, self.image is not None, self.row_id is not None]
+        if not any(given) or all(given[1:]):
+            raise ValueError(f"give {needed}")
         if self.pool < self.k:
             raise ValueError(f"pool must be at least k, got pool = {self.pool} and k = {self.k}")
         return self
 
 
 class SearchRequest(_Search):
-    """A search by text, or for images that are similar to an image or row. Exactly one of the three is set."""
+    """A search by text, for images that are similar to an image or a row, or by text and image together."""
 
     query: Text | None = Field(None, description="The text to search for.")
     where: str | None = Field(
@@ -58,11 +59,14 @@ class SearchRequest(_Search):
     columns: list[Name] | None = Field(
         None, max_length=64, description="Columns of the rows that each hit brings; the default is the captions."
     )
+    skip: int = Field(0, ge=0, le=10_000, strict=True, description="Number of the best hits to leave out.")
     embedding_order: bool = Field(False, description="Also return the first k candidates in the order by embedding.")
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        return self._check("query, image and row_id", self.query, self.image, self.row_id)
+        if self.skip and self.query is not None and self.score != "embedding":
+            raise ValueError("skip with a query needs the score embedding")
+        return self._check(self.query, "query, image or row_id, or query with one of the others")
 
 
 class TextSearchRequest(_Search):
@@ -72,7 +76,7 @@ class TextSearchRequest(_Search):
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        return self._check("image and row_id", self.image, self.row_id)
+        return self._check(None, "exactly one of image and row_id")
 
 
 class DocumentObject(BaseModel):

@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 from edje_index import __version__
 from edje_index.search.token_index import TokenIndex
 from pipelines.service.batching import Batcher
-from pipelines.service.guard import Guard, Limits, Metrics, answer_error, logger
+from pipelines.service.guard import STATIC, Guard, Limits, Metrics, answer_error, logger
 from pipelines.service.routes import ServiceState, router
 from storage_formats.errors import EdjeError, UsageError
 
@@ -110,10 +110,10 @@ def run_service(
         yield
         watch.cancel()
 
-    # The documentation pages of FastAPI load scripts from a CDN, so they are off; /openapi.json describes the routes.
+    # The documentation pages of FastAPI load scripts from a CDN, so they are off; static/docs shows /openapi.json.
     app = FastAPI(title="edje-index", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(router)
-    app.mount("/", StaticFiles(directory=Path(__file__).parent / "static", html=True))
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
     for kind in (HTTPException, RequestValidationError, EdjeError, MemoryError, Exception):
         app.add_exception_handler(kind, answer_error)
     idle: dict[Any, tuple[Any, int]] = {}

@@ -29,6 +29,7 @@ PAGES = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in GUIDES.s
 NOT_RUN = {
     "model get": "tests/smoke.py runs it; it downloads 174 MB",
     "serve": "test_services.py runs it; it does not end",
+    "show": "tests/pipelines/service run it; it does not end",
     "bench": "tests/benchmarks run the benchmarks; those of fetching run below, with fewer blocks",
     "model import checkpoint.pth": "tests/edje_index import checkpoints; the tower comes from a model hub",
     "model from-open-clip": "needs a model hub",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,16 @@ def test_the_search_works_from_the_disk(site, browser):
     page.keyboard.type("damaged blocks")
     page.wait_for_selector('.md-search-result__link[href*="fetch.html"][href*="#damaged-blocks"]')
     page.close()
+
+
+@pytest.mark.slow
+def test_the_screenshots_can_be_made_and_show_the_current_templates(tmp_path, tiny_bundle):
+    if shutil.which("chromium") is None:
+        pytest.skip("there is no chromium")
+    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run([REPO / "tests/docs/screenshots.sh", tiny_bundle, "", tmp_path], env=variables, check=True)
+    made, committed = ({path.name for path in folder.glob("*.webp")} for folder in (tmp_path, REPO / "docs/assets"))
+    assert made == committed == {"page.webp", "before-after.webp", "explain.webp"}
+    assert all((REPO / "docs/assets" / name).stat().st_size < 300_000 for name in committed)
+    digest = "screenshots.sha256"
+    assert (tmp_path / digest).read_text() == (REPO / "docs/assets" / digest).read_text(), "make them again"

@@ -1,290 +1,263 @@
-// The page of the service. It asks only the service that it came from, and shows all text as text.
-"use strict";
+// The page of the service: the query, the grid of photos, and the address, which holds both.
+import { addressOf, ask, byId, captionsOf, nameOf, post, showThumbnail, useKey } from "/api.js";
+import { compare, showFormula } from "/compare.js";
+import * as viewer from "/viewer.js";
 
-const byId = (id) => document.getElementById(id);
-const HITS = 12;
+const POOL = 100; // candidates to re-rank
+const PAGE = 100; // hits of a further page, which only the embeddings order
+const STEP = 20; // photos that are added to the grid at once
+const MOST = 10_000; // hits that the service gives of one query
 const IMAGE_SIDE = 1024; // an image is made smaller before it is sent
-const PART_NAMES = {
-  logit: "logit",
-  late: "late interaction",
-  pooled: "pooled similarity",
-  embedding: "embedding similarity",
-  hubness: "hubness correction",
-};
+const SIDE = 512; // pixels of a photo in the grid
+const INTERNAL = "row_id uri uri_raw size content_hash status reason detail duplicate_of read_seconds decode_seconds encode_seconds".split(" ");
 
 let index; // the description of the index
-let queryImage = null; // a data URI
-let shown = null; // the latest answer, with what was asked
+let image = null; // data URI of the image of the query
+let row = null; // row of the query
 let running = null; // AbortController of the search that runs
-
-function key() {
-  return sessionStorage.getItem("edje-key");
-}
-
-async function ask(path, options = {}) {
-  const headers = new Headers(options.headers);
-  if (key()) headers.set("Authorization", `Bearer ${key()}`);
-  const answer = await fetch(path, { ...options, headers });
-  if (answer.ok) return answer;
-  if (answer.status === 401) byId("key-form").hidden = false;
-  let message = `the service answered with status ${answer.status}`;
-  try {
-    message = (await answer.json()).error.message;
-  } catch {
-    // not an answer of this service
-  }
-  throw new Error(message);
-}
+let asked = null; // the body of the search whose photos are shown
+let hits = []; // its hits so far
+let reranked = 0; // how many of them are re-ranked
+let shown = 0; // how many of them are in the grid
+let isLast = true; // no hits are left
+let isLoading = false;
 
 function say(text, isError = false) {
   byId("status").textContent = text;
   byId("status").classList.toggle("error", isError);
 }
 
-function fill(select, names, field) {
-  select.replaceChildren(...names.map((name) => new Option(name, name)));
-  field.hidden = names.length < 2;
-}
-
-function showIndex() {
-  fill(byId("precision"), index.precisions, byId("precision-field"));
-  const pool = byId("pool");
-  pool.max = Math.min(500, Math.max(10, Math.ceil(index.indexed / 10) * 10));
-  byId("pool-value").textContent = pool.value;
-  byId("columns").textContent =
-    "Columns: " + Object.entries(index.columns).map(([name, type]) => `${name} (${type})`).join(", ");
-  byId("about").textContent =
-    `${index.indexed.toLocaleString("en")} photos in ${index.name}.` +
-    (index.trained ? "" : " The model is untrained: the order has no meaning.");
-  byId("formula").textContent =
-    `Score = ${index.score}. It orders the hits of one query and cannot be compared between queries.`;
+function report(error) {
+  if (error.name === "AbortError") return;
+  byId("key-form").hidden = error.status !== 401;
+  document.body.classList.toggle("locked", error.status === 401);
+  if (error.status === 401) byId("key").focus();
+  say(error.message, true);
 }
 
 async function start() {
+  byId("query").value = new URLSearchParams(location.search).get("q") ?? "";
   try {
     index = (await (await ask("/info")).json()).indexes[0];
   } catch (error) {
-    say(error.message, true);
+    report(error);
     return;
   }
   byId("key-form").hidden = true;
-  showIndex();
-  readAddress();
+  document.body.classList.remove("locked");
+  byId("precision").replaceChildren(...index.precisions.map((name) => new Option(name, name)));
+  byId("precision-field").hidden = index.precisions.length < 2;
+  byId("pool").max = Math.min(500, Math.max(10, Math.ceil(index.indexed / 10) * 10));
+  const described = Object.entries(index.columns).map(([name, type]) => `${name} (${type})`);
+  byId("columns").textContent = `Columns: ${described.join(", ")}`;
+  showFormula(index);
+  await readAddress();
 }
 
-// The address of the page holds the search, so that it can be shared.
+// The address holds the query and the open photo, and `history.state` the image of the query.
 
-function readAddress() {
+function readFields() {
   const parameters = new URLSearchParams(location.search);
-  if (index.precisions.includes(parameters.get("precision"))) {
-    byId("precision").value = parameters.get("precision");
-  }
   const pool = Number(parameters.get("pool"));
-  if (Number.isInteger(pool) && pool >= 10) byId("pool").value = pool;
+  byId("pool").value = Number.isInteger(pool) && pool >= 10 ? pool : standardPool();
   byId("pool-value").textContent = byId("pool").value;
+  const precision = parameters.get("precision");
+  byId("precision").value = index.precisions.includes(precision) ? precision : index.precision;
   byId("query").value = parameters.get("q") ?? "";
   byId("where").value = parameters.get("where") ?? "";
-  if (byId("where").value) byId("filter").open = true;
-  const row = parameters.get("row");
-  if (row !== null && /^\d{1,15}$/.test(row)) search({ row_id: Number(row) }, false);
-  else if (byId("query").value.trim()) search({ query: byId("query").value }, false);
+  toggle("filter", byId("where").value !== "");
+  toggle("compare", parameters.has("compare"));
+  useImage(history.state?.image ?? null, rowOf(parameters.get("row")));
 }
 
-function writeAddress(what) {
-  const parameters = new URLSearchParams();
-  if (what.query !== undefined) parameters.set("q", what.query);
-  if (what.row_id !== undefined) parameters.set("row", what.row_id);
-  if (byId("where").value.trim()) parameters.set("where", byId("where").value);
-  if (index.precisions.length > 1) parameters.set("precision", byId("precision").value);
-  if (what.query !== undefined) parameters.set("pool", byId("pool").value);
-  const text = parameters.toString();
-  if (`?${text}` !== location.search) history.pushState(null, "", text ? `?${text}` : location.pathname);
+const standardPool = () => `${Math.min(POOL, byId("pool").max)}`;
+const rowOf = (text) => (/^\d{1,15}$/.test(text ?? "") ? Number(text) : null);
+
+async function readAddress() {
+  readFields();
+  await search();
+  const photo = rowOf(new URLSearchParams(location.search).get("photo"));
+  if (photo === null) viewer.close();
+  else await openPhoto(photo);
 }
 
-async function search(what, remember = true) {
-  running?.abort();
-  const mine = (running = new AbortController());
+function writeAddress(photo = null, replace = false) {
+  const values = {
+    q: byId("query").value.trim(),
+    row,
+    where: byId("where").value.trim(),
+    precision: byId("precision").value === index.precision ? "" : byId("precision").value,
+    pool: byId("pool").value === standardPool() ? "" : byId("pool").value,
+    compare: byId("compare").hidden ? "" : "1",
+    photo,
+  };
+  const parameters = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== "" && value !== null));
+  const address = parameters.size ? `?${parameters}` : location.pathname;
+  const state = { image, isOpened: replace ? history.state?.isOpened : photo !== null };
+  if (`?${parameters}` === (location.search || "?") && (history.state?.image ?? null) === image) return;
+  history[replace ? "replaceState" : "pushState"](state, "", address);
+}
+
+const columns = () => Object.keys(index.columns).filter((name) => !INTERNAL.includes(name));
+
+function body() {
+  const query = byId("query").value.trim();
   const pool = Number(byId("pool").value);
-  const precision = byId("precision").value;
-  const body = { ...what, k: Math.min(HITS, pool), pool, precision };
-  if (what.query !== undefined) body.embedding_order = true;
-  if (byId("where").value.trim()) body.where = byId("where").value;
+  const value = { k: pool, pool, precision: byId("precision").value, columns: columns() };
+  if (byId("where").value.trim()) value.where = byId("where").value;
+  if (image !== null) value.image = image;
+  else if (row !== null) value.row_id = row;
+  else if (!query) return { ...value, query: "a photo", score: "embedding", k: PAGE, pool: PAGE }; // to look around
+  if (!query) return value;
+  return { ...value, query, embedding_order: true };
+}
+
+// Computes the ranking once; `more` shows it step by step.
+async function search() {
+  const wanted = body();
+  if (JSON.stringify(wanted) === JSON.stringify(asked)) return;
+  running?.abort();
+  running = new AbortController();
+  asked = wanted;
+  byId("copy").hidden = image !== null;
+  const mine = running;
   say("Searching ...");
-  byId("orders").classList.add("busy");
+  document.body.classList.add("busy");
   const started = performance.now();
   try {
-    const answer = await ask("/search", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body),
-      signal: mine.signal,
-    });
-    const result = await answer.json();
-    if (remember && what.image === undefined) writeAddress(what);
-    show(result, what, performance.now() - started);
-    await rankTexts(what, mine.signal);
+    const result = await post("/search", wanted, mine.signal);
+    show(result.hits, result.by_embedding !== null ? result.hits.length : 0);
+    isLast = result.hits.length < wanted.k;
+    say(heading(wanted) + (index.trained ? "" : " The model is untrained: the order has no meaning."));
+    compare(result, wanted, performance.now() - started);
+    more();
   } catch (error) {
-    if (error.name !== "AbortError") say(error.message, true);
+    if (error.name !== "AbortError") asked = null;
+    report(error);
   } finally {
-    if (running === mine) byId("orders").classList.remove("busy");
+    if (running === mine) document.body.classList.remove("busy");
   }
 }
 
-async function rankTexts(what, signal) {
-  const texts = byId("texts").value.split("\n").map((text) => text.trim()).filter(Boolean);
-  const isRanked = what.query === undefined && texts.length > 0;
-  byId("ranked-texts-section").hidden = !isRanked;
-  if (!isRanked) return;
-  const pool = Number(byId("pool").value);
-  const body = { ...what, texts, k: Math.min(HITS, pool), pool, precision: byId("precision").value };
-  byId("ranked-texts").replaceChildren();
-  const answer = await ask("/search/texts", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
-  byId("ranked-texts").replaceChildren(...(await answer.json()).hits.map(textItem));
+function heading(wanted) {
+  if (!hits.length) return wanted.where === undefined ? "There are no photos." : "No photo passes the filter.";
+  const isAll = wanted.score !== undefined && wanted.where === undefined;
+  const count = isAll ? index.indexed.toLocaleString("en") : `${hits.length}${isLast ? "" : "+"}`;
+  const order = wanted.score !== undefined ? "" : wanted.query === undefined ? ", most similar first" : ", best first";
+  return `${count} ${count === "1" ? "photo" : "photos"}${wanted.score === undefined ? "" : ` in ${index.name}`}${order}.`;
 }
 
-function textItem(hit) {
+function show(found, count = 0) {
+  hits = found;
+  reranked = count;
+  shown = 0;
+  isLast = true;
+  isLoading = false;
+  byId("photos").replaceChildren();
+  byId("more").hidden = true;
+}
+
+// Asks for the next hits. Further hits than the pool come in the order of the embeddings.
+async function load() {
+  const mine = running;
+  const { embedding_order, ...query } = asked;
+  const score = query.query === undefined ? {} : { score: "embedding" };
+  const page = { ...query, ...score, k: PAGE, pool: PAGE, skip: hits.length };
+  const found = (await post("/search", page, mine.signal)).hits;
+  const known = new Set(hits.map((hit) => hit.row_id));
+  isLast = found.length < PAGE || hits.length + 2 * PAGE > MOST;
+  hits.push(...found.filter((hit) => !known.has(hit.row_id)));
+}
+
+// Adds the next photos to the grid.
+async function more() {
+  if (isLoading) return;
+  isLoading = true;
+  const mine = running;
+  try {
+    if (shown === hits.length && !isLast) await load();
+  } catch (error) {
+    report(error);
+  }
+  if (mine !== running) return;
+  isLoading = false;
+  const next = hits.slice(shown, shown + STEP);
+  const items = next.map((hit, at) => photoItem(hit, shown + at));
+  if (reranked && shown <= reranked && reranked < shown + next.length) items.splice(reranked - shown, 0, divider());
+  byId("photos").append(...items);
+  shown += next.length;
+  byId("more").hidden = isLast && shown === hits.length;
+  observer.unobserve(byId("more")); // observed anew, it calls again if it is still near the window
+  if (next.length) observer.observe(byId("more"));
+}
+
+function divider() {
   const item = document.createElement("li");
-  const facts = document.createElement("span");
-  facts.className = "soft facts";
-  facts.textContent = ` score ${hit.score.toFixed(4)}, cosine ${hit.embedding_score.toFixed(4)}`;
-  item.append(hit.text, facts);
+  item.className = "divider soft";
+  item.textContent = "Further photos, by embedding only";
   return item;
 }
 
-function show(result, what, milliseconds) {
-  const isRanked = Array.isArray(result.by_embedding);
-  byId("orders").hidden = false;
-  byId("orders").classList.toggle("single", !isRanked);
-  byId("before-section").hidden = !isRanked;
-  const like = what.row_id === undefined ? "the image" : `row ${what.row_id}`;
-  const found = result.hits.length ? "Photos by embedding" : "No photos";
-  const similar = what.query === undefined ? `Similar photos to ${like}` : found;
-  byId("after-title").textContent = isRanked ? `Re-ranked with ${result.precision} tokens` : similar;
-  byId("before").replaceChildren(...(result.by_embedding ?? []).map((hit) => card(hit, result, "before")));
-  byId("after").replaceChildren(...result.hits.map((hit) => card(hit, result, isRanked ? "after" : "single")));
-  byId("share").hidden = what.image !== undefined;
-  const timing = result.timing;
-  const network = Math.max(0, milliseconds - timing.waited_ms - timing.computed_ms);
-  const none = byId("where").value.trim() ? "No photo passes the filter. " : "";
-  say(
-    `${result.hits.length ? "" : none}${result.hits.length} hits in ${Math.round(milliseconds)} ms: ${Math.round(timing.waited_ms)} ms in the queue, ` +
-      `${Math.round(timing.computed_ms)} ms search and re-ranking, ${Math.round(network)} ms network.`,
-  );
-  byId("stages").textContent = stages(timing.stages_ms);
-  byId("changes").textContent = isRanked ? changes(result, what) : "";
-  shown = { what, result };
+function photoItem(hit, at) {
+  const item = byId("photo").content.firstElementChild.cloneNode(true);
+  const { width, height } = hit.columns;
+  item.style.setProperty("--ratio", width && height ? Math.min(3, Math.max(0.5, width / height)) : 4 / 3);
+  const [link, picture, text] = [item.querySelector("a"), item.querySelector("img"), item.querySelector("span")];
+  text.textContent = captionsOf(hit)[0] ?? nameOf(hit);
+  showThumbnail(picture, hit.row_id, SIDE);
+  link.href = `?row=${hit.row_id}`;
+  link.addEventListener("click", (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    writeAddress(hit.row_id);
+    viewer.open(hit, at);
+  });
+  return item;
 }
 
-function stages(milliseconds) {
-  const names = Object.keys(milliseconds).filter((name) => name !== "total");
-  const times = names.map((name) => `${name.replace("_", " ")} ${milliseconds[name].toFixed(1)} ms`);
-  return `Stages: ${times.join(", ")}.`;
-}
-
-function changes(result, what) {
-  const before = new Set(result.by_embedding.map((hit) => hit.row_id));
-  const entered = result.hits.filter((hit) => !before.has(hit.row_id)).length;
-  const stayed = result.hits.filter((hit) => hit.rank === hit.embedding_rank).length;
-  let text = `Re-ranking kept ${stayed} of ${result.hits.length} in place and brought ${entered} from further down.`;
-  const last = shown?.result;
-  if (last && shown.what.query === what.query && last.precision !== result.precision) {
-    const known = last.hits.map((hit) => hit.row_id);
-    const moved = result.hits.filter((hit, position) => known[position] !== hit.row_id).length;
-    text += ` With ${result.precision} instead of ${last.precision}, ${moved} of ${result.hits.length} ranks hold another photo.`;
+async function openPhoto(rowId) {
+  const at = hits.findIndex((hit) => hit.row_id === rowId);
+  let hit = hits[at];
+  if (!hit) { // a link to a photo further down
+    const only = { query: byId("query").value.trim() || "photo", score: "embedding", where: `row_id = ${rowId}`, k: 1 };
+    hit = (await post("/search", { ...only, columns: columns() }).catch(report))?.hits[0];
   }
-  return text;
+  if (hit) viewer.open(hit, at);
 }
 
-function card(hit, result, kind) {
-  const item = byId("hit").content.firstElementChild.cloneNode(true);
-  const name = hit.uri.split("!").pop().split("/").pop() || hit.uri;
-  const inside = (selector) => item.querySelector(selector);
-  inside(".rank").textContent = kind === "before" ? hit.embedding_rank : hit.rank;
-  inside(".name").textContent = name;
-  inside(".name").title = hit.uri;
-  inside(".columns").textContent = Object.entries(hit.columns)
-    .filter(([, value]) => value !== null)
-    .map(([column, value]) => (column === "captions" ? "" : `${column}: `) + [value].flat().join("; "))
-    .join(" | ");
-  inside(".facts").textContent = `row ${hit.row_id}, cosine ${hit.embedding_score.toFixed(4)}`;
-  inside("img").alt = name;
-  loadThumbnail(inside("img"), hit.row_id);
-  if (kind !== "single") showMovement(inside(".movement"), hit, kind);
-  if (kind === "after") showParts(inside(".parts"), hit, result.weights);
-  const similar = inside(".similar");
-  similar.setAttribute("aria-label", `More like this: ${name}`);
-  similar.addEventListener("click", () => {
+viewer.connect({
+  async step(at) {
+    if (at === hits.length && !isLast) await load().catch(report);
+    if (!hits[at]) return;
+    writeAddress(hits[at].row_id, true);
+    viewer.open(hits[at], at);
+  },
+  closed() {
+    if (history.state?.isOpened) history.back();
+    else writeAddress(null, true);
+  },
+  similar(hit) {
     byId("query").value = "";
-    search({ row_id: hit.row_id });
+    useImage(null, hit.row_id);
+    submit();
     scrollTo({ top: 0 });
-  });
-  return item;
+  },
+});
+
+// The image of the query: chosen, dropped or pasted.
+
+function useImage(data, rowId = null) {
+  [image, row] = [data, data === null ? rowId : null];
+  byId("chip").hidden = image === null && row === null;
+  const picture = byId("chip").querySelector("img");
+  if (image !== null) picture.src = image;
+  else if (row !== null) addressOf(`/thumbnails/${row}`).then((address) => (picture.src = address), report);
 }
 
-function showMovement(element, hit, kind) {
-  const moved = hit.embedding_rank - hit.rank;
-  const badge = document.createElement("span");
-  badge.className = moved > 0 ? "up" : moved < 0 ? "down" : "soft";
-  badge.textContent = moved > 0 ? `▲ up ${moved}` : moved < 0 ? `▼ down ${-moved}` : "= stays";
-  element.append(kind === "before" ? `re-ranked to ${hit.rank} ` : `by embedding ${hit.embedding_rank} `, badge);
-}
-
-function showParts(details, hit, weights) {
-  details.hidden = false;
-  details.querySelector("summary").textContent = `score ${hit.score.toFixed(2)}`;
-  const rows = Object.entries(weights).map(([part, weight]) => {
-    const value = hit.parts[part]?.toFixed(4) ?? "not computed";
-    const row = document.createElement("tr");
-    const name = document.createElement("th");
-    name.scope = "row";
-    name.textContent = PART_NAMES[part] ?? part;
-    row.append(name);
-    for (const [text, style] of [[value, ""], [`x ${Number(weight.toPrecision(4))}`, "weight"]]) {
-      const cell = row.insertCell();
-      cell.textContent = text;
-      cell.className = style;
-    }
-    return row;
-  });
-  details.querySelector("tbody").replaceChildren(...rows);
-}
-
-async function loadThumbnail(image, rowId) {
-  const path = `/thumbnails/${rowId}`;
-  image.addEventListener("error", () => replaceThumbnail(image), { once: true });
-  if (!key()) {
-    image.src = path;
-    return;
-  }
-  try {
-    const url = URL.createObjectURL(await (await ask(path)).blob());
-    image.addEventListener("load", () => URL.revokeObjectURL(url), { once: true });
-    image.src = url;
-  } catch {
-    replaceThumbnail(image);
-  }
-}
-
-function replaceThumbnail(image) {
-  const note = document.createElement("div");
-  note.className = "missing";
-  note.textContent = "The photo cannot be shown";
-  image.replaceWith(note);
-}
-
-async function useImage(file) {
-  try {
-    queryImage = await shrink(file);
-  } catch {
-    queryImage = await readAsIs(file); // a format that the browser does not know
-  }
-  byId("query").value = "";
-  search({ image: queryImage });
+async function useFile(file) {
+  useImage(await shrink(file).catch(() => readAsIs(file))); // the browser may not know the format
+  byId("image").value = "";
+  submit();
 }
 
 async function shrink(file) {
@@ -306,32 +279,61 @@ function readAsIs(file) {
   });
 }
 
-function searchAgain() {
-  if (byId("query").value.trim()) search({ query: byId("query").value.trim() });
-  else if (shown) search(shown.what);
+function submit() {
+  if (!index) return;
+  writeAddress();
+  search();
 }
 
-byId("search").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const query = byId("query").value.trim();
-  if (query) search({ query });
-  else say("Write a query, or choose an image.");
-});
-byId("rank-texts").addEventListener("click", () => {
-  if (shown && shown.what.query === undefined) search(shown.what);
-  else say('Choose an image first, or press "More like this" at a photo.');
-});
+function toggle(id, isOpen) {
+  byId(id).hidden = !isOpen;
+  byId(`${id}-button`).setAttribute("aria-expanded", isOpen);
+  byId("photos").hidden = !byId("compare").hidden;
+}
+
+const observer = new IntersectionObserver((entries) => entries[0].isIntersecting && more(), { rootMargin: "1500px" });
+byId("more").addEventListener("click", more);
+for (const id of ["search", "filter"]) {
+  byId(id).addEventListener("submit", (event) => {
+    event.preventDefault();
+    submit();
+  });
+}
+byId("search").addEventListener("submit", () => matchMedia("(pointer: coarse)").matches && byId("query").blur());
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem("edje-key", byId("key").value.trim());
+  useKey(byId("key").value.trim());
   byId("key").value = "";
   say("");
   start();
 });
+for (const id of ["filter", "compare"]) {
+  byId(`${id}-button`).addEventListener("click", () => {
+    toggle(id, byId(id).hidden);
+    if (id === "compare") writeAddress(null, true);
+    else byId("where").focus();
+  });
+}
 byId("pool").addEventListener("input", () => (byId("pool-value").textContent = byId("pool").value));
-byId("pool").addEventListener("change", searchAgain);
-byId("precision").addEventListener("change", searchAgain);
-byId("image").addEventListener("change", (event) => event.target.files[0] && useImage(event.target.files[0]));
+for (const id of ["pool", "precision"]) byId(id).addEventListener("change", submit);
+byId("rank-texts").addEventListener("click", async () => {
+  const texts = byId("texts").value.split("\n").map((text) => text.trim()).filter(Boolean);
+  if (image === null && row === null) return say('Choose an image first, or press "More like this" at a photo.');
+  const by = image === null ? { row_id: row } : { image };
+  const found = await post("/search/texts", { ...by, texts, precision: byId("precision").value }).catch(report);
+  const items = (found?.hits ?? []).map((hit) => {
+    const item = document.createElement("li");
+    item.textContent = `${hit.text} (score ${hit.score.toFixed(2)}, cosine ${hit.embedding_score.toFixed(4)})`;
+    return item;
+  });
+  byId("ranked-texts").replaceChildren(...items);
+});
+byId("remove").addEventListener("click", () => {
+  useImage(null);
+  byId("query").focus();
+  submit();
+});
+byId("image").addEventListener("change", (event) => event.target.files[0] && useFile(event.target.files[0]));
 byId("copy").addEventListener("click", async () => {
   try {
     await navigator.clipboard.writeText(location.href);
@@ -342,24 +344,25 @@ byId("copy").addEventListener("click", async () => {
 });
 addEventListener("dragover", (event) => {
   event.preventDefault();
-  byId("drop").classList.add("over");
+  byId("field").classList.add("over");
 });
-addEventListener("dragleave", () => byId("drop").classList.remove("over"));
+addEventListener("dragleave", () => byId("field").classList.remove("over"));
 addEventListener("drop", (event) => {
   event.preventDefault();
-  byId("drop").classList.remove("over");
-  const file = event.dataTransfer.files[0];
-  if (file) useImage(file);
+  byId("field").classList.remove("over");
+  if (event.dataTransfer.files[0]) useFile(event.dataTransfer.files[0]);
+});
+addEventListener("paste", (event) => {
+  const file = [...event.clipboardData.files].find((each) => each.type.startsWith("image/"));
+  if (!file) return;
+  event.preventDefault();
+  useFile(file);
 });
 addEventListener("keydown", (event) => {
-  const isWriting = event.target instanceof HTMLElement && event.target.matches("input[type=search], input[type=text], input[type=password], textarea");
-  if (event.key === "/" && !isWriting && !event.ctrlKey && !event.metaKey && !event.altKey) {
-    event.preventDefault();
-    byId("query").focus();
-  } else if (event.key === "Escape") {
-    byId("query").value = "";
-    byId("query").focus();
-  }
+  const isWriting = event.target instanceof HTMLElement && event.target.matches("input:not([type=range]), textarea, select");
+  if (event.key !== "/" || isWriting || byId("viewer").open || event.ctrlKey || event.metaKey || event.altKey) return;
+  event.preventDefault();
+  byId("query").focus();
 });
-addEventListener("popstate", readAddress);
+addEventListener("popstate", () => index && readAddress());
 start();

@@ -1,54 +1,37 @@
-"""The page in a real browser: Debian's Chromium, driven by Playwright, and checked by axe-core."""
+"""The page in a real browser: Chromium, driven by Playwright, and checked by axe-core."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlencode
 
-import numpy as np
+import httpx
 import pytest
-from PIL import Image
 
-from pipelines import build_index, quantize_index
-from tests.edje_index.scoring.bundles import bundle_with_all_parts
-from tests.pipelines.service.server import Service, serve
+from pipelines import build_index
+from tests.command_line import command
+from tests.pipelines.conftest import write_photo
+from tests.pipelines.service.conftest import ROWS
+from tests.pipelines.service.server import serve, serving
 
-pytestmark = pytest.mark.slow
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-NAME = "<img src=x onerror=alert(1)>.jpg"
-AXE = "axe-core@4"
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory, tiny_bundle) -> Path:
-    folder = tmp_path_factory.mktemp("page")
-    (folder / "photos").mkdir()
-    for row, name in enumerate([*(f"{row}.jpg" for row in range(20)), NAME]):
-        pixels = np.random.default_rng(row).integers(0, 255, (6, 8, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((320, 240)).save(folder / "photos" / name)
-    bundle_with_all_parts(tiny_bundle).save(folder / "model")
-    build_index(folder / "photos", folder / "photos.edje", folder / "model", engine="inline", threads=1)
-    quantize_index(folder / "photos.edje", ["nvfp4", "sign1"])
-    return folder / "photos.edje"
-
-
-@pytest.fixture(scope="module")
-def service(index, tmp_path_factory) -> Iterator[Service]:
-    with serve(tmp_path_factory.mktemp("service"), index) as running:
-        yield running
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM or not shutil.which("npm"), reason="no chromium or npm"),
+]
 
 
 @pytest.fixture(scope="module")
 def browser():
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -58,10 +41,8 @@ def browser():
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory) -> str:
     """The source of axe-core, from the registry of npm."""
-    if shutil.which("npm") is None:
-        pytest.skip("there is no npm")
     folder = tmp_path_factory.mktemp("axe")
-    subprocess.run(["npm", "pack", "--silent", AXE], cwd=folder, check=True, capture_output=True)
+    subprocess.run(["npm", "pack", "--silent", "axe-core@4"], cwd=folder, check=True, capture_output=True)
     with tarfile.open(next(folder.glob("*.tgz"))) as archive:
         return archive.extractfile("package/axe.min.js").read().decode()
 
@@ -75,18 +56,11 @@ class Watched:
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.page.on("console", self._console)
-        self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
-        self.page.on("request", self._request)
-        self.page.on("dialog", lambda dialog: self.problems.append(f"dialog: {dialog.message}"))
-
-    def _console(self, message) -> None:
-        if message.type in ("error", "warning"):
-            self.problems.append(f"{message.type}: {message.text}")
-
-    def _request(self, request) -> None:
-        if not request.url.startswith((self.home, "blob:", "data:")):
-            self.problems.append(f"request: {request.url}")
+        own, said, problems = (self.home, "blob:", "data:"), ("error", "warning"), self.problems
+        self.page.on("console", lambda message: problems.append(message.text) if message.type in said else None)
+        self.page.on("pageerror", lambda error: problems.append(str(error)))
+        self.page.on("request", lambda request: None if request.url.startswith(own) else problems.append(request.url))
+        self.page.on("dialog", lambda dialog: problems.append(dialog.message))
 
     def search(self, query: str) -> None:
         self.page.fill("#query", query)
@@ -95,167 +69,237 @@ class Watched:
         self.wait()
 
     def wait(self) -> None:
-        self.see("#status", " hits in ")
+        """Wait until the search is finished and its photos are loaded."""
+        sync_api.expect(self.page.locator("#status")).to_contain_text("photo", timeout=60_000)
+        self.page.wait_for_selector("body:not(.busy)")
         self.page.wait_for_load_state("networkidle")
 
-    def see(self, selector: str, text: str) -> None:
-        """Wait for a text. Playwright's `wait_for_function` evaluates strings, which the page forbids."""
-        sync_api.expect(self.page.locator(selector)).to_contain_text(text, timeout=60_000)
+    def rows(self) -> list[int]:
+        """Rows of the photos, in the order of the page."""
+        links = self.page.locator("#photos a").evaluate_all("links => links.map(link => link.search)")
+        return [int(link.removeprefix("?row=")) for link in links]
 
-    def rows(self, order: str) -> list[int]:
-        facts = self.page.locator(f"#{order} .facts").all_inner_texts()
-        return [int(text.split(",")[0].removeprefix("row ")) for text in facts]
-
-
-def image_widths(page) -> list[int]:
-    """Widths of the photos, 0 if one is not loaded. The page loads those that come into view."""
-    images = page.locator(".image img")
-    for image in images.all():
-        image.scroll_into_view_if_needed()
-    page.wait_for_load_state("networkidle")
-    return images.evaluate_all("images => images.map(image => image.naturalWidth)")
+    def answer(self, **body: object) -> list[int]:
+        """Rows of the hits that the service gives."""
+        answer = self.page.request.post(f"{self.home}/search", data={"k": ROWS, **body})
+        return [hit["row_id"] for hit in answer.json()["hits"]]
 
 
 @pytest.fixture
 def watched(browser, service) -> Iterator[Watched]:
-    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
     watched = Watched(context.new_page(), service.url)
     watched.page.goto(service.url)
-    watched.page.wait_for_load_state("networkidle")
+    watched.wait()
     yield watched
     context.close()
     assert watched.problems == []
 
 
-def answer(watched: Watched, body: dict) -> dict:
-    return watched.page.request.post(f"{watched.home}/search", data=body).json()
-
-
-def test_a_search_shows_both_orders_of_the_service(watched):
-    watched.search("a red canoe")
-    expected = answer(watched, {"query": "a red canoe", "k": 12, "pool": 100, "embedding_order": True})
-    assert watched.rows("before") == [hit["row_id"] for hit in expected["by_embedding"]]
-    assert watched.rows("after") == [hit["row_id"] for hit in expected["hits"]]
-    movements = watched.page.locator("#after .movement").all_inner_texts()
-    for text, hit in zip(movements, expected["hits"], strict=True):
-        moved = hit["embedding_rank"] - hit["rank"]
-        assert text.split(" ", 3)[2] == str(hit["embedding_rank"])
-        assert (f"up {moved}" if moved > 0 else f"down {-moved}" if moved < 0 else "stays") in text
-    assert all(image_widths(watched.page))
-    watched.page.locator("#after summary").first.click()
-    assert "logit" in watched.page.locator("#after details table").first.inner_text()
-    assert "in the queue" in watched.page.inner_text("#status")
-
-
-def test_the_precision_switch_says_what_changed(watched):
-    watched.search("a red canoe")
-    exact = watched.rows("after")
-    with watched.page.expect_response("**/search"):
-        watched.page.select_option("#precision", "sign1")
+def test_the_grid_goes_on_after_the_pool_in_the_order_of_the_embeddings(watched):
+    page = watched.page
+    assert len(set(watched.rows())) == ROWS - 1, "the first page shows the photos of the index"
+    page.goto(f"{watched.home}/?q=a+red+canoe&pool=10")
     watched.wait()
-    rough = watched.rows("after")
-    changed = sum(left != right for left, right in zip(exact, rough, strict=True))
-    text = watched.page.inner_text("#changes")
-    assert f"With sign1 instead of bf16, {changed} of 12 ranks hold another photo." in text
-    assert watched.page.inner_text("#after-title") == "Re-ranked with sign1 tokens"
-
-
-def test_an_image_finds_itself_chosen_or_dropped(watched, index):
-    path = index.parent / "photos" / "7.jpg"
-    row = answer(watched, {"image": base64.b64encode(path.read_bytes()).decode(), "k": 1})["hits"][0]["row_id"]
-    with watched.page.expect_response("**/search"):
-        watched.page.set_input_files("#image", path)
+    further = watched.answer(query="a red canoe", score="embedding", skip=10)
+    assert watched.rows() == watched.answer(query="a red canoe", k=10, pool=10) + further
+    assert page.locator("#photos > li").all_inner_texts()[10] == "Further photos, by embedding only"
+    images = page.locator("#photos img")
+    for image in images.all():
+        image.scroll_into_view_if_needed()
     watched.wait()
-    assert watched.rows("after")[0] == row
-    watched.search("a dog")
-    with watched.page.expect_response("**/search"):
-        watched.page.evaluate(
-            """data => {
-              const bytes = Uint8Array.from(atob(data), letter => letter.charCodeAt(0));
-              const transfer = new DataTransfer();
-              transfer.items.add(new File([bytes], "7.jpg", { type: "image/jpeg" }));
-              const how = { dataTransfer: transfer, bubbles: true, cancelable: true };
-              document.body.dispatchEvent(new DragEvent("drop", how));
-            }""",
-            base64.b64encode(path.read_bytes()).decode(),
-        )
-    watched.see("#after-title", "Similar photos")
-    assert watched.rows("after")[0] == row
-    assert watched.page.is_hidden("#before-section")
+    assert all(images.evaluate_all("images => images.map(image => image.naturalWidth)"))
+    page.click("#filter-button")
+    page.fill("#where", "width > 9999")
+    page.press("#where", "Enter")
+    sync_api.expect(page.locator("#status")).to_contain_text("No photo passes the filter.")
+    assert watched.rows() == []
 
 
-def test_more_like_this_and_the_shared_link(watched, browser):
+def test_a_photo_is_shown_large_and_has_an_address(watched, browser):
+    page = watched.page
     watched.search("a red canoe")
-    first = watched.rows("after")[0]
-    with watched.page.expect_response("**/search"):
-        watched.page.locator("#after .similar").first.click()
+    rows = watched.rows()
+    page.locator("#photos a").nth(1).click()
+    assert page.url.endswith(f"?q=a+red+canoe&photo={rows[1]}")
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
+        page.keyboard.press(key)
+    assert page.url.endswith(f"photo={rows[2]}")
     watched.wait()
-    assert watched.rows("after") == [hit["row_id"] for hit in answer(watched, {"row_id": first, "k": 12})["hits"]]
-    assert f"row={first}" in watched.page.url
-    watched.page.go_back()
-    watched.see("#after-title", "Re-ranked")
-    assert "q=a+red+canoe" in watched.page.url
+    file = page.locator("#values dd").first.inner_text()
+    with page.expect_download() as download:
+        page.click("#download")
+    assert Path(download.value.path()).read_bytes() == Path(file).read_bytes()
     shared = Watched(browser.new_page(), watched.home)
-    shared.page.goto(watched.page.url)
+    shared.page.goto(page.url)
+    sync_api.expect(shared.page.locator("#values dd").first).to_have_text(file)
     shared.wait()
-    assert (shared.rows("after"), shared.problems) == (watched.rows("after"), [])
-    assert shared.page.input_value("#query") == "a red canoe"
+    assert (shared.rows(), shared.problems) == (rows, [])
     shared.page.close()
-
-
-def test_texts_are_ranked_for_an_image(watched, index):
-    texts = ["a red canoe", "<img src=x onerror=alert(1)>", "two dogs", "snow"]
-    watched.page.locator("#texts-box summary").click()
-    watched.page.fill("#texts", "\n".join([texts[0], "", *texts[1:], " "]))
-    with watched.page.expect_response("**/search/texts"):
-        watched.page.set_input_files("#image", index.parent / "photos" / "7.jpg")
+    page.keyboard.press("Escape")
+    page.wait_for_url(f"{watched.home}/?q=a+red+canoe")
+    page.go_forward()
+    with page.expect_response("**/search"):
+        page.click("#similar")
     watched.wait()
-    items = watched.page.locator("#ranked-texts li").all_inner_texts()
-    assert sorted(item.rpartition(" score ")[0] for item in items) == sorted(texts)
-    watched.search("a dog")
-    assert watched.page.is_hidden("#ranked-texts-section")
+    assert watched.rows() == watched.answer(row_id=rows[2])
+    page.go_back()
+    sync_api.expect(page.locator("#viewer")).to_be_visible()
+    assert page.input_value("#query") == "a red canoe"
+
+
+GIVE = """([data, event, member]) => {
+  const transfer = new DataTransfer();
+  const bytes = Uint8Array.from(atob(data), letter => letter.charCodeAt(0));
+  transfer.items.add(new File([bytes], "7.jpg", { type: "image/jpeg" }));
+  const how = { [member]: transfer, bubbles: true, cancelable: true };
+  document.body.dispatchEvent(event === "drop" ? new DragEvent(event, how) : new ClipboardEvent(event, how));
+}"""
+
+
+def test_an_image_is_chosen_dropped_or_pasted_and_joined_with_text(watched, index):
+    page, path = watched.page, index.parent / "photos" / "07.jpg"
+    data = base64.b64encode(path.read_bytes()).decode()
+    (row,) = watched.answer(image=data, k=1)
+    for event, member in (("", ""), ("drop", "dataTransfer"), ("paste", "clipboardData")):
+        with page.expect_response("**/search"):
+            page.evaluate(GIVE, [data, event, member]) if event else page.set_input_files("#image", path)
+        sync_api.expect(page.locator("#status")).to_contain_text("most similar first")
+        assert watched.rows()[0] == row
+        page.click("#remove")
+        watched.wait()
+    page.fill("#query", "a dog")
+    with page.expect_response("**/search") as response:
+        page.set_input_files("#image", path)
+    asked = response.value.request.post_data_json
+    watched.wait()
+    assert watched.rows() == watched.answer(query="a dog", image=asked["image"])
+    assert page.locator("#chip img").is_visible()
+
+
+def test_the_comparison_shows_both_orders_and_what_a_precision_changes(watched):
+    page = watched.page
+    watched.search("a red canoe")
+    assert page.is_hidden("#compare")
+    page.click("#compare-button")
+    asked = {"query": "a red canoe", "k": ROWS, "pool": 100, "embedding_order": True}
+    expected = page.request.post(f"{watched.home}/search", data=asked).json()
+
+    def rows(order: str) -> list[int]:
+        facts = page.locator(f"#{order} .facts").all_inner_texts()
+        return [int(text.split(",")[0].removeprefix("row ")) for text in facts]
+
+    assert rows("before") == [hit["row_id"] for hit in expected["by_embedding"]]
+    assert rows("after") == [hit["row_id"] for hit in expected["hits"]]
+    for text, hit in zip(page.locator("#after .movement").all_inner_texts(), expected["hits"], strict=True):
+        moved = hit["embedding_rank"] - hit["rank"]
+        assert (f"up {moved}" if moved > 0 else f"down {-moved}" if moved < 0 else "stays") in text
+    assert "logit" in page.locator("#after details table").first.text_content()
+    exact = rows("after")
+    with page.expect_response("**/search"):
+        page.select_option("#precision", "nvfp4")
+    watched.wait()
+    changed = sum(left != right for left, right in zip(exact, rows("after"), strict=True))
+    assert f"With nvfp4 instead of bf16, {changed} of {ROWS - 1} ranks" in page.inner_text("#changes")
 
 
 def test_a_link_can_inject_nothing(watched):
-    watched.page.goto(f"{watched.home}/?q=%3Cscript%3Ealert(1)%3C/script%3E&pool=abc&precision=x&index=%3Cb%3E&row=1x")
+    script, page = "<script>alert(1)</script>", watched.page
+    parameters = {"q": script, "pool": "abc", "precision": "x", "row": "1x", "photo": "<b>"}
+    page.goto(f"{watched.home}/?{urlencode(parameters)}")
     watched.wait()
-    assert watched.page.input_value("#query") == "<script>alert(1)</script>"
-    watched.search("any")
-    names = watched.page.locator("#before .name, #after .name").all_inner_texts()
-    watched.page.evaluate("document.getElementById('pool').value = 10")
-    assert watched.page.locator("img[src=x]").count() == 0
-    assert names
+    assert (page.input_value("#query"), len(watched.rows())) == (script, ROWS - 1)
+    page.goto(f"{watched.home}/?row=3&compare=1")
+    watched.wait()
+    page.click("#texts-box summary")
+    page.fill("#texts", f"snow\n\n{script}\n ")
+    page.click("#rank-texts")
+    sync_api.expect(page.locator("#ranked-texts li")).to_have_count(2)
+    assert script in page.inner_text("#ranked-texts")
+    page.goto(f"{watched.home}/?row=0&photo=3")
+    sync_api.expect(page.locator("#captions")).to_have_text("<b>two</b> dogs")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [375, 1200])
-def test_the_page_is_accessible_and_fits(browser, service, axe, scheme, width):
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_state_is_accessible_and_fits(browser, service, axe, scheme, width):
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    watched = Watched(context.new_page(), service.url)
-    watched.page.goto(f"{service.url}/?q=a+red+canoe")
-    watched.wait()
-    watched.page.locator("#after summary").first.click()
-    watched.page.locator("#filter summary").click()
-    watched.page.locator("#texts-box summary").click()
-    assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
-    watched.page.evaluate(axe)
-    violations = watched.page.evaluate("axe.run().then(result => result.violations)")
-    assert not violations, json.dumps(violations, indent=1)[:4000]
+    page = context.new_page()
+    watched = Watched(page, service.url)
+    for address in ("?q=a+canoe&pool=10", "?row=3&q=dog&where=width>9", "?q=dog&compare=1", "?q=dog&photo=3", "docs"):
+        page.goto(f"{service.url}/{address}")
+        page.wait_for_load_state("networkidle")
+        if address != "docs":
+            watched.wait()
+        if "compare" in address:
+            page.locator("#after summary").first.click()
+            page.click("#texts-box summary")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+        if address.endswith("pool=10"):
+            box = page.locator("#photos img").nth(1).bounding_box()
+            assert box["y"] + box["height"] < 400, "the first screen shows photos"
+        page.evaluate(axe)
+        violations = page.evaluate("axe.run().then(result => result.violations)")
+        assert not violations, json.dumps(violations, indent=1)[:4000]
+    assert page.locator("#routes section").count() > 10
     assert watched.problems == []
     context.close()
 
 
-def test_the_page_asks_for_the_key(browser, index, tmp_path):
+def test_the_key_is_asked_first_and_the_query_kept(browser, index, tmp_path):
     with serve(tmp_path, index, EDJE_API_KEYS="a-key-of-enough-letters") as service:
-        context = browser.new_context()
-        page = context.new_page()
-        page.goto(service.url)
-        page.wait_for_selector("#key-form:not([hidden])")
-        page.fill("#key", "a-key-of-enough-letters")
-        page.press("#key", "Enter")
-        page.wait_for_selector("#key-form", state="hidden")
-        Watched(page, service.url).search("a dog")
-        page.wait_for_load_state("networkidle")
-        assert len(image_widths(page)) == 24
-        assert all(image_widths(page))
-        context.close()
+        page = browser.new_page()
+        page.goto(f"{service.url}/?q=a+dog&photo=3")
+        for key in ("a-wrong-key-of-letters", "a-key-of-enough-letters"):
+            sync_api.expect(page.locator("#key")).to_be_focused()
+            assert page.is_hidden("#query")
+            with page.expect_response("**/info"):
+                page.fill("#key", key)
+                page.press("#key", "Enter")
+        watched = Watched(page, service.url)
+        watched.wait()
+        assert (page.input_value("#query"), page.is_visible("#key")) == ("a dog", False)
+        assert page.locator("#large").evaluate("image => image.naturalWidth") == 64
+        with page.expect_download() as download:
+            page.click("#download")
+        assert Path(download.value.path()).read_bytes()[:3] == b"\xff\xd8\xff"
+        page.goto(f"{service.url}/docs")
+        page.wait_for_selector("#routes section")
+        page.close()
+
+
+def test_a_thousand_hits_scroll_without_a_pause(browser, tiny_bundle, tmp_path):
+    for row in range(1000):
+        write_photo(tmp_path / "photos" / f"{row}.jpg", row)
+    build_index(tmp_path / "photos", tmp_path / "photos.edje", tiny_bundle, engine="inline", threads=1)
+    with serve(tmp_path, tmp_path / "photos.edje") as service:
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        watched = Watched(page, service.url)
+        page.goto(f"{service.url}/?q=a+dog")
+        watched.wait()
+        page.evaluate(
+            "() => { window.tasks = []; new PerformanceObserver(list => "
+            "tasks.push(...list.getEntries().map(entry => entry.duration))).observe({ type: 'longtask' }); }"
+        )
+        page.mouse.move(600, 400)
+        while page.is_visible("#more"):
+            page.mouse.wheel(0, 600)
+        assert len(set(watched.rows())) == 1000
+        assert max(page.evaluate("tasks"), default=0) <= 100
+        assert watched.problems == []
+
+
+def test_one_command_shows_a_folder_and_what_was_added_to_it(tmp_path, tiny_bundle):
+    (tmp_path / "browser").write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    (tmp_path / "browser").chmod(0o755)
+    os.mkfifo(tmp_path / "opened")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "model").symlink_to(tiny_bundle)  # `model get` downloads 174 MB
+    variables = {"BROWSER": f"{tmp_path}/browser %s", "EDJE_CACHE": str(tmp_path / "cache")}
+    for photos in (1, 3):
+        for row in range(photos):
+            write_photo(tmp_path / "photos" / f"{row}.png", row)
+        with serving(tmp_path, command("show", tmp_path / "photos"), variables) as service:
+            assert (tmp_path / "opened").read_text().strip() == service.url
+            answer = httpx.post(f"{service.url}/search", json={"query": "a dog", "k": 10}, timeout=60)
+            assert len(answer.json()["hits"]) == photos

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -10,10 +11,12 @@ from dataclasses import asdict
 import httpx
 import numpy as np
 import pytest
+from PIL import Image
 
 from edje_index import Client, ServiceError, TokenIndex
 from edje_index.images.thumbnails import read_thumbnails
 from storage_formats import UsageError
+from storage_formats.reading.embeddings import read_embeddings
 from tests.pipelines.service.conftest import HOLE, ROWS
 from tests.pipelines.service.server import resident_bytes
 
@@ -58,8 +61,14 @@ def test_search_gives_the_hits_of_the_library(client, library):
 
 def test_search_by_image_and_by_row(client, library, index, http):
     assert same_hits(client.search(photo(index, 7), k=3), library.search_image(photo(index, 7), 3))
-    answer = http.post("/search", json={"row_id": 7, "k": 3}).json()
-    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search_image(7, 3)]
+    answer = http.post("/search", json={"row_id": 7, "k": 3, "skip": 2}).json()
+    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search_image(7, 5)][2:]
+    both = library.search("a dog", 4, image=7)
+    expected = library.model.text.encode(["a dog"])[0] + read_embeddings(library.committed, [7])[0]
+    cosines = read_embeddings(library.committed, [hit.row_id for hit in both]) @ expected / np.linalg.norm(expected)
+    np.testing.assert_allclose([hit.embedding_score for hit in both], cosines, atol=_CLOSE)
+    answer = http.post("/search", json={"query": "a dog", "row_id": 7, "k": 4}).json()
+    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in both]
 
 
 TEXTS = ["a red canoe", "two dogs", "snow", "a man on a bicycle", "a red canoe"]
@@ -178,9 +187,12 @@ def test_embed_texts_and_images(client, library, index, http):
 def test_thumbnails_are_those_of_the_rows(client, index, http):
     assert client.thumbnail(3) == read_thumbnails(index, [3])[0].jpeg
     assert http.get("/thumbnails/3").headers["content-type"] == "image/jpeg"
-    hole = http.get(f"/thumbnails/{HOLE}")
-    assert hole.status_code == 404
-    assert "not-an-image" in hole.json()["error"]["message"]
+    assert Image.open(io.BytesIO(http.get("/thumbnails/3?side=16").content)).size == (16, 12)
+    assert http.get("/photos/3").content == photo(index, 3)
+    for path in ("thumbnails", "photos"):
+        hole = http.get(f"/{path}/{HOLE}")
+        assert hole.status_code == 404
+        assert "not-an-image" in hole.json()["error"]["message"]
     for row in ("99", "-1", "1e3", "..%2F..%2Fetc%2Fpasswd", "%00", "3/../../etc/passwd", "9" * 400):
         answer = http.get(f"/thumbnails/{row}")
         assert answer.status_code in (404, 422)
@@ -199,7 +211,8 @@ def test_info_describes_the_index_and_the_limits(client, library):
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/search", {}, 422, "exactly one of query, image and row_id"),
+        ("/search", {"query": "a", "skip": 1}, 422, "skip with a query needs the score embedding"),
+        ("/search", {}, 422, "query, image or row_id"),
         ("/search", {"query": " "}, 422, "the query is empty"),
         *(("/search", {"query": "a", "k": value}, 422, "k:") for value in (0, 1.5, True, "3")),
         *(("/search", {"row_id": value}, 422, "row_id:") for value in (True, -1, "1", 2**70)),
@@ -281,7 +294,8 @@ def test_metrics_cannot_be_flooded_with_labels(http):
 
 
 def test_pages_are_offline_and_cannot_be_embedded(http):
-    for path in ("/docs", "/redoc", "/nothing"):
+    assert "/docs.js" in http.get("/docs", follow_redirects=True).text
+    for path in ("/redoc", "/nothing"):
         assert http.get(path).json()["error"]["code"] == "not_found"
     assert http.delete("/search").json()["error"]["code"] == "method_not_allowed"
     paths = http.get("/openapi.json").json()["paths"]

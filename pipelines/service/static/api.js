@@ -1,0 +1,55 @@
+// Requests to the service that the page came from. Nothing else is ever asked.
+
+export const byId = (id) => document.getElementById(id);
+const key = () => sessionStorage.getItem("edje-key");
+
+export const hasKey = () => key() !== null;
+
+export function useKey(value) {
+  sessionStorage.setItem("edje-key", value);
+}
+
+// Throws an Error with the message and the status of the service.
+export async function ask(path, options = {}) {
+  const headers = new Headers(options.headers);
+  if (key()) headers.set("Authorization", `Bearer ${key()}`);
+  const answer = await fetch(path, { ...options, headers });
+  if (answer.ok) return answer;
+  let message = `the service answered with status ${answer.status}`;
+  try {
+    message = (await answer.json()).error.message;
+  } catch {
+    // not an answer of this service
+  }
+  throw Object.assign(new Error(message), { status: answer.status });
+}
+
+export async function post(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  return (await ask(path, { method: "POST", headers, body: JSON.stringify(body), signal })).json();
+}
+
+// An address that an <img> or a link can use: with a key, the file is fetched first, because links send no headers.
+export async function addressOf(path) {
+  return key() ? URL.createObjectURL(await (await ask(path)).blob()) : path;
+}
+
+export async function showThumbnail(image, row, side) {
+  const fail = () => {
+    const note = document.createElement("div");
+    note.className = "missing";
+    note.textContent = "The photo cannot be shown";
+    image.replaceWith(note);
+  };
+  image.addEventListener("error", fail, { once: true });
+  try {
+    const address = await addressOf(`/thumbnails/${row}?side=${side}`);
+    image.addEventListener("load", () => URL.revokeObjectURL(address), { once: true });
+    image.src = address;
+  } catch {
+    fail();
+  }
+}
+
+export const nameOf = (hit) => hit.uri.split("!").pop().split("/").pop() || hit.uri;
+export const captionsOf = (hit) => [hit.columns.captions ?? []].flat();
