@@ -171,15 +171,8 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
 
 
 def _run(settings: TrainSettings, group: WorkerGroup | None, on_event: OnEvent, should_stop: ShouldStop) -> TrainResult:
-    from edje_index.bundles.bundle import ModelBundle
-    from edje_index.bundles.info import read_bundle_info
+    """Prepare the run folder, train, and write the bundle, unless an earlier run has finished."""
     from edje_index.captions.reading import check_apart, check_image_directory, read_caption_file
-    from edje_index.training.captions import TrainingData, write_caption_table
-    from edje_index.training.checkpoints import read_log
-    from edje_index.training.features import unreadable_by_reason
-    from edje_index.training.finish import finish_model
-    from edje_index.training.loop import TrainTask, total_steps
-    from edje_index.training.start import make_start
     from storage_formats.format.manifest import CommittedIndex
 
     started = time.monotonic()
@@ -204,112 +197,145 @@ def _run(settings: TrainSettings, group: WorkerGroup | None, on_event: OnEvent, 
             return finished
         if run.out.exists():
             raise UsageError(f"{run.out} exists already; remove this folder, or set run.out to another folder")
-
-        on_event(StatusMessage("loading the initial model"))
-        start_path = folder / "start"
-        if not start_path.exists():
-            origin = {name: getattr(inputs, name) for name in ("model", "vision", "language", "init")}
-            make_start(settings.architecture, settings.loop.seed, **origin).save(start_path)
-        start = ModelBundle.load(start_path)
-        assert start.info is not None
-        job, is_online = Preparation(settings, start, on_event, should_stop), inputs.features == ONLINE
-        if is_online:
-            features = online_features(job, [*items, *dev_items])
-        else:
-            features = stored_features(job, [*items, *dev_items], given.get("features"))
-        kept, captions, dev, left_out, truncated = match_captions(features, items, dev_items, on_event)
+        task, counts = prepare_task(settings, fingerprint, given, items, dev_items, on_event, should_stop)
         if blank := sum(count for _, count in (*files, *dev_files)):
             on_event(StatusMessage(f"blank captions left out: {blank:,}"))
-            left_out = {**left_out, BLANK_CAPTION: blank}
-        steps, count = total_steps(settings.loop, captions.pairs(settings.loop.epoch_of)), captions.pairs("captions")
-        mining, mining_rows, miner = features, captions.rows, start.info
-        if inputs.miner is not None:
-            miner = read_bundle_info(inputs.miner)
-            sources = job.sources("miner.edje.jsonl", kept)
-            mining = job.build("miner.edje", inputs.miner, sources, "embeddings for mining")
-            mining_rows = rows_of_all(mining, kept)
-        temperature = 0.0
-        if settings.negatives.selection == "softmax":  # at the temperature of the mining model
-            clip = (start if inputs.miner is None else ModelBundle.load(inputs.miner)).clip
-            temperature = 1 / float(clip.get_parameter("logit_scale").exp())
-        teacher_tokens = None
-        if inputs.teacher is not None:
-            teacher_tokens = _teacher_tokens(inputs.teacher, start, given.get("teacher_features"), features, kept)
-        views = stored_views(job, kept) if settings.augmentation.views and not is_online else None
-        data = folder / "data"
-        if not data.exists():
-            on_event(StatusMessage(f"preparing {counted(count, 'caption')}"))
-            models = " ".join([start.info.fingerprint, miner.fingerprint, mining.manifest.model["fingerprint"]])
-            write_caption_table(data, captions, mining_rows, models)
-        elif not np.array_equal(TrainingData.open(data).rows, captions.rows):
-            raise UsageError(
-                f"{data} contains the training data of other images: the features have changed, or another version of "
-                "edje-index chose the images; set run.dir to another folder"
-            )
-        if dev is not None and not (folder / "dev").exists():
-            write_caption_table(folder / "dev", dev, dev.rows, start.info.fingerprint)
-
-        task = TrainTask(
-            config=settings,
-            run=fingerprint,
-            start=start_path,
-            features=features,
-            data=data,
-            mining=mining,
-            temperature=temperature,
-            steps=steps,
-            new_adapter=inputs.init is None or read_bundle_info(inputs.init).adapter != start.info.adapter,
-            miner=None if inputs.miner is None else inputs.miner.absolute(),  # a worker has another directory
-            inputs=folder / INPUT_TABLE if is_online else None,
-            views=views,
-            teacher=None if inputs.teacher is None else inputs.teacher.absolute(),
-            teacher_tokens=teacher_tokens,
-            dev=None if dev is None else (dev, folder / "dev"),
-        )
+            counts["left_out"] = {**counts["left_out"], BLANK_CAPTION: blank}
         if run.export_step is None:
             run_steps(task, group, on_event, should_stop)
+        return write_bundle(task, counts, started, on_event, should_stop)
 
-        def progress(activity: str, done: int, total: int) -> None:
-            if should_stop():
-                raise JobStopped(
-                    f"stopped while {activity}, after {done:,} of {total:,}; run the command again to continue"
-                )
-            on_event(Progress(activity, done, total))
 
-        bundle, steps, choices = finish_model(task, run.export_step, progress)
-        pairs = settings.loop.batch_size * settings.loop.accumulate
-        names = ", ".join(path.name for path in inputs.captions)
-        teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
-        notes = (
-            f"trained {steps} steps of {pairs} pairs on {len(kept)} images with {count} captions of {names}{teacher}; "
-            f"run {fingerprint}"
+def prepare_task(
+    settings: TrainSettings,
+    fingerprint: str,
+    given: dict[str, CommittedIndex],
+    items: list[CaptionedImage],
+    dev_items: list[CaptionedImage],
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> tuple[TrainTask, dict[str, Any]]:
+    """Make what the run folder lacks: the initial model, the indexes of features, and the tables of captions.
+
+    Returns:
+        The task of the workers, and the attributes `images`, `captions`, `left_out` and `truncated` of the result.
+    """
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.training.captions import TrainingData, write_caption_table
+    from edje_index.training.loop import TrainTask, total_steps
+    from edje_index.training.start import make_start
+
+    inputs, folder = settings.inputs, settings.run.folder
+    on_event(StatusMessage("loading the initial model"))
+    start_path = folder / "start"
+    if not start_path.exists():
+        origin = {name: getattr(inputs, name) for name in ("model", "vision", "language", "init")}
+        make_start(settings.architecture, settings.loop.seed, **origin).save(start_path)
+    start = ModelBundle.load(start_path)
+    assert start.info is not None
+    job, is_online = Preparation(settings, start, on_event, should_stop), inputs.features == ONLINE
+    if is_online:
+        features = online_features(job, [*items, *dev_items])
+    else:
+        features = stored_features(job, [*items, *dev_items], given.get("features"))
+    kept, captions, dev, left_out, truncated = match_captions(features, items, dev_items, on_event)
+    steps, count = total_steps(settings.loop, captions.pairs(settings.loop.epoch_of)), captions.pairs("captions")
+    mining, mining_rows, miner = features, captions.rows, start.info
+    if inputs.miner is not None:
+        miner = read_bundle_info(inputs.miner)
+        sources = job.sources("miner.edje.jsonl", kept)
+        mining = job.build("miner.edje", inputs.miner, sources, "embeddings for mining")
+        mining_rows = rows_of_all(mining, kept)
+    temperature = 0.0
+    if settings.negatives.selection == "softmax":  # at the temperature of the mining model
+        clip = (start if inputs.miner is None else ModelBundle.load(inputs.miner)).clip
+        temperature = 1 / float(clip.get_parameter("logit_scale").exp())
+    teacher_tokens = None
+    if inputs.teacher is not None:
+        teacher_tokens = _teacher_tokens(inputs.teacher, start, given.get("teacher_features"), features, kept)
+    views = stored_views(job, kept) if settings.augmentation.views and not is_online else None
+    data = folder / "data"
+    if not data.exists():
+        on_event(StatusMessage(f"preparing {counted(count, 'caption')}"))
+        models = " ".join([start.info.fingerprint, miner.fingerprint, mining.manifest.model["fingerprint"]])
+        write_caption_table(data, captions, mining_rows, models)
+    elif not np.array_equal(TrainingData.open(data).rows, captions.rows):
+        raise UsageError(
+            f"{data} contains the training data of other images: the features have changed, or another version of "
+            "edje-index chose the images; set run.dir to another folder"
         )
-        log = read_log(folder)
+    if dev is not None and not (folder / "dev").exists():
+        write_caption_table(folder / "dev", dev, dev.rows, start.info.fingerprint)
+    task = TrainTask(
+        config=settings,
+        run=fingerprint,
+        start=start_path,
+        features=features,
+        data=data,
+        mining=mining,
+        temperature=temperature,
+        steps=steps,
+        new_adapter=inputs.init is None or read_bundle_info(inputs.init).adapter != start.info.adapter,
+        miner=None if inputs.miner is None else inputs.miner.absolute(),  # a worker has another directory
+        inputs=folder / INPUT_TABLE if is_online else None,
+        views=views,
+        teacher=None if inputs.teacher is None else inputs.teacher.absolute(),
+        teacher_tokens=teacher_tokens,
+        dev=None if dev is None else (dev, folder / "dev"),
+    )
+    return task, {"images": len(kept), "captions": count, "left_out": left_out, "truncated": truncated}
 
-        def result(info: BundleInfo) -> TrainResult:
-            return TrainResult(
-                bundle=str(run.out),
-                fingerprint=info.fingerprint,
-                run=fingerprint,
-                images=len(kept),
-                captions=count,
-                left_out=dict(Counter(left_out) + Counter(unreadable_by_reason(folder))),
-                steps=steps,
-                seconds=time.monotonic() - started,
-                last=log[-1] if log else {},
-                score=bundle.score.to_json(),
-                fitting=settings.fitting.model_dump(),
-                # By what is ranked: images in text-to-image search, captions in image-to-text search.
-                dev={"images": asdict(choices["t2i"]), "captions": asdict(choices["i2t"])} if choices else None,
-                truncated=truncated,
+
+def write_bundle(
+    task: TrainTask, counts: dict[str, Any], started: float, on_event: OnEvent, should_stop: ShouldStop
+) -> TrainResult:
+    """Write the bundle of a checkpoint, and its record in the run folder. `counts` are those of `prepare_task`."""
+    from edje_index.training.checkpoints import read_log
+    from edje_index.training.features import unreadable_by_reason
+    from edje_index.training.finish import finish_model
+
+    settings, inputs, run, folder = task.config, task.config.inputs, task.config.run, task.config.run.folder
+
+    def progress(activity: str, done: int, total: int) -> None:
+        if should_stop():
+            raise JobStopped(
+                f"stopped while {activity}, after {done:,} of {total:,}; run the command again to continue"
             )
+        on_event(Progress(activity, done, total))
 
-        def record(info: BundleInfo) -> None:
-            # Written before the bundle appears: a bundle without its record would look like another run's.
-            if run.export_step is None:
-                write_json_atomic(folder / "result.json", asdict(result(info)))
+    bundle, steps, choices = finish_model(task, run.export_step, progress)
+    pairs = settings.loop.batch_size * settings.loop.accumulate
+    names = ", ".join(path.name for path in inputs.captions)
+    teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
+    notes = (
+        f"trained {steps} steps of {pairs} pairs on {counts['images']} images with {counts['captions']} captions of "
+        f"{names}{teacher}; run {task.run}"
+    )
+    left_out = dict(Counter(counts["left_out"]) + Counter(unreadable_by_reason(folder)))
+    log = read_log(folder)
 
-        return result(replace(bundle, notes=notes).save(run.out, record))
+    def result(info: BundleInfo) -> TrainResult:
+        return TrainResult(
+            bundle=str(run.out),
+            fingerprint=info.fingerprint,
+            run=task.run,
+            steps=steps,
+            seconds=time.monotonic() - started,
+            last=log[-1] if log else {},
+            score=bundle.score.to_json(),
+            fitting=settings.fitting.model_dump(),
+            # By what is ranked: images in text-to-image search, captions in image-to-text search.
+            dev={"images": asdict(choices["t2i"]), "captions": asdict(choices["i2t"])} if choices else None,
+            **{**counts, "left_out": left_out},
+        )
+
+    def record(info: BundleInfo) -> None:
+        # Written before the bundle appears: a bundle without its record would look like another run's.
+        if run.export_step is None:
+            write_json_atomic(folder / "result.json", asdict(result(info)))
+
+    return result(replace(bundle, notes=notes).save(run.out, record))
 
 
 def training_record(settings: TrainSettings, given: dict[str, CommittedIndex]) -> dict[str, Any]:
