@@ -305,7 +305,9 @@ def _record(value: Any) -> CaptionRecord:
     if texts is None and isinstance(sentences := value.get("sentences"), list):  # of a Karpathy file
         texts = [sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences]
         image_id = value.get("cocoid", value.get("imgid"))
-        if isinstance(name, str) and isinstance(folder := value.get("filepath"), str):
+        if key == "filepath":  # the folder of a Karpathy record, not the image
+            key, name = "filename", None
+        elif isinstance(name, str) and isinstance(folder := value.get("filepath"), str):
             name = os.path.join(folder, name)
     if not isinstance(name, str) or not name:
         raise _RecordError(f"the record has no file name in '{key}'")

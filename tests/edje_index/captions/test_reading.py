@@ -147,6 +147,7 @@ def test_webdataset(tmp_path):
         ("[1]", "not a JSON object"),
         ('{"caption": "x"}', "no file name in 'image'"),
         ('{"image": "a.jpg"}', "no captions"),
+        ('{"filepath": "val2014", "sentences": [{"raw": "x"}]}', "no file name in 'filename'"),
         ('{"image": "a.jpg", "captions": ["x", 3]}', "not a string"),
         ('{"image": "a\\u0000.jpg", "caption": "x"}', "cannot be a file name"),
         ('{"image": "a.jpg", "caption": "x \\ud83d"}', "a lone surrogate"),
