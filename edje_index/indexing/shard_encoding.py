@@ -12,9 +12,10 @@ counts against no input.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table, with_source_values
 from storage_formats.format.source_columns import SourceColumn
+from storage_formats.ordered_results import ordered_results
 from storage_formats.writing.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -217,19 +219,21 @@ def encode_shard(
             with attempt.preparing(position):
                 return _prepare(encoder, task.decoding, image)
 
-        done = 0
-        for batch in _batches_ahead(task, images, prepare, pool):
+        size = task.inputs_per_batch
+        ahead = size * (1 + max(_BATCHES_AHEAD, _IMAGES_AHEAD // task.batch_size))
+        prepared = ordered_results(images, lambda image: pool.submit(prepare, image), ahead=ahead)
+        for start in range(0, len(images), size):
             if should_stop():
                 raise TaskInterrupted
             with _timed(stages, "wait"):
-                ready = [image for image in (future.result() for future in batch) if image.pixels is not None]
+                ready = [image for image in itertools.islice(prepared, size) if image.pixels is not None]
             if ready:
                 with _timed(stages, "encode"):
                     tokens, embeddings = _encode(encoder, ready)
                 with _timed(stages, "write"):
                     positions = np.array([image.entry.row_id - first_row for image in ready], dtype=np.int64)
                     writer.put(positions, tokens, embeddings)
-            done += len(batch)
+            done = min(start + size, len(images))
             failed = sum(entry.status == FAILED for entry in entries[:done])
             on_progress(ShardProgress(task.shard, done, failed, dict(stages)))
         with _timed(stages, "write"):
@@ -255,20 +259,6 @@ def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
     elif ref.duplicate_of is not None:
         entry.status, entry.duplicate_of = DUPLICATE, ref.duplicate_of
     return entry
-
-
-def _batches_ahead(
-    task: ShardTask, images: list[_Image], prepare: Callable[[_Image], _Image], pool: Executor
-) -> Iterator[list[Future[_Image]]]:
-    """Yield batches in row order, while the executor prepares the next batches."""
-    pending: deque[list[Future[_Image]]] = deque()
-    size = task.inputs_per_batch
-    ahead = max(_BATCHES_AHEAD, _IMAGES_AHEAD // task.batch_size)
-    for start in range(0, len(images), size):
-        pending.append([pool.submit(prepare, image) for image in images[start : start + size]])
-        if len(pending) > ahead:
-            yield pending.popleft()
-    yield from pending
 
 
 def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> _Image:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +47,7 @@ from edje_index.training.workers import WorkerGroup
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.ordered_results import ordered_results
 
 CAPTIONS, ALIGNMENT, JOINT = "captions", "alignment", "joint"
 BETAS = (0.9, 0.999)
@@ -450,15 +450,9 @@ def learning_rate(step: int, total_steps: int, steps_per_epoch: float, config: O
 
 
 def made_ahead(make: Callable[[int], _Item], numbers: range) -> Generator[_Item, None, None]:
-    """Yield ``make(number)`` for each number in `numbers`. A thread makes up to two items ahead."""
+    """Yield ``make(number)`` for each number in `numbers`. A thread makes two items ahead."""
     with ThreadPoolExecutor(1, "edje-batches") as pool:
-        ready: deque[Future[_Item]] = deque(pool.submit(make, number) for number in numbers[:_AHEAD])
         try:
-            for number in numbers:
-                item = ready.popleft().result()
-                if number + _AHEAD in numbers:
-                    ready.append(pool.submit(make, number + _AHEAD))
-                yield item
+            yield from ordered_results(numbers, lambda number: pool.submit(make, number), ahead=1 + _AHEAD)
         finally:
-            for future in ready:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)

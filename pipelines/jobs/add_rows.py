@@ -30,7 +30,7 @@ from pipelines.jobs.plan import (
 )
 from pipelines.jobs.resources import check_disk, check_extension_memory, choose_workers
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
-from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
+from pipelines.sources import count_ignored, digested, hash_and_mark_duplicates, iter_all, open_sources
 from pipelines.sources.base import absolute_spec
 from storage_formats.change import Change
 from storage_formats.extras import name_missing_extra
@@ -97,7 +97,7 @@ def append_index(
         if change.plan is None:
             opened = open_sources(group.sources, group.column, clips=holds_clips(change.index.manifest))
             digest = hashlib.sha256()
-            listed = list(mark_duplicates(digested(iter_all(opened), digest, on_event, should_stop)))
+            listed = list(hash_and_mark_duplicates(digested(iter_all(opened), digest, on_event, should_stop)))
             hashes = {ref.content_hash for ref in listed if ref.content_hash is not None}
             known: set[str] = set()
             for table in iter_rows(change.index, ["content_hash"]):

@@ -35,7 +35,7 @@ from pipelines.jobs.resources import (
 )
 from pipelines.progress.events import Bottleneck, OnEvent, ShouldStop, StatusMessage, bottleneck, ignore, never
 from pipelines.progress.wording import counted
-from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
+from pipelines.sources import count_ignored, digested, hash_and_mark_duplicates, iter_all, open_sources
 from storage_formats.change import begin_index, check_free, finish_committed, is_unfinished
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -267,7 +267,7 @@ def build_index(
             opened = open_sources(settings.sources, settings.column, clips=settings.frames is not None)
             digest = hashlib.sha256()
             refs = digested(iter_all(opened), digest, on_event, should_stop)
-            stored = store_inputs(change.layout, mark_duplicates(refs) if dedupe else refs, shard_size)
+            stored = store_inputs(change.layout, hash_and_mark_duplicates(refs) if dedupe else refs, shard_size)
             stored["ignored"] = {**count_ignored(opened), **stored["ignored"]}
             rows = stored.pop("rows")
             if not rows:
@@ -333,7 +333,7 @@ def try_build(
         opened = open_sources(chosen.sources, chosen.column, clips=chosen.frames is not None)
         refs = digested(iter_all(opened), hashlib.sha256(), on_event, should_stop)
         inputs = duplicates = 0
-        for ref in mark_duplicates(refs) if chosen.dedupe else refs:
+        for ref in hash_and_mark_duplicates(refs) if chosen.dedupe else refs:
             inputs += 1
             if ref.problem is not None:
                 failed[ref.problem] += 1

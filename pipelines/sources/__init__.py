@@ -113,7 +113,7 @@ def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
                 yield from source.iter_inputs()
 
 
-def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
+def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     """Yield the inputs with their content hashes. Each duplicate gets the attribute `duplicate_of`.
 
     `duplicate_of` is the position of the first identical input. An input that cannot be read gets a `problem`. Memory

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edje_index.images.decode import content_hash
 from edje_index.images.inputs import InputRef
-from pipelines.sources import mark_duplicates
+from pipelines.sources import hash_and_mark_duplicates
 
 
 def refs_of(folder: Path, contents: list[bytes | None]) -> list[InputRef]:
@@ -33,7 +33,7 @@ def test_first_of_identical_inputs_is_the_original(tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.getbasetemp() / "dedupe"
     folder.mkdir(exist_ok=True)
     refs = refs_of(folder, contents)
-    marked = list(mark_duplicates(refs))
+    marked = list(hash_and_mark_duplicates(refs))
     assert [ref.uri for ref in marked] == [ref.uri for ref in refs]
     for row, (ref, content) in enumerate(zip(marked, contents, strict=True)):
         first = contents.index(content)
@@ -58,7 +58,7 @@ def test_looks_ahead_a_bounded_number_of_inputs(tmp_path: Path) -> None:
             taken += 1
             yield ref
 
-    marked = mark_duplicates(endless())
+    marked = hash_and_mark_duplicates(endless())
     for _ in range(10):
         next(marked)
     assert taken < 200
