@@ -121,10 +121,7 @@ def bench_end_to_end(
 def figures(searched: dict[str, Any], collection: Collection, exact: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the recall in percent, the latency, and the memory of one run.
 
-    Args:
-        searched: result of the step `search`.
-        collection: provides the queries.
-        exact: positions of the exact best images for each query.
+    `searched` is the result of `search_system`. `exact` has the positions of the exact best images for each query.
     """
     hits = [
         [position == query.relevant for position in positions]
@@ -296,8 +293,7 @@ class System(ABC):
     efforts: ClassVar[tuple[int, ...]] = (20, 100, 400)
 
     def __init__(self, folder: Path, collection: Collection) -> None:
-        self.folder = folder
-        self.collection = collection
+        self.folder, self.collection = folder, collection
 
     @abstractmethod
     def build(self) -> None:

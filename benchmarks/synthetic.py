@@ -13,20 +13,15 @@ from storage_formats.writing.index_writer import IndexWriter
 _BATCH = 128
 
 
-def make_synthetic(out: Path, spec: IndexSpec, seed: int = 0) -> None:
-    """Write a finished index of random tokens. Equal `spec` and `seed` give equal tokens.
+def make_synthetic(out: Path, spec: IndexSpec) -> None:
+    """Write a finished index of random tokens to the missing or empty directory `out`. Equal `spec` give equal tokens.
 
     The index cannot be searched, because it has no model and no nearest-neighbour index.
-
-    Args:
-        out: missing or empty directory.
-        spec: shape of the index.
-        seed: seed of the random numbers.
 
     Raises:
         UsageError: `out` is not empty.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     with IndexWriter.create(
         out,
         block_shape=spec.block_shape,

@@ -39,6 +39,7 @@ IMAGE_NAME, IMAGE_SIZE = "vit_small_patch14_dinov2", 224
 TOWER_WEIGHTS = "model.safetensors"
 CONTEXT_LENGTH = 64  # tokens per text; longer texts are truncated
 CUTOFFS = (1, 5, 10, 50)
+WEIGHT_DECAY = 0.5
 MAX_SCALE = 100.0  # upper bound of 1 / temperature, as in CLIP
 IMAGE_BATCH, TEXT_BATCH, EVALUATION_BATCH = 32, 128, 512
 # Fields of config.json that determine a BERT's output; the others differ between versions of transformers.
@@ -78,7 +79,7 @@ class PairFeatures:
 
 
 def start_model(
-    towers: Path, *, embed_dim: int = 512, seed: int = 0, image_name: str = IMAGE_NAME, image_size: int = IMAGE_SIZE
+    towers: Path, *, embed_dim: int = 512, image_name: str = IMAGE_NAME, image_size: int = IMAGE_SIZE
 ) -> EmbeddingModel:
     """Build the initial model of a training run: towers with the weights in `towers`, and heads with random weights."""
     text = towers / TEXT_TOWER
@@ -111,7 +112,7 @@ def start_model(
     model_config = {"embed_dim": embed_dim, "vision_cfg": vision_config, "text_cfg": text_config}
     config = ClipConfig(f"{image_name}-{text.name}", model_config, preprocess)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         clip: Any = build_clip(config, text)
     image_weights = {
         name: tensor.float() for name, tensor in read_weights(towers / IMAGE_TOWER / TOWER_WEIGHTS).items()
@@ -158,9 +159,7 @@ def train_heads(
     epochs: int = 14,
     batch_size: int = 512,
     lr: float = 1e-3,
-    weight_decay: float = 0.5,
     dropout: float = 0.3,
-    seed: int = 0,
 ) -> dict[str, dict[str, float]]:
     """Train the heads of `clip` in place. Keep the epoch with the highest mean of R@1 and R@10 on `dev`.
 
@@ -177,7 +176,7 @@ def train_heads(
     mean, std = data.images.mean(0), data.images.std(0).clamp(min=1e-3)
     data, dev = (PairFeatures((part.images - mean) / std, part.captions, part.image_of) for part in (data, dev))
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr)
@@ -198,7 +197,7 @@ def train_heads(
     for parameter in parameters:
         parameter.requires_grad_(True)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         for epoch in range(1, epochs + 1):
             heads.train()
             losses = []

@@ -259,13 +259,7 @@ def write_copy(root: str, precision: str, folder: str, subject: str) -> None:
 def measure(root: str, precision: str, folder: str, name: str, workload_values: dict[str, Any], seed: int) -> Run:
     """Warm the libraries up, bring the page cache into the state of a workload, and measure all calls of a subject.
 
-    Args:
-        root: directory of the index.
-        precision: precision to fetch.
-        folder: directory of the subject's copy of the records.
-        name: name of the subject.
-        workload_values: attributes of the `Workload`.
-        seed: seed of the random rows.
+    `folder` contains the copy of the records of the subject `name`. `workload_values` are attributes of a `Workload`.
 
     Returns:
         `discarded`: the reason why the run does not count, or None; `resident`: fraction of the subject's pages in the

@@ -83,14 +83,8 @@ class Study:
     """Makes each model, index and evaluation of the experiments once.
 
     A step runs an `edje-index` command in a folder of its own and stores the command's report there. Experiments share
-    steps, and an interrupted study continues after the last finished step.
-
-    Args:
-        data: directory of the data.
-        out: directory for the steps.
-        say: function that receives one line of text per step.
-        config: TOML file with settings for all training runs.
-        listing: True to print the remaining commands instead of running them.
+    steps, and an interrupted study continues after the last finished step. The arguments are options of
+    `edje-index bench paper`; `say` receives one line of text per step.
     """
 
     def __init__(self, data: Path, out: Path, say: Say, config: Path | None = None, listing: bool = False) -> None:
@@ -137,15 +131,8 @@ class Study:
     def command(self, name: str, *arguments: object) -> tuple[Path, dict[str, Any]]:
         """Run `edje-index ARGUMENTS --json`, unless an earlier run had the same arguments.
 
-        Args:
-            name: start of the name of the step's folder.
-            *arguments: arguments of the command. In each argument, `OUT` is replaced by the folder of the step.
-
-        Returns:
-            The folder of the step, and the report that the command printed; empty if commands are only listed.
-
-        Raises:
-            EdjeError: the command failed.
+        The folder of the step begins with `name`, and replaces `OUT` in the arguments. Return this folder, and the
+        report that the command printed; empty if commands are only listed. Raise EdjeError if the command fails.
         """
         template = [str(argument) for argument in arguments]
         portable = [argument.replace(str(self.folder), "{steps}") for argument in template]  # the study may be moved
@@ -233,16 +220,8 @@ class Study:
     ) -> list[dict[str, Any]]:
         """Evaluate a bundle on the test images of a benchmark. The images are indexed first.
 
-        Args:
-            bundle: path of the model bundle.
-            benchmark: "flickr" or "coco".
-            pools: numbers of candidates per query.
-            *options: additional options of `edje-index eval`.
-            full: True to use all images and captions of the dataset as candidates.
-            score: parts of the final score, see `edje_index.scoring.weights.parse_score`.
-
-        Returns:
-            The list `results` of the report; empty if commands are only listed.
+        The benchmark is "flickr" or "coco". The other arguments are options of `edje-index eval`. Return the list
+        `results` of the report; empty if commands are only listed.
         """
         files, images, split = self.captions(benchmark)
         command: list[object] = ["eval", self.build(bundle, benchmark, full=full)[0], files[0], "--images", images]

@@ -248,7 +248,19 @@ def cluster_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
     """
     # Every image uses the same fixed random numbers. A cluster that loses all its patches keeps its last centre.
     points = patches.float()
-    centres = _first_centres(points, count)
+    b, n, _ = points.shape
+    draws = torch.rand(count, generator=torch.Generator().manual_seed(CLUSTER_SEED)).to(points.device)
+    rows = torch.arange(b, device=points.device)
+    chosen = (draws[0] * n).long().clamp(max=n - 1).expand(b)
+    drawn = [points[rows, chosen]]
+    distance = torch.full((b, n), torch.inf, device=points.device)
+    for draw in draws[1:]:
+        distance = torch.minimum(distance, (points - drawn[-1][:, None]).square().sum(dim=2))
+        cumulative = distance.double().cumsum(dim=1)
+        target = (draw.double() * cumulative[:, -1:]).contiguous()
+        chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=n - 1)
+        drawn.append(points[rows, chosen])
+    centres = torch.stack(drawn, dim=1)
     assignment = _nearest(points, centres)
     for _ in range(CLUSTER_ITERATIONS):
         members = nn.functional.one_hot(assignment, count).to(points.dtype)
@@ -260,23 +272,6 @@ def cluster_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
             break
         assignment = moved
     return centres
-
-
-def _first_centres(points: torch.Tensor, count: int) -> torch.Tensor:
-    """Draw the initial cluster centres [b, count, d_v] with k-means++ seeding."""
-    b, n, _ = points.shape
-    draws = torch.rand(count, generator=torch.Generator().manual_seed(CLUSTER_SEED)).to(points.device)
-    rows = torch.arange(b, device=points.device)
-    chosen = (draws[0] * n).long().clamp(max=n - 1).expand(b)
-    centres = [points[rows, chosen]]
-    distance = torch.full((b, n), torch.inf, device=points.device)
-    for draw in draws[1:]:
-        distance = torch.minimum(distance, (points - centres[-1][:, None]).square().sum(dim=2))
-        cumulative = distance.double().cumsum(dim=1)
-        target = (draw.double() * cumulative[:, -1:]).contiguous()
-        chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=n - 1)
-        centres.append(points[rows, chosen])
-    return torch.stack(centres, dim=1)
 
 
 def _nearest(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:

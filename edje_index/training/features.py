@@ -52,16 +52,16 @@ class Features(ABC):
             the values of a blank image.
         """
 
-    @abstractmethod
     def finish(self, values: torch.Tensor) -> torch.Tensor:
         """Return the features, bfloat16 [k, n, d], for the values that `load` returned."""
+        return values
 
-    @abstractmethod
     def fetch(self, rows: NDArray[np.int64]) -> Loaded:
         """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and which of the rows can be read.
 
         An image that cannot be read has the features of a blank image.
         """
+        return self.load(rows)
 
     def unreadable(self) -> int:
         """Return the number of images that the workers of the training run could not read so far."""
@@ -88,12 +88,6 @@ class StoredFeatures(Features):
                 f"the index {self.index.root} has no features for row {rows[holes][0]}; run 'edje-index verify'"
             )
         return as_tensor(blocks), np.ones(len(rows), dtype=bool)
-
-    def finish(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-    def fetch(self, rows: NDArray[np.int64]) -> Loaded:
-        return self.load(rows)
 
 
 class OnlineFeatures(Features):

@@ -87,7 +87,18 @@ def make_start(
             joint.config.num_hidden_layers = count
         if joint.text_projection.out_features != bundle.embed_dim:
             joint.text_projection = nn.Linear(joint.width, bundle.embed_dim)
-        adapter = _adapter(architecture, bundle, joint, initial)
+        tower = bundle.vision
+        config = AdapterConfig(
+            kind=architecture.adapter,
+            num_tokens=tower.num_patches if architecture.adapter == LOCAL else architecture.tokens,
+            vision_dim=tower.patch_dim,
+            language_dim=joint.width,
+            hidden_dim=architecture.adapter_hidden,
+            num_heads=tower.num_heads,
+            activation=str(joint.config.hidden_act),
+            layer_norm_eps=tower.layer_norm_eps,
+        )
+        adapter = build_adapter(config) if initial is None or initial.adapter.config != config else initial.adapter
         _extend_positions(joint, MAX_TEXT_TOKENS + adapter.config.num_tokens)
     started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes="start of a training", info=None)
     return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None, logit_range=None)
@@ -170,23 +181,6 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         )
     check_finite(joint.state_dict(), str(folder))
     return joint
-
-
-def _adapter(config: ArchitectureConfig, towers: ModelBundle, joint: JointEncoder, init: ModelBundle | None) -> Adapter:
-    vision = towers.vision
-    adapter_config = AdapterConfig(
-        kind=config.adapter,
-        num_tokens=vision.num_patches if config.adapter == LOCAL else config.tokens,
-        vision_dim=vision.patch_dim,
-        language_dim=joint.width,
-        hidden_dim=config.adapter_hidden,
-        num_heads=vision.num_heads,
-        activation=str(joint.config.hidden_act),
-        layer_norm_eps=vision.layer_norm_eps,
-    )
-    if init is not None and init.adapter.config == adapter_config:
-        return init.adapter
-    return build_adapter(adapter_config)
 
 
 @torch.no_grad()

@@ -1,19 +1,12 @@
-"""Checkpoints in the published format with random weights, and their scores by plain tensor arithmetic.
-
-The arithmetic is written out from the paper and the format's description, and shares nothing with the package.
-"""
+"""Checkpoints in the published format with random weights."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.nn import functional
 
 from edje_index.models._torchvision_compat import prepare_torchvision
 
@@ -22,13 +15,6 @@ prepare_torchvision()
 from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast  # noqa: E402
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "dog", "red", "car", "on", "the", "beach", "!", ",", "##s"]
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": functional.gelu,
-    "relu": functional.relu,
-    "silu": functional.silu,
-    "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
 State = dict[str, torch.Tensor]
 
 
@@ -111,70 +97,3 @@ def _state(case: Case) -> State:
         state[name + ".weight"] = torch.randn(shape) * 0.3
         state[name + ".bias"] = torch.randn(shape[0]) * 0.3
     return state
-
-
-def expected_tokens(state: State, case: Case, patches: torch.Tensor) -> torch.Tensor:
-    """The adapter's output [b, m, d] by plain arithmetic."""
-    weights = {k.removeprefix("vision_projection."): v for k, v in state.items() if k.startswith("vision_projection.")}
-    act = ACTIVATIONS[case.activation]
-
-    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
-        return x @ weights[name + ".weight"].T + weights[name + ".bias"]
-
-    if case.tokens is None:
-        return linear("2", act(linear("0", patches)))
-    queries = weights["query"].repeat(len(patches), 1, 1)
-    inputs = (queries, linear("key", patches), linear("value", patches))
-    weight = weights["attention.in_proj_weight"].chunk(3)
-    bias = weights["attention.in_proj_bias"].chunk(3)
-    q, k, v = (x @ w.T + b for x, w, b in zip(inputs, weight, bias, strict=True))
-    attended = linear("attention.out_proj", _attention(q, k, v, case.vision_heads, None))
-    centred = attended - attended.mean(-1, keepdim=True)
-    normal = centred / (centred.square().mean(-1, keepdim=True) + case.eps).sqrt()
-    normal = normal * weights["layernorm.weight"] + weights["layernorm.bias"]
-    return linear("projection", attended + linear("mlp.fc2", act(linear("mlp.fc1", normal))))
-
-
-def expected_scores(state: State, case: Case, inputs: Any, tokens: torch.Tensor, image_id: int) -> torch.Tensor:
-    """Logits [b] by plain arithmetic, from the rows that a stock tokenizer made."""
-    bert = {k.removeprefix("language_model.bert."): v for k, v in state.items()}
-    words = bert["embeddings.word_embeddings.weight"][inputs["input_ids"]].clone()
-    words[inputs["input_ids"] == image_id] = tokens.reshape(-1, case.width)
-    table = bert["embeddings.position_embeddings.weight"]
-    length = words.shape[1]
-    table = torch.cat([table, table[-1:].repeat(max(0, length - len(table)), 1)])[:length]
-    hidden = words + table + bert["embeddings.token_type_embeddings.weight"][inputs["token_type_ids"]]
-    hidden = _layer_norm(bert, "embeddings.LayerNorm", hidden)
-    mask = torch.where(inputs["attention_mask"] > 0, 0.0, -torch.inf)[:, None, None]
-    for layer in range(case.layers):
-        hidden = _bert_layer(bert, f"encoder.layer.{layer}.", case, hidden, mask)
-    pooled = _linear(state, "classification_head.0.dense", hidden[:, 0]).tanh()
-    return _linear(state, "classification_head.1", pooled)[:, 0]
-
-
-def _bert_layer(bert: State, at: str, case: Case, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    q, k, v = (_linear(bert, f"{at}attention.self.{name}", hidden) for name in ("query", "key", "value"))
-    attended = _linear(bert, at + "attention.output.dense", _attention(q, k, v, case.heads, mask))
-    hidden = _layer_norm(bert, at + "attention.output.LayerNorm", hidden + attended)
-    inner = ACTIVATIONS[case.activation](_linear(bert, at + "intermediate.dense", hidden))
-    return _layer_norm(bert, at + "output.LayerNorm", hidden + _linear(bert, at + "output.dense", inner))
-
-
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None
-) -> torch.Tensor:
-    def split(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(*x.shape[:2], heads, -1).transpose(1, 2)
-
-    q, k, v = split(q), split(k), split(v)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    weights = (scores if mask is None else scores + mask).softmax(-1)
-    return (weights @ v).transpose(1, 2).flatten(2)
-
-
-def _linear(state: State, name: str, x: torch.Tensor) -> torch.Tensor:
-    return x @ state[name + ".weight"].T + state[name + ".bias"]
-
-
-def _layer_norm(state: State, name: str, x: torch.Tensor) -> torch.Tensor:
-    return functional.layer_norm(x, x.shape[-1:], state[name + ".weight"], state[name + ".bias"], 1e-12)

@@ -88,20 +88,9 @@ class FileWorker:
     def die(self, job, on_progress, should_stop):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def stop_once(self, job, on_progress, should_stop):
-        if self.attempts(job) == 1:
-            self.stop(job, on_progress, should_stop)
-        return job.name * 10
-
     def stop(self, job, on_progress, should_stop):
         while True:  # the kernel continues stopped processes if their process group is orphaned
             os.kill(os.getpid(), signal.SIGSTOP)
-
-    def read_fifo_once(self, job, on_progress, should_stop):
-        if self.attempts(job) == 1:
-            os.mkfifo(self.folder / "fifo")
-            (self.folder / "fifo").read_text()
-        return job.name * 10
 
     def report_for_long(self, job, on_progress, should_stop):
         for step in range(80):
