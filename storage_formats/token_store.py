@@ -262,6 +262,25 @@ class TokenStore:
             view.read(ids, out, hole=fill_record(view.codec)[0])
         return out
 
+    def max_sim(self, query: NDArray[np.float32], row_ids: RowIds) -> NDArray[np.float32]:
+        """Return the MaxSim of a query and the block of each of `row_ids`, float32 [k]. The score of a hole is NaN.
+
+        MaxSim is the sum of the largest dot product of each query vector with a token of the block. One pass reads,
+        decodes and scores the records.
+
+        Args:
+            query: query vectors, float32 [q, d].
+            row_ids: [k], see `fetch`, which also describes the errors.
+        """
+        view, width = self._view, self.block_shape[1]
+        ids = view.checked(row_ids)
+        if query.ndim != 2 or not len(query) or query.shape[1] != width:
+            raise UsageError(f"a query must have the shape [q, {width}] with q >= 1, got {list(query.shape)}")
+        scores = np.empty(len(ids), dtype=np.float32)
+        if len(ids):
+            view.read(ids, scores, hole=np.array(np.nan, dtype=np.float32), query=query)
+        return scores
+
     def empty(self, count: int) -> Blocks:
         """Return an uninitialised array for `count` blocks, bfloat16 [count, m, d], to pass to `fetch` as `out`.
 
@@ -424,7 +443,9 @@ class _View:
         refuse_before_first(ids, self.index.manifest.spec)
         return ids
 
-    def read(self, ids: NDArray[np.int64], out: NDArray[Any], *, hole: NDArray[Any]) -> None:
+    def read(
+        self, ids: NDArray[np.int64], out: NDArray[Any], *, hole: NDArray[Any], query: NDArray[np.float32] | None = None
+    ) -> None:
         """Fill `out`: read each distinct row once, copy it for duplicates, and write `hole` for unused row ids."""
         spec = self.index.manifest.spec
         order = np.argsort(ids, kind="stable")
@@ -436,6 +457,6 @@ class _View:
         firsts = order[is_first]
         if len(firsts):
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
-            self.reads.read(batch, lambda part: Destination(part, out, self.codec, self.checksums.check))
+            self.reads.read(batch, lambda part: Destination(part, out, self.codec, self.checksums.check, query))
         if not is_first.all():
             copy_blocks(out, firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first])

@@ -23,10 +23,8 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.threads import default_threads, run_threads
 from storage_formats.token_store import TokenStore
 
-_BATCH_ROWS = 64  # 3 MB of 64 x 384 blocks: they stay in the processor's cache between reading and scoring
 _PRODUCT_ROWS = 4  # BLAS computes such small products in the calling thread; its idle threads would spin
 
 
@@ -46,7 +44,6 @@ class LateInteractionSearch:
         """Call `LateInteractionSearch.open` instead; this constructor is internal."""
         self._index = index
         self._ann: AnnIndex | None = None
-        self._buffers: list[Blocks] = []  # memory that was used before costs no page faults
         self.store = store
         self._rows = IndexRows(index)
 
@@ -107,28 +104,8 @@ class LateInteractionSearch:
         return Hits(hits, self._index.location)
 
     def scores(self, query: ArrayLike, row_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
-        """Return the MaxSim of `query` [q, d] and each row of `row_ids` [k], float32 [k]. The score of a hole is NaN.
-
-        Blocks are read and scored in batches, to bound memory, by this thread and for many rows by others.
-        """
-        vectors = np.asarray(query, dtype=np.float32)
-        width = self.store.block_shape[1]
-        if vectors.ndim != 2 or not len(vectors) or vectors.shape[1] != width:
-            raise UsageError(f"a query must have the shape [q, {width}] with q >= 1, got {list(vectors.shape)}")
-        rows, scores = np.asarray(row_ids), np.empty(len(row_ids), dtype=np.float32)
-
-        def score(start: int) -> None:
-            batch = slice(start, min(start + _BATCH_ROWS, len(rows)))
-            try:
-                buffer = self._buffers.pop()
-            except IndexError:
-                buffer = self.store.empty(_BATCH_ROWS)
-            scores[batch] = max_sim(vectors, self.store.fetch(rows[batch], out=buffer[: batch.stop - start]))
-            self._buffers.append(buffer)
-
-        starts = range(0, len(rows), _BATCH_ROWS)
-        run_threads(score, starts, min(max(2, default_threads()), len(starts)))  # one reads while another computes
-        return scores
+        """Return the MaxSim of `query` [q, d] and each of `row_ids` [k], float32 [k]. The score of a hole is NaN."""
+        return self.store.max_sim(np.asarray(query, dtype=np.float32), row_ids)
 
     @name_missing_extra("search")
     def _nearest(self, embedding: ArrayLike | None, pool: int) -> Neighbours:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.kernel_compiler import inlined, input_array, kernel, output_array, types
+from storage_formats.codecs.kernel_compiler import inlined, input_array, kernel, output_array, summing, types
 
 U8: TypeAlias = NDArray[np.uint8]
 U16: TypeAlias = NDArray[np.uint16]
@@ -457,3 +457,55 @@ def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Ge
                 quad += np.uint64(2)
             codes_at += size
             scale_at += np.uint64(2)
+
+
+@summing
+def _products(words: U16, tokens: Any, query: F32, first: Index, width: Index) -> Any:
+    """Return the dot products of 4 tokens and each of 4 query vectors. `tokens` and `first` are their positions."""
+    at, bt, ct, dt = tokens
+    ap = aq = ar = as_ = bp = bq = br = bs = np.float32(0)
+    cp = cq = cr = cs = dp = dq = dr = ds = np.float32(0)
+    for i in range(width):
+        a, b, c, d = _bf16(words[at + i]), _bf16(words[bt + i]), _bf16(words[ct + i]), _bf16(words[dt + i])
+        p, q = query[first + i], query[first + width + i]
+        r, s = query[first + np.uint64(2) * width + i], query[first + np.uint64(3) * width + i]
+        ap, aq, ar, as_ = ap + a * p, aq + a * q, ar + a * r, as_ + a * s
+        bp, bq, br, bs = bp + b * p, bq + b * q, br + b * r, bs + b * s
+        cp, cq, cr, cs = cp + c * p, cq + c * q, cr + c * r, cs + c * s
+        dp, dq, dr, ds = dp + d * p, dq + d * q, dr + d * r, ds + d * s
+    return (ap, bp, cp, dp), (aq, bq, cq, dq), (ar, br, cr, dr), (as_, bs, cs, ds)
+
+
+@kernel(
+    *(input_array(types.uint16), types.Array(types.int64, 1, "C", readonly=True), input_array(types.float32)),
+    *(output_array(types.float32), types.UniTuple(types.uint64, 3)),
+)
+def max_sim(words: U16, offsets: NDArray[np.int64], query: F32, scores: F32, sizes: Geometry) -> None:
+    """Write the MaxSim of a query and each block to `scores` [k].
+
+    Args:
+        words: memory with the bfloat16 blocks.
+        offsets: position of each block in `words`, int64 [k].
+        query: the query vectors, and zeros up to a multiple of 4 vectors.
+        scores: output. The score of a block that contains NaN is NaN.
+        sizes: (tokens per block, values per token, number of query vectors)
+    """
+    tokens, width, vectors = sizes
+    four, last = np.uint64(4), tokens - np.uint64(1)
+    best = np.empty(np.uint64(len(query)) // width, dtype=np.float32)
+    for block in range(len(offsets)):
+        best[:] = -np.inf
+        start = np.uint64(offsets[block])
+        for token in range(np.uint64(0), tokens, four):  # the last token may occur several times, which is harmless
+            b, c, d = min(token + np.uint64(1), last), min(token + np.uint64(2), last), min(token + np.uint64(3), last)
+            at = (start + token * width, start + b * width, start + c * width, start + d * width)
+            for row in range(np.uint64(0), np.uint64(len(best)), four):
+                for vector, products in enumerate(_products(words, at, query, row * width, width)):
+                    largest = best[row + np.uint64(vector)]
+                    for product in products:
+                        largest = largest if product <= largest or largest != largest else product
+                    best[row + np.uint64(vector)] = largest
+        score = np.float32(0)
+        for row in range(vectors):
+            score += best[row]
+        scores[block] = score

@@ -1,4 +1,4 @@
-"""The array of the caller, which receives checked records, either unchanged or decoded."""
+"""The array of the caller, which receives checked records unchanged or decoded, or their scores."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs import Codec, Records
+from storage_formats.codecs import BF16, Codec, Records
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Batch, Ints, Part
 from storage_formats.reading.checksums import BlockCheck
-from storage_formats.reading.memory import Bytes, memory_at
+from storage_formats.reading.memory import BufferPool, Bytes, memory_at
 from storage_formats.threads import run_chunks
 
 NO_COPY, COPY, COPY_NONTEMPORAL = range(3)  # as in `reading.loops`, which imports Numba
 _COMPILED_FROM = 32 << 20
 _COMPILED_AFTER = 4 << 30  # without Numba, checks of this many bytes lose about as much time as its import takes
 _LINE_BYTES = 64
+_SCORED_RECORDS = 16  # at a time: they stay in the processor's cache between check, decoding and product
 _NONTEMPORAL_FROM = 32 << 20
 """Minimum size in bytes of an output for non-temporal stores, which bypass the processor's cache. Copies of 480 MB are
 twice as fast with them (docs/lab/storage-io.md). Smaller outputs are read next, so they stay in the cache."""
+
+
+_buffers = BufferPool()
 
 
 class Destination:
@@ -35,22 +39,30 @@ class Destination:
 
     Args:
         batch: the records to read.
-        out: array for the blocks, bfloat16 [k, m, d], or for the records, uint8 [k, record_bytes].
+        out: array for the blocks, bfloat16 [k, m, d], or for the records, uint8 [k, record_bytes], or for the scores,
+            float32 [k].
         codec: codec of the records.
         find_check: function that returns the stored checksums of a batch. It may read files, so it is called after the
             first records have arrived.
+        query: query vectors [q, d] if `out` receives the MaxSim of the query and each block.
     """
 
     def __init__(
-        self, batch: Batch, out: NDArray[Any], codec: Codec, find_check: Callable[[Batch], BlockCheck]
+        self,
+        batch: Batch,
+        out: NDArray[Any],
+        codec: Codec,
+        find_check: Callable[[Batch], BlockCheck],
+        query: NDArray[np.float32] | None = None,
     ) -> None:
         self.batch = batch
         self.records: Records | None = None
-        if out.dtype == np.uint8 or codec.name == "bf16":
+        if query is None and (out.dtype == np.uint8 or codec.name == "bf16"):
             self.records = out.view(np.uint8).reshape(len(out), codec.record_bytes)
         self._out = out
         self._codec = codec
         self._find_check = find_check
+        self._query = query
 
     @functools.cached_property
     def _check(self) -> BlockCheck:
@@ -63,13 +75,41 @@ class Destination:
             CorruptIndexError: a checksum differs from the stored checksum.
         """
         check, size = self._check[part], self._codec.record_bytes
-        if self.records is None:
+        if self._query is not None:
+            self._score(self._query, memory, offsets, part, threads)
+        elif self.records is None:
             in_memory = _memory_check(memory.ctypes.data + offsets, size, check)
             self._codec.scatter(memory, (offsets, self.batch.out_indices[part]), self._out, threads, in_memory)
-            return
-        # A thread that works on after an interruption keeps the memory alive.
-        sources, targets = memory.ctypes.data + offsets, self._addresses(part)
-        _copy(sources, targets, size, check.compare, threads, held=(memory, self))
+        else:  # a thread that works on after an interruption keeps the memory alive
+            sources, targets = memory.ctypes.data + offsets, self._addresses(part)
+            _copy(sources, targets, size, check.compare, threads, held=(memory, self))
+
+    def _score(self, query: NDArray[np.float32], memory: Bytes, offsets: Ints, part: Part, threads: int | None) -> None:
+        """Check, decode and score the records `batch[part]`, see `take`."""
+        from storage_formats.codecs.kernels import max_sim
+
+        (m, d), vectors, out_indices = self._codec.block_shape, len(query), self.batch.out_indices[part]
+        check = _memory_check(memory.ctypes.data + offsets, self._codec.record_bytes, self._check[part])
+        padded = np.concatenate([query, np.zeros((-vectors % 4, d), np.float32)]).reshape(-1)
+        order = np.arange(_SCORED_RECORDS)
+
+        def score(start: int, stop: int) -> None:
+            buffer, scores = _buffers.borrow(_SCORED_RECORDS * 2 * m * d), np.empty(_SCORED_RECORDS, np.float32)
+            decoded = buffer[: _SCORED_RECORDS * 2 * m * d].view(BF16).reshape(-1, m, d)
+            for first in range(start, stop, _SCORED_RECORDS):
+                records = slice(first, min(first + _SCORED_RECORDS, stop))
+                check(first, records.stop)
+                blocks, words = order[: records.stop - first], decoded.view(np.uint16).reshape(-1)
+                positions = blocks * (m * d)
+                if self._codec.name == "bf16":  # scored where they lie
+                    words, positions = memory[: len(memory) // 2 * 2].view(np.uint16), offsets[records] // 2
+                else:
+                    self._codec.scatter(memory, (offsets[records], blocks), decoded, threads=1)
+                max_sim(words, positions, padded, scores, (m, d, vectors))
+                self._out[out_indices[records]] = scores[: len(blocks)]
+            _buffers.give_back(buffer)
+
+        run_chunks(score, len(offsets), 2 * m * d, threads)
 
     def check(self, part: Part, threads: int | None = None) -> None:
         """Check the records `batch[part]`, which the engine has read into `records`. Raises the errors of `take`."""

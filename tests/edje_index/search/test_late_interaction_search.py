@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from edje_index.indexing.faiss_index import add_ann
-from edje_index.search.late_interaction_search import LateInteractionSearch
+from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
 from storage_formats import IndexWriter, TokenStore, verify_index
+from storage_formats.codecs import kernels
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
@@ -46,6 +48,20 @@ def test_scores_and_order_match_plain_numpy(written, precision):
     best = np.argsort(-expected)[:20]
     assert [(hit.row_id, hit.uri) for hit in hits] == [(row, f"page {row}") for row in best]
     assert [hit.score for hit in hits] == pytest.approx(expected[best], rel=1e-5)
+
+
+@pytest.mark.parametrize(("m", "d", "q"), [(1, 2, 1), (5, 13, 7), (3, 8, 4), (6, 24, 2)])
+def test_blocks_of_any_shape_with_extreme_values(m, d, q):
+    rng = np.random.default_rng(m)
+    blocks = rng.standard_normal((40, m, d), dtype=np.float32)
+    blocks[[3, 4, 9], :, 0] = [[np.inf], [-np.inf], [1e30]]
+    blocks[5, m // 2, -1] = np.nan
+    blocks, query = blocks.astype(ml_dtypes.bfloat16), rng.standard_normal((-q % 4 + q, d), dtype=np.float32)
+    words, scores = blocks.view(np.uint16).reshape(-1), np.empty(40, np.float32)
+    kernels.max_sim(words, np.arange(40) * (m * d), query.reshape(-1), scores, (m, d, q))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(scores, max_sim(query[:q], blocks), rtol=1e-5, atol=1e-5)
+    assert np.isnan(scores[5])
 
 
 def test_candidates_come_from_the_embeddings(written):
