@@ -171,6 +171,10 @@ class DecodeSettings:
     truncated: str = FAIL
     frames: int | None = None
 
+    def inputs_per_batch(self, batch_size: int) -> int:
+        """Return the inputs per forward pass of `batch_size` frames. A longer input gets a pass of its own."""
+        return max(1, batch_size // (self.frames or 1))
+
 
 def decode_input(
     data: bytes, uri: str, settings: DecodeSettings, convert: Callable[[Image], Pixels]

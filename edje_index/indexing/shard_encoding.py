@@ -78,11 +78,6 @@ class ShardTask:
     decode_threads: int
     columns: tuple[SourceColumn, ...] = ()
 
-    @property
-    def inputs_per_batch(self) -> int:
-        """Number of inputs per forward pass. An input with more frames than `batch_size` gets a pass of its own."""
-        return max(1, self.batch_size // (self.decoding.frames or 1))
-
 
 @dataclass
 class Attempt:
@@ -219,7 +214,7 @@ def encode_shard(
             with attempt.preparing(position):
                 return _prepare(encoder, task.decoding, image)
 
-        size = task.inputs_per_batch
+        size = task.decoding.inputs_per_batch(task.batch_size)
         ahead = size * (1 + max(_BATCHES_AHEAD, _IMAGES_AHEAD // task.batch_size))
         prepared = ordered_results(images, lambda image: pool.submit(prepare, image), ahead=ahead)
         for start in range(0, len(images), size):

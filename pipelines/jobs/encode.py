@@ -12,8 +12,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edje_index.progress import ShardProgress
@@ -76,8 +74,10 @@ def encode_rows(
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
         OSError: the index cannot be written.
     """
-    layout, settings = change.layout, plan.settings
-    earlier = change.receipts(plan.shards, plan.fingerprint)
+    from edje_index.indexing.shard_encoding import ShardTask
+
+    layout, settings, fingerprint = change.layout, plan.settings, plan.fingerprint
+    earlier = change.receipts(plan.shards, fingerprint)
     on_event(PlanReady(plan.rows, len(plan.shards), len(earlier), workers, plan.duplicates, plan.ignored))
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
     limit = f"the {allowed:,} that may fail by default"
@@ -104,7 +104,16 @@ def encode_rows(
             lock=layout.lock.absolute(),
         ),
         make_worker=functools.partial(open_worker, bundle, settings.device, settings.threads, settings.dtype),
-        make_task=lambda shard: encoding_task(layout.root, plan, shard, threads),
+        make_task=lambda shard: ShardTask(
+            root=str(layout.root.absolute()),
+            shard=shard,
+            spec=plan.spec,
+            plan=fingerprint,
+            batch_size=settings.batch_size,
+            decoding=settings.decoding,
+            decode_threads=threads,
+            columns=plan.columns,
+        ),
         on_event=on_event,
         should_stop=should_stop,
         shows_failed=True,
@@ -145,23 +154,6 @@ def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
     tables = (read_shard_rows(layout, shard, ["uri", "status", "reason"]).to_pylist() for shard in shards)
     failed = (f"{row['uri']} ({row['reason']})" for rows in tables for row in rows if row["status"] == FAILED)
     return ", ".join(itertools.islice(failed, _NAMED_FAILURES))
-
-
-def encoding_task(root: Path, plan: Plan, shard: int, threads: int = 1) -> ShardTask:
-    """Return the task that encodes `shard`, with `threads` threads that decode images."""
-    from edje_index.images.inputs import DecodeSettings
-    from edje_index.indexing.shard_encoding import ShardTask
-
-    return ShardTask(
-        root=str(root.absolute()),
-        shard=shard,
-        spec=plan.spec,
-        plan=plan.fingerprint,
-        batch_size=plan.settings.batch_size,
-        decoding=DecodeSettings(**{each.name: getattr(plan.settings, each.name) for each in fields(DecodeSettings)}),
-        decode_threads=threads,
-        columns=plan.columns,
-    )
 
 
 def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:

@@ -33,7 +33,7 @@ from storage_formats.format.source_columns import (
 )
 
 if TYPE_CHECKING:
-    from edje_index.images.inputs import InputRef
+    from edje_index.images.inputs import DecodeSettings, InputRef
 
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
@@ -124,6 +124,13 @@ class BuildSettings:
             frames=frames,
             **others,
         )
+
+    @property
+    def decoding(self) -> DecodeSettings:
+        """The settings of decoding."""
+        from edje_index.images.inputs import DecodeSettings
+
+        return DecodeSettings(**{each.name: getattr(self, each.name) for each in fields(DecodeSettings)})
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> BuildSettings:

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from edje_index.bundles.info import matching_bundle
 from edje_index.indexing.faiss_index import AnnRequest, replace_ann
 from pipelines.collector import paused_collector
-from pipelines.jobs.encode import encoding_task
-from pipelines.jobs.plan import Plan, holds_clips, settings_of
+from pipelines.jobs.plan import holds_clips, settings_of
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -197,14 +196,13 @@ class ShardEncoder:
             if self._problem is not None or not wanted:
                 return self._blocks
             self._on_event(StatusMessage(f"encoding rows of shard {self._shard} again from their sources"))
-            plan = Plan(manifest.spec, manifest.model, settings_of(root, manifest), "", 0, {}, {})
-            task = encoding_task(root, plan, self._shard)
-            size = task.inputs_per_batch
+            settings = settings_of(root, manifest)
+            size = settings.decoding.inputs_per_batch(settings.batch_size)
             for start in sorted({position // size * size for position in wanted}):
                 if self._should_stop():
                     raise JobStopped("stopped")
                 batch = [position for position in range(start, start + size) if position in inputs]
-                blocks, reasons = encode_inputs([inputs[at] for at in batch], self._open_encoder(), task.decoding)
+                blocks, reasons = encode_inputs([inputs[at] for at in batch], self._open_encoder(), settings.decoding)
                 self._blocks |= {batch[number]: block for number, block in blocks.items()}
                 refused = {batch[number]: _WORDING.get(reason, reason) for number, reason in reasons.items()}
                 self._refused |= {at: reason for at, reason in refused.items() if at in wanted}
