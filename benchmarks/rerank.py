@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.random_bundle import untrained_tokenizer
+from edje_index.bundles.random_bundle import untrained_joint_encoder
 from edje_index.models.devices import resolve_device, resolve_dtype
-from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.models.joint_encoder import JointEncoder
 from edje_index.scoring.weights import BUNDLE_SCORE
 from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
@@ -59,22 +59,14 @@ def bench_rerank(
     torch_dtype = resolve_dtype(dtype, torch_device)
     encoders: dict[str, tuple[JointEncoder, tuple[int, int]]] = {}
     if model is None:
-        tokenizer, width = untrained_tokenizer(_VOCABULARY), _BLOCK_SHAPE[1]
+        width = _BLOCK_SHAPE[1]
         for name, layers in MINILM_LAYERS.items():
-            config = {
-                "hidden_size": width,
-                "num_hidden_layers": layers,
-                "num_attention_heads": 12,
-                "intermediate_size": 4 * width,
-                "max_position_embeddings": 512,
-                "vocab_size": len(tokenizer),
-                "pad_token_id": 0,
-            }
-            encoders[name] = JointEncoder(bert_config(config), tokenizer, width).to(torch_device), _BLOCK_SHAPE
+            sizes = {"words": _VOCABULARY, "width": width, "intermediate": 4 * width, "layers": layers, "heads": 12}
+            encoders[name] = untrained_joint_encoder(width, **sizes).to(torch_device), _BLOCK_SHAPE
     else:
         bundle = ModelBundle.load(model, device=str(torch_device), verify=False)
-        sizes = bundle.joint.config
-        name = f"{model.name}: {sizes.num_hidden_layers} layers, width {sizes.hidden_size}"
+        config = bundle.joint.config
+        name = f"{model.name}: {config.num_hidden_layers} layers, width {config.hidden_size}"
         encoders[name] = bundle.joint, bundle.block_shape
     models: dict[str, Any] = {}
     rng, before = np.random.default_rng(0), torch.get_num_threads()

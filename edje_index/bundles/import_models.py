@@ -152,7 +152,32 @@ def _published_model(path: Path, state: State, tokenizer_dir: Path, heads: int, 
         # Older versions of transformers stored the position ids 0, 1, 2, ... as well.
         kept = {k: v for k, v in state.items() if k.startswith(JOINT_PREFIXES) and not k.endswith(".position_ids")}
         assign_weights(joint, kept, f"the joint encoder of {path}")
-        adapter = _published_adapter(path, state, str(joint.config.hidden_act), heads, eps)
+        activation = str(joint.config.hidden_act)
+        weights = {k.removeprefix(ADAPTER_PREFIX): v for k, v in state.items() if k.startswith(ADAPTER_PREFIX)}
+        if "query" in weights:
+            _require(path, weights, "mlp.fc1.weight", "projection.weight")
+            adapter_config = AdapterConfig(
+                kind=COMPRESSED,
+                num_tokens=weights["query"].shape[1],
+                vision_dim=weights["query"].shape[2],
+                language_dim=weights["projection.weight"].shape[0],
+                hidden_dim=weights["mlp.fc1.weight"].shape[0],
+                num_heads=heads,
+                activation=activation,
+                layer_norm_eps=eps,
+            )
+        elif "0.weight" in weights:
+            _require(path, weights, "2.weight")
+            hidden, width = weights["0.weight"].shape
+            # The checkpoint does not record the number of patches; import_checkpoint sets it.
+            adapter_config = AdapterConfig(LOCAL, 1, width, weights["2.weight"].shape[0], hidden, activation=activation)
+        else:
+            raise ModelError(
+                f"{path} has no adapter: it lacks both {ADAPTER_PREFIX}query and {ADAPTER_PREFIX}0.weight; "
+                "give another checkpoint"
+            )
+        adapter = build_adapter(adapter_config)
+        assign_weights(adapter, weights, f"the adapter of {path}")
     if adapter.config.language_dim != joint.width:
         raise ModelError(
             f"the adapter in {path} makes tokens of width {adapter.config.language_dim}, but the joint "
@@ -161,35 +186,6 @@ def _published_model(path: Path, state: State, tokenizer_dir: Path, heads: int, 
     check_finite(joint.state_dict(), f"the joint encoder of {path}")
     check_finite(adapter.state_dict(), f"the adapter of {path}")
     return PublishedModel(adapter.requires_grad_(False), joint)
-
-
-def _published_adapter(path: Path, state: State, activation: str, heads: int, eps: float) -> Adapter:
-    weights = {k.removeprefix(ADAPTER_PREFIX): v for k, v in state.items() if k.startswith(ADAPTER_PREFIX)}
-    if "query" in weights:
-        _require(path, weights, "mlp.fc1.weight", "projection.weight")
-        config = AdapterConfig(
-            kind=COMPRESSED,
-            num_tokens=weights["query"].shape[1],
-            vision_dim=weights["query"].shape[2],
-            language_dim=weights["projection.weight"].shape[0],
-            hidden_dim=weights["mlp.fc1.weight"].shape[0],
-            num_heads=heads,
-            activation=activation,
-            layer_norm_eps=eps,
-        )
-    elif "0.weight" in weights:
-        _require(path, weights, "2.weight")
-        hidden, width = weights["0.weight"].shape
-        # The checkpoint does not record the number of patches; import_checkpoint sets it.
-        config = AdapterConfig(LOCAL, 1, width, weights["2.weight"].shape[0], hidden, activation=activation)
-    else:
-        raise ModelError(
-            f"{path} has no adapter: it lacks both {ADAPTER_PREFIX}query and {ADAPTER_PREFIX}0.weight; "
-            "give another checkpoint"
-        )
-    adapter = build_adapter(config)
-    assign_weights(adapter, weights, f"the adapter of {path}")
-    return adapter
 
 
 def _require(path: Path, weights: State, *names: str) -> None:

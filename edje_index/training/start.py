@@ -99,7 +99,14 @@ def make_start(
             layer_norm_eps=tower.layer_norm_eps,
         )
         adapter = build_adapter(config) if initial is None or initial.adapter.config != config else initial.adapter
-        _extend_positions(joint, MAX_TEXT_TOKENS + adapter.config.num_tokens)
+        embeddings, count = joint.language_model.bert.embeddings, MAX_TEXT_TOKENS + adapter.config.num_tokens
+        table: nn.Embedding = embeddings.position_embeddings
+        if table.num_embeddings < count:  # the new positions are copies of the last one
+            embeddings.position_embeddings = nn.Embedding(count, table.embedding_dim)
+            rows = torch.arange(count).clamp(max=table.num_embeddings - 1)
+            with torch.no_grad():
+                embeddings.position_embeddings.weight.copy_(table.weight[rows])
+            joint.config.max_position_embeddings = count
     started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes="start of a training", info=None)
     return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None, logit_range=None)
 
@@ -181,19 +188,6 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         )
     check_finite(joint.state_dict(), str(folder))
     return joint
-
-
-@torch.no_grad()
-def _extend_positions(joint: JointEncoder, count: int) -> None:
-    """Extend the position table of the language model to at least `count` rows, with copies of the last row."""
-    embeddings = joint.language_model.bert.embeddings
-    table: nn.Embedding = embeddings.position_embeddings
-    if table.num_embeddings >= count:
-        return
-    rows = torch.arange(count).clamp(max=table.num_embeddings - 1)
-    embeddings.position_embeddings = nn.Embedding(count, table.embedding_dim)
-    embeddings.position_embeddings.weight.copy_(table.weight[rows])
-    joint.config.max_position_embeddings = count
 
 
 def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device) -> None:

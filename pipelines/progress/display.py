@@ -52,7 +52,22 @@ class Display:
     """
 
     def __init__(self, stream: TextIO, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self.bar = None if quiet else _bar(stream, clock)
+        self.bar: Bar | None = None
+        if not quiet:
+            from rich import progress
+            from rich.console import Console
+
+            self.bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),
+                progress.BarColumn(bar_width=24),
+                progress.TextColumn("{task.fields[line]}", markup=False),
+                console=Console(file=stream),
+                refresh_per_second=4,
+                speed_estimate_period=_RATE_SECONDS,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                get_time=clock,
+            )
         self.is_live = stream.isatty()
         self._stream, self._clock = stream, clock
         self._activity, self._shown_at = "", 0.0
@@ -102,23 +117,6 @@ class Display:
             self.bar.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
         else:
             print(printable(line), file=self._stream, flush=True)
-
-
-def _bar(stream: TextIO, clock: Callable[[], float]) -> Bar:
-    from rich import progress
-    from rich.console import Console
-
-    return progress.Progress(
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(bar_width=24),
-        progress.TextColumn("{task.fields[line]}", markup=False),
-        console=Console(file=stream),
-        refresh_per_second=4,
-        speed_estimate_period=_RATE_SECONDS,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        get_time=clock,
-    )
 
 
 def describe_plan(plan: PlanReady) -> list[str]:

@@ -129,7 +129,17 @@ class ListSource(Source):
                 texts = list(record.captions) or None
                 yield number, {_PATH: record.image, CAPTIONS: texts, SPLIT_KEY: record.split, ID_KEY: record.image_id}
         elif self._suffix == ".parquet":
-            yield from self._parquet_entries()
+            position, column = 0, str(self.column)  # columns with binary values are left out, except the path column
+            try:
+                with open_parquet(os.fsdecode(self._file)) as file:
+                    columns = [column, *metadata_columns(file.schema_arrow, column, self.ignored)]
+                    for position, fields in enumerate(parquet_rows(file, columns, _PARQUET_BATCH), 1):
+                        yield position, dict(zip(columns, fields, strict=True))
+            except (OSError, pa.ArrowException) as error:
+                raise UsageError(
+                    f"the list {self.spec} is damaged after row {position}: {error}; write the list again",
+                    parameter="sources",
+                ) from error
         elif self._suffix in _DELIMITERS:
             rows = self._csv_rows()
             names = next(rows)[1] or []
@@ -186,20 +196,6 @@ class ListSource(Source):
     def _json_entries(self) -> Iterator[_Entry]:
         for line in read_json_lines(self._file, decode_errors="surrogateescape"):  # file names need not be UTF-8
             yield line.number, line.value if isinstance(line.value, dict) else {}
-
-    def _parquet_entries(self) -> Iterator[_Entry]:
-        """Yield the entries, numbered from 1. Columns with binary values are left out, except the path column."""
-        number, column = 0, str(self.column)
-        try:
-            with open_parquet(os.fsdecode(self._file)) as file:
-                names = [column, *metadata_columns(file.schema_arrow, column, self.ignored)]
-                for number, values in enumerate(parquet_rows(file, names, _PARQUET_BATCH), 1):
-                    yield number, dict(zip(names, values, strict=True))
-        except (OSError, pa.ArrowException) as error:
-            raise UsageError(
-                f"the list {self.spec} is damaged after row {number}: {error}; write the list again",
-                parameter="sources",
-            ) from error
 
     def _csv_rows(self) -> Iterator[_Row]:
         """Yield the rows of a table, including the header.
