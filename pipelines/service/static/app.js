@@ -1,5 +1,5 @@
 // The page of the service: the query, the grid of photos, and the address, which holds both.
-import { addressOf, ask, byId, captionsOf, nameOf, post, showThumbnail, useKey } from "/api.js";
+import { addressOf, ask, byId, captionsOf, hasKey, nameOf, post, showThumbnail, useKey } from "/api.js";
 import { compare, showFormula } from "/compare.js";
 import * as viewer from "/viewer.js";
 
@@ -29,10 +29,12 @@ function say(text, isError = false) {
 
 function report(error) {
   if (error.name === "AbortError") return;
-  byId("key-form").hidden = error.status !== 401;
-  document.body.classList.toggle("locked", error.status === 401);
-  if (error.status === 401) byId("key").focus();
-  say(error.message, true);
+  const isLocked = error.status === 401;
+  byId("key-form").hidden = !isLocked;
+  document.body.classList.toggle("locked", isLocked);
+  if (!isLocked) return say(error.message, true);
+  say(hasKey() ? "This key is not accepted." : "", true);
+  byId("key").focus();
 }
 
 async function start() {

@@ -24,7 +24,6 @@ export function open(hit, at) {
     size: width && height ? `${width} x ${height} pixels` : null,
     ...columns,
     rank: at < 0 ? null : `${at + 1}`,
-    relevance: hit.relevance == null ? null : `${Math.round(100 * hit.relevance)} %`,
     score: hit.score.toFixed(2),
     row: `${hit.row_id}`,
   };
