@@ -69,12 +69,18 @@ def is_clip(data: bytes) -> bool:
     return clip_format(data[:12]) is not None
 
 
-def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Image]:
+def key_frame(data: bytes) -> Image.Image:
+    """Return the last key frame in the first half of a clip, as an upright RGB image. Few frames are decoded for it."""
+    (image,) = decode_frames(data, None, DEFAULT_MAX_PIXELS)
+    return image
+
+
+def decode_frames(data: bytes, count: int | None, max_pixels: int) -> Iterator[Image.Image]:
     """Yield `count` frames of a clip in order, as upright RGB images. Frames of a short clip are repeated.
 
     Args:
         data: content of the file.
-        count: number of frames.
+        count: number of frames; None yields only the frame that `key_frame` returns.
         max_pixels: largest number of pixels of a frame, checked before memory for the pixels is allocated.
 
     Raises:
@@ -82,20 +88,6 @@ def decode_frames(data: bytes, count: int, max_pixels: int) -> Iterator[Image.Im
         MemoryError: there is too little memory.
         MissingExtraError: PyAV is not installed.
     """
-    yield from _decode(data, count, max_pixels, MAX_CLIP_PIXELS)
-
-
-def key_frame(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
-    """Return the last key frame in the first half of a clip, as an upright RGB image. Few frames are decoded for it.
-
-    Arguments and errors are those of `decode_frames`.
-    """
-    (image,) = _decode(data, None, max_pixels, MAX_KEY_FRAME_PIXELS)
-    return image
-
-
-def _decode(data: bytes, count: int | None, max_pixels: int, max_clip_pixels: int) -> Iterator[Image.Image]:
-    """Yield `count` frames of a clip, or the frame that `key_frame` returns if `count` is None."""
     with name_missing_extra("video"):
         import av
         from av.stream import Disposition
@@ -127,7 +119,8 @@ def _decode(data: bytes, count: int | None, max_pixels: int, max_clip_pixels: in
             context = stream.codec_context
             check_size((context.width, context.height), max_pixels)
             context.options = codec_options
-            for frame in _choose(container, stream, count, max_clip_pixels):
+            limit = MAX_KEY_FRAME_PIXELS if count is None else MAX_CLIP_PIXELS
+            for frame in _choose(container, stream, count, limit):
                 check_size((frame.width, frame.height), max_pixels)  # a stream can change its size
                 image = Image.fromarray(frame.to_ndarray(format="rgb24", threads=1))
                 turn = _TURNS.get(frame.rotation % 360)

@@ -182,7 +182,6 @@ def run_shards(
     on_event: OnEvent,
     should_stop: ShouldStop,
     shows_failed: bool = False,
-    unit: str = "row",
 ) -> Generator[ShardReceipt, None, None]:
     """Run the tasks of the shards that have no receipt in `earlier`. Yield the receipts of all shards.
 
@@ -198,7 +197,6 @@ def run_shards(
         on_event: receives the events of the job.
         should_stop: called often; the job stops once it returns True.
         shows_failed: whether the failed rows of the receipts are part of the progress.
-        unit: word for one row in messages, in the singular.
 
     Raises:
         JobStopped: `should_stop()` returned True, a shard failed, or the engine failed. Finished shards are kept.
@@ -236,6 +234,6 @@ def run_shards(
     except (EdjeError, OSError) as error:  # a second run may succeed
         of_shard = f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
         raise JobStopped(
-            f"{of_shard}{describe_error(error)}; {finished_rows:,} of {counted(rows, unit)} are kept, {finished:,} of "
+            f"{of_shard}{describe_error(error)}; {finished_rows:,} of {counted(rows, 'row')} are kept, {finished:,} of "
             f"{counted(len(shards), 'shard')} are finished"
         ) from error

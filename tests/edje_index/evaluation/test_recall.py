@@ -99,11 +99,3 @@ def test_intervals_are_those_of_scipy_on_the_same_draws(monkeypatch):
         assert estimate.value == pytest.approx(HITS[:, column].mean())
         assert (estimate.low, estimate.high) == pytest.approx((interval.low, interval.high))
     assert ClusterBootstrap(CLUSTERS, 0).estimates(HITS)[0].low is None
-
-
-def test_a_difference_is_paired():
-    bootstrap = ClusterBootstrap(CLUSTERS, 400, 1)
-    difference = bootstrap.estimates(HITS[:, 1:2] - HITS[:, :1])[0]
-    means = bootstrap.means(HITS)
-    expected = np.percentile(means[:, 1] - means[:, 0], [2.5, 97.5])
-    assert (difference.low, difference.high) == pytest.approx(tuple(expected))

@@ -11,11 +11,7 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.batches import Sampler, mask_captions, masked_targets, text_rows
 from edje_index.training.captions import TrainingData
-from edje_index.training.features import StoredFeatures
-from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
-from tests.conftest import write_random_index
 from tests.edje_index.training.conftest import IMAGES
 
 
@@ -119,14 +115,6 @@ def test_ranks_share_a_batch_and_mine_over_all_of_it(case):
         assert found_texts[:pairs] == [texts[at] for at in expected]
     beyond = set(found_images) - set(images[4:8])
     assert beyond, "no negative came from the other rank"
-
-
-def test_features_are_read_in_the_most_accurate_precision(tmp_path):
-    for name, precisions, read in (("a", ("nvfp4", "fp8"), "fp8"), ("b", ("fp8", "bf16"), "bf16")):
-        write_random_index(tmp_path / name, IndexSpec(6, 4, (2, 16), embed_dim=4, precisions=precisions))
-        features = StoredFeatures(CommittedIndex.open(tmp_path / name)).fetch(np.arange(6))[0]
-        expected = TokenStore.open(tmp_path / name, read).fetch(np.arange(6))
-        assert np.array_equal(features.float().numpy(), expected.astype(np.float32))
 
 
 def test_a_batch_shows_photos_and_views_at_random(case):
