@@ -26,6 +26,7 @@ from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.text_tower import TextEncoder, load_bert_text_tower
 from edje_index.scoring.parts import ScoreModels
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights, check_parts, parse_score
+from storage_formats.cpus import has_bfloat16
 
 if TYPE_CHECKING:
     from edje_index.indexing.image_encoder import ImageEncoder
@@ -50,14 +51,15 @@ class SearchModel:
             info: description of the bundle.
             device: device of the text tower and the joint encoder: "auto", "cpu", "cuda" or "cuda:N".
             dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes
-                about half the time of float32 on processors that support bfloat16, and more time on others.
+                less time than float32 on processors with bfloat16 instructions, and more time on others. "auto" is
+                bfloat16 on CUDA and on such processors.
 
         Raises:
             ModelError: a file of the bundle is missing or damaged, or `device` or `dtype` is not available.
         """
         self.info = info
         self._device = resolve_device(device)
-        compute_dtype = resolve_dtype(dtype, self._device)
+        compute_dtype = resolve_dtype("bfloat16" if dtype == "auto" and has_bfloat16() else dtype, self._device)
         verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
         self.joint = load_scorer(info, compute_dtype, self._device)
         pooled, bank = load_pooled_similarity(info, self.joint.width), load_hubness_bank(info)

@@ -93,7 +93,7 @@ dtype_option = click.option(
     default="float32",
     show_default=True,
     help="Data type of the joint encoder's matrix products. bfloat16 is faster than float32 only on "
-    "processors that support it. auto is bfloat16 on cuda and float32 on cpu.",
+    "processors with bfloat16 instructions. auto is bfloat16 on these and on cuda, and float32 elsewhere.",
 )
 read_precision_option = click.option(
     "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: the highest fidelity stored]"
