@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.scoring.weights import LOGIT, ScoreWeights
+from edje_index.scoring.weights import EMBEDDING, LOGIT, ScoreWeights
 
 Floats = NDArray[np.float32]
 
@@ -68,3 +68,18 @@ class FinalScore:
         width = abs(self.weights[LOGIT]) * (logit_range[1] - logit_range[0])
         mask: NDArray[np.bool_] = others >= np.partition(others, -k)[-k] - width
         return mask
+
+
+def relevance(scores: NDArray[np.floating[Any]], weights: ScoreWeights) -> NDArray[np.float64]:
+    """Return the relevance of each score, between 0 and 1. It never decreases with the score.
+
+    With a calibration, the relevance estimates the probability that the caption was written for the image, for a pair
+    that is drawn with even chances from matching and other pairs of the dev pools. Otherwise, it is (1 + cosine) / 2
+    for the embedding similarity alone, and the logistic function of the score for other weights. If the score is the
+    logit, this is the probability of the joint encoder. `weights` are those of the `scores`, which have any shape.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    if weights.calibration is None and FinalScore.of(weights).parts == (EMBEDDING,):
+        return np.clip((1 + values / abs(weights.embedding)) / 2, 0, 1)
+    slope, offset = weights.calibration or (1.0, 0.0)
+    return np.asarray(0.5 * (1 + np.tanh((slope * values + offset) / 2)))  # the logistic function without overflow

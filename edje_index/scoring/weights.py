@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from edje_index.errors import ModelError
@@ -65,6 +65,8 @@ class ScoreWeights:
         hubness: weight of the hubness correction.
         hubness_similarity: how the hubness correction compares candidates with the hubness bank. The weights
             in this object are independent of the fields `embedding` and `pooled`.
+        calibration: (slope, offset) of the logit of the relevance as a function of the final score, with a slope above
+            0; None if it was not fitted. See `final_score.relevance`.
     """
 
     logit: float = 1.0
@@ -73,9 +75,14 @@ class ScoreWeights:
     embedding: float = 0.0
     hubness: float = 0.0
     hubness_similarity: HubnessSimilarity = field(default_factory=HubnessSimilarity)
+    calibration: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         _check_finite(self.by_part())
+        if self.calibration is not None and not (0 < self.calibration[0] < MAX_WEIGHT > abs(self.calibration[1])):
+            raise ValueError(
+                f"the slope of the relevance must be positive, and both numbers finite: {self.calibration}"
+            )
 
     def by_part(self) -> dict[str, float]:
         """Return the weight of each part by name."""
@@ -94,15 +101,23 @@ class ScoreWeights:
         Raises:
             KeyError, TypeError, ValueError: a weight is missing or is not a finite number.
         """
-        similarity = value["hubness_similarity"]
-        return cls.of_parts(
+        similarity, calibration = value["hubness_similarity"], value.get("calibration")
+        weights = cls.of_parts(
             {part: value[part] for part in PART_NAMES},
             HubnessSimilarity(*(float(similarity[name]) for name in ("embedding", "pooled", "temperature"))),
         )
+        if calibration is None:
+            return weights
+        return replace(weights, calibration=(float(calibration["slope"]), float(calibration["offset"])))
 
     def to_json(self) -> dict[str, Any]:
         """Return the weights as a dictionary of JSON values."""
-        return asdict(self)
+        content = asdict(self)
+        if self.calibration is None:
+            del content["calibration"]
+        else:
+            content["calibration"] = dict(zip(("slope", "offset"), self.calibration, strict=True))
+        return content
 
     def described(self) -> str:
         """Return the weighted sum as text, for example ``logit + 2.5 x embedding similarity``."""

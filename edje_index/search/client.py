@@ -142,7 +142,7 @@ class Client:
         return [TextHit(**hit) for hit in self._json("POST", "/search/texts", body)["hits"]]
 
     def rerank(self, query: str, documents: Sequence[Document], top_n: int | None = None) -> list[tuple[int, float]]:
-        """Score `documents` for `query`. Return (position in `documents`, score) pairs, best first.
+        """Rate `documents` for `query`. Return (position in `documents`, relevance) pairs, best first.
 
         Args:
             query: text of the query.

@@ -1,4 +1,4 @@
-"""The hits of searches. In a notebook, hits are shown as a table."""
+"""The hits of searches."""
 
 from __future__ import annotations
 
@@ -6,27 +6,19 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edje_index.search.rows import CAPTIONS
 from storage_formats.errors import EdjeError
 from storage_formats.format.object_store import IndexLocation
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _SHOWN = 50  # images in a notebook; the notebook file contains each image
 _SIDE = 160
-_TEMPLATE = """<table>
-<thead><tr><th>rank</th><th>photo</th><th>score</th><th>embedding</th><th>row</th><th>uri</th><th></th></tr></thead>
-<tbody>
-{% for hit in hits %}
-<tr><td>{{ loop.index }}</td>
-<td>{% if images[hit.row_id] %}<img src="{{ images[hit.row_id] }}" alt="">{% else %}no image{% endif %}</td>
-<td>{{ "%.4f" | format(hit.score) }}</td><td>{{ "%.4f" | format(hit.embedding_score) }}</td>
-<td>{{ hit.row_id }}</td><td>{{ hit.uri }}</td><td>{{ hit.described() }}</td></tr>
-{% endfor %}
-</tbody>
-</table>{% if more > 0 %}<p>and {{ more }} more</p>{% endif %}
-{% if problem %}<p>{{ problem }}</p>{% endif %}
-"""
+_TEMPLATE = Path(__file__).with_name("hits.html")
 
 
 @dataclass(frozen=True)
@@ -39,6 +31,8 @@ class Hit:
         score: final score, by which hits are sorted. Without re-ranking, the score is `embedding_score`. In a
             late-interaction search, the score is the MaxSim of the query and the tokens.
         embedding_score: cosine similarity of the embeddings of the query and the image; NaN if there is no embedding.
+        relevance: a number between 0 and 1 that never decreases with the score, see
+            `edje_index.scoring.final_score.relevance`. None in a late-interaction search.
         joint_score: weighted sum of the parts logit, late interaction and pooled similarity. None if the final score
             has none of these parts.
         parts: values of the parts of the final score, without weights. The keys are part names, see
@@ -56,6 +50,7 @@ class Hit:
     uri: str
     score: float
     embedding_score: float
+    relevance: float | None = None
     joint_score: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -79,6 +74,7 @@ class TextHit:
         text: the text.
         score: final score, by which hits are sorted.
         embedding_score: cosine similarity of the embeddings of the image and the text.
+        relevance: a number between 0 and 1 that never decreases with the score, as for `Hit`.
         parts: values of the parts of the final score, without weights, by part name.
 
     Example:
@@ -93,11 +89,12 @@ class TextHit:
     text: str
     score: float
     embedding_score: float
+    relevance: float
     parts: Mapping[str, float]
 
 
 class Hits(list[Hit]):
-    """A list of the hits of one query, best first. A notebook shows the list as a table with images.
+    """A list of the hits of one query, best first. `print` shows a table, and a notebook shows it with images.
 
     Args:
         hits: the hits of the query, best first.
@@ -110,6 +107,8 @@ class Hits(list[Hit]):
         >>> hits = TokenIndex.open("photos.edje").search("a dog", k=2)
         >>> hits._repr_html_().count("data:image/jpeg")
         2
+        >>> hits.to_arrow().column_names[:5]
+        ['row_id', 'uri', 'score', 'embedding_score', 'relevance']
     """
 
     def __init__(self, hits: Iterable[Hit], root: IndexLocation, stages: Mapping[str, float] | None = None) -> None:
@@ -120,6 +119,30 @@ class Hits(list[Hit]):
     def first(self, k: int) -> Hits:
         """Return the first `k` hits."""
         return Hits(self[:k], self.root, self.stages)
+
+    def to_arrow(self) -> pa.Table:
+        """Return a pyarrow table with one row per hit.
+
+        The columns are those of `Hit`, with the parts of the score as ``part_NAME``.
+        """
+        import pyarrow as pa
+
+        rows = []
+        for hit in self:
+            values = {name: value for name, value in vars(hit).items() if name not in ("parts", "columns")}
+            values |= {f"part_{part}": value for part, value in hit.parts.items()}
+            rows.append({**values, **{name: value for name, value in hit.columns.items() if name not in values}})
+        return pa.Table.from_pylist(rows)
+
+    def to_pandas(self) -> Any:
+        """Return a pandas data frame with the columns of `to_arrow`. pandas must be installed."""
+        return self.to_arrow().to_pandas()
+
+    def __repr__(self) -> str:
+        rated = [(hit.score if hit.relevance is None else hit.relevance, hit) for hit in self[:_SHOWN]]
+        lines = [f"{rank:>4} {value:9.3f} {hit.row_id:>9}  {hit.uri}" for rank, (value, hit) in enumerate(rated, 1)]
+        more = [f"and {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
+        return "\n".join([f"{len(self)} hits in {self.root}", *lines, *more])
 
     def _repr_html_(self) -> str:
         from jinja2 import Template
@@ -132,7 +155,7 @@ class Hits(list[Hit]):
             images = {thumbnail.row_id: thumbnail.data_uri for thumbnail in thumbnails}
         except EdjeError as error:  # the index has been moved or removed since the search
             problem = f"The images cannot be read: {error}"
-        template = Template(_TEMPLATE, autoescape=True)
+        template = Template(_TEMPLATE.read_text(), autoescape=True)
         return str(template.render(hits=hits, images=images, more=len(self) - len(hits), problem=problem))
 
 

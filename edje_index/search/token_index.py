@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edje_index.bundles.info import matching_bundle
 from edje_index.indexing.faiss_index import AnnIndex
-from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.final_score import FinalScore, relevance
 from edje_index.scoring.parts import Pairs, reads_tokens
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
@@ -316,7 +316,7 @@ class TokenIndex:
                     ]
             queries = texts[start : start + queries_at_once]
             scored += self.score_candidates(queries, candidates, blocks, weights, k=k, stages=stages)
-        hits = self._hits(scored, k, stages)
+        hits = self._hits(scored, k, stages, weights)
         return hits[0] if isinstance(text, str) else hits
 
     def nearest(self, texts: Sequence[str], pool: int) -> list[Candidates]:
@@ -388,12 +388,13 @@ class TokenIndex:
             self.model.check_reranks()
         return weights, final
 
-    def _hits(self, scored: Sequence[ScoredCandidates], k: int, stages: Stages) -> list[Hits]:
+    def _hits(self, scored: Sequence[ScoredCandidates], k: int, stages: Stages, weights: ScoreWeights) -> list[Hits]:
         """Return the `k` best hits of each query. Candidates with equal scores are sorted by row id."""
         hits = []
         with stages.timed("hits"):
             for rows, similarities, final, joint, parts in scored:
                 order = np.lexsort((rows, -final))[:k]  # NaN comes last
+                relevances = relevance(final, weights)
                 hits.append(
                     [
                         Hit(
@@ -401,6 +402,7 @@ class TokenIndex:
                             uri=uri,
                             score=float(final[at]),
                             embedding_score=float(similarities[at]),
+                            relevance=float(relevances[at]),
                             joint_score=None if joint is None else float(joint[at]),
                             parts={name: float(part[at]) for name, part in parts.items()},
                             columns=columns,
@@ -464,7 +466,7 @@ class TokenIndex:
         with stages.timed("fetch"):
             blocks = self.store.fetch(every_row) if reads_tokens(final.parts, TEXT_TO_IMAGE) else None
         return self._hits(
-            self.score_candidates(texts, candidates, blocks, weights, stages=stages), len(every_row), stages
+            self.score_candidates(texts, candidates, blocks, weights, stages=stages), len(every_row), stages, weights
         )
 
     def score_images(
@@ -521,7 +523,8 @@ class TokenIndex:
         with stages.timed("nearest"):
             rows, values = self._ann.nearest(embedding, k + 1 if row_id >= 0 else k, passing)
         rows, values = rows[rows != row_id], values[rows != row_id]
-        return self._hits([ScoredCandidates(rows, values, values, None, {EMBEDDING: values})], k, stages)[0]
+        weights = ScoreWeights(logit=0.0, embedding=1.0)
+        return self._hits([ScoredCandidates(rows, values, values, None, {EMBEDDING: values})], k, stages, weights)[0]
 
     def _encoded(self, image: ImageQuery) -> tuple[int, Blocks | None, Floats]:
         """Return the row id of an image, its tokens [1, m, d], and its embedding [embed_dim].
@@ -581,12 +584,14 @@ class TokenIndex:
         pairs = Pairs(captions, tokens, similarities[nearest], embeddings[nearest])
         values = {name: models.part(name, pairs, IMAGE_TO_TEXT, weights) for name in final.parts}
         scores = final.sum(values)
+        relevances = relevance(scores, weights)
         return [
             TextHit(
                 position=int(nearest[at]),
                 text=captions[at],
                 score=float(scores[at]),
                 embedding_score=float(similarities[nearest[at]]),
+                relevance=float(relevances[at]),
                 parts={name: float(part[at]) for name, part in values.items()},
             )
             for at in np.argsort(-scores, kind="stable")[:k]

@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import minimize
 
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import hubness
@@ -83,15 +84,20 @@ class DevPools:
             hubness=None if bank is None else replace(bank, candidates=bank.candidates[queries]),
         )
 
+    def scores(self, weights: ScoreWeights) -> Scores:
+        """Compute the final score of each pool entry, float32 [q, p]."""
+        parts = dict(self.parts)
+        if self.hubness is not None:
+            parts[HUBNESS] = self.hubness.correction(weights.hubness_similarity)
+        scores: Scores = FinalScore.of(weights).sum(parts)
+        return scores
+
     def hits(self, weights: ScoreWeights) -> NDArray[np.bool_]:
         """Return which queries have a relevant candidate at rank 0, bool [q].
 
         If candidates have equal final scores, the first candidate has the lower rank.
         """
-        parts = dict(self.parts)
-        if self.hubness is not None:
-            parts[HUBNESS] = self.hubness.correction(weights.hubness_similarity)
-        best = FinalScore.of(weights).sum(parts).argmax(axis=1)[:, None]
+        best = self.scores(weights).argmax(axis=1)[:, None]
         hits: NDArray[np.bool_] = np.take_along_axis(self.right, best, axis=1)[:, 0]
         return hits
 
@@ -125,6 +131,7 @@ def choose_weights(pools: DevPools, on_fit: Callable[[], None] = lambda: None) -
     """Fit the weights of one direction to `pools`, and measure R@1. `on_fit` is called before each fit."""
     on_fit()
     weights = fit_weights(pools)
+    weights = replace(weights, calibration=fit_calibration(pools.scores(weights), pools.right))
     images, image_index = np.unique(pools.images, return_inverse=True)
     folds, held_out = image_index % _FOLDS, []
     for fold in np.unique(folds) if len(images) > 1 else ():
@@ -165,6 +172,27 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
         weights = {part: float(factor / unit) for part, factor in factors.items()} | {LOGIT: 1.0}
     start = _weights(weights, temperature=1.0)
     return start if pools.hubness is None else _fit_hubness(columns, right, pools.hubness, start)
+
+
+def fit_calibration(scores: Scores, right: NDArray[np.bool_]) -> tuple[float, float] | None:
+    """Fit the probability that a candidate is relevant as a logistic function of its final score.
+
+    Relevant and other candidates have the same total weight, so that the size of the pools has no effect. `right` says
+    which of the `scores` are of relevant candidates. Return (slope, offset) of the logit of the probability; None if
+    the scores of relevant candidates are not higher.
+    """
+    if right.all() or not right.any():
+        return None
+    mean, deviation = float(scores.mean(dtype=np.float64)), float(scores.std(dtype=np.float64)) or 1.0
+    values, weights = (scores - mean) / deviation, np.where(right, 0.5 / right.mean(), 0.5 / (1 - right.mean()))
+
+    def loss(line: NDArray[np.float64]) -> float:
+        logits = line[0] * values + line[1]
+        losses = np.logaddexp(0, logits) - right * logits
+        return float(np.mean(weights * losses) + _REGULARISATION / right.size * np.square(line).sum())
+
+    slope, offset = minimize(loss, np.zeros(2)).x.tolist()
+    return (slope / deviation, offset - slope * mean / deviation) if slope > 0 else None
 
 
 def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:

@@ -64,11 +64,8 @@ _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".t
 @model_option
 @device_option
 @dtype_option
-@click.option(
-    "--html",
-    type=FILE,
-    help="Also write an HTML page that shows the hits before and after re-ranking.",
-)
+@click.option("--html", type=FILE, help="Also write an HTML page that shows the hits before and after re-ranking.")
+@click.option("--verbose", is_flag=True, help="Also show the score, its parts and its formula.")
 @json_option
 def search(
     index: Path | str,
@@ -86,6 +83,7 @@ def search(
     device: str,
     dtype: str,
     html: Path | None,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Find the images that match TEXT best. Give TEXT, --queries or --image.
@@ -94,9 +92,11 @@ def search(
     the final score, a weighted sum of several scores. The weights are in the model bundle; --score sets other weights.
     With --score embedding, the candidates are not re-ranked.
 
-    With --json, each hit has the final score and its parts before weighting. `embedding_score` is the cosine similarity
-    of the embeddings. `joint_score` is the weighted sum of logit, late interaction and pooled similarity. With
-    --queries, --json prints one line per query.
+    Hits have a relevance between 0 and 1, an estimate of the probability that the text describes the image.
+
+    With --json, each hit also has the final score and its parts before weighting. `embedding_score` is the cosine
+    similarity of the embeddings. `joint_score` is the weighted sum of logit, late interaction and pooled similarity.
+    With --queries, --json prints one line per query.
 
     With --image and --texts, the hits are texts, sorted by the final score for image-to-text search.
 
@@ -104,10 +104,7 @@ def search(
     Examples:
       edje-index search photos.edje "two dogs play in the snow"
       edje-index search photos.edje "a red car" -k 3 --pool 500 --json
-      edje-index search photos.edje "a red car" --score embedding
-      edje-index search photos.edje "a red car" --score logit
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
-      edje-index search photos.edje "a red car" --precision fp8
       edje-index search photos.edje "a red car" --where "width > 800 and licence = 'cc0'"
       edje-index search photos.edje "a red car" --columns captions,licence
       edje-index search photos.edje "a red car" --html car.html
@@ -152,9 +149,10 @@ def search(
         if as_json:
             print_json({"query": str(image), "hits": [asdict(hit) for hit in found]})
             return
-        print_line(f"{'score':>9} {'embedding':>10}  text")
+        print_line("relevance" + (f" {'score':>9} {'embedding':>10}" if verbose else "") + "  text")
         for text_hit in found:
-            print_line(f"{text_hit.score:>9.4f} {text_hit.embedding_score:>10.4f}  {text_hit.text}")
+            scores = f" {text_hit.score:>9.4f} {text_hit.embedding_score:>10.4f}" if verbose else ""
+            print_line(f"{text_hit.relevance:>9.3f}{scores}  {text_hit.text}")
         return
 
     def show(query: str, hits: Hits) -> None:
@@ -165,10 +163,12 @@ def search(
         if not hits:
             note("no photo passes the filter" if where is not None else "no hits: the index has no photos")
             return
-        print_line(f"{'score':>9} {'joint':>9} {'embedding':>10} {'row':>9}  image")
+        heads = f" {'score':>9} {'joint':>9} {'embedding':>10}" if verbose else ""
+        print_line(f"relevance{heads} {'row':>9}  image")
         for hit in hits:
             joint = "-" if hit.joint_score is None else f"{hit.joint_score:.4f}"
-            numbers = f"{hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f} {hit.row_id:>9}"
+            scores = f" {hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f}" if verbose else ""
+            numbers = f"{hit.relevance:>9.3f}{scores} {hit.row_id:>9}"
             print_line("  ".join(filter(None, [numbers, hit.uri, hit.described()])))
 
     if image is not None:
@@ -181,7 +181,7 @@ def search(
             if queries is not None and not as_json:
                 print_line(f"query: {query}")
             show(query, hits.first(k))
-    if not as_json:
+    if verbose and not as_json:
         note(
             f"score = {opened.model.weights('t2i', score).described()}; scores order the hits of one query and cannot "
             "be compared between queries. joint: share of the score from logit, late interaction and pooled "

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from edje_index import __version__
 from edje_index.images.decode import ImageError, decode_rgb
 from edje_index.images.thumbnails import PHOTO_COLUMNS, PHOTO_ERRORS, describe_photo_error, read_photo, read_thumbnails
+from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from edje_index.search.hits import rank_hits
 from edje_index.search.query import encode_images, requested_rows
@@ -307,29 +308,30 @@ async def rerank(
     """Score documents for a query, best first.
 
     Requests and responses have the format of text-embeddings-inference, or the common format of Cohere and Jina.
-    A document is an image, or the row id or uri of a row of the index. Scores are final scores of the bundle. Scores
-    can only be compared within one query, and are not limited to the range from 0 to 1.
+    A document is an image, or the row id or uri of a row of the index. The score of the first format and the
+    relevance_score of the second are relevances between 0 and 1. The final score, by which documents are sorted, is the
+    member score of the second format, and the score of the first format with raw_scores.
     """
     if isinstance(body, schemas.TeiRerankRequest):
         scores = await _rerank(state, body.query, body.texts)
         answers: list[dict[str, Any]] = []
-        for position, score in scores:
-            answers.append({"index": position, "score": score})
+        for position, score, relevant in scores:
+            answers.append({"index": position, "score": score if body.raw_scores else relevant})
             if body.return_text and isinstance(text := body.texts[position], str):
                 answers[-1]["text"] = text
         return answers
     scores = await _rerank(state, body.query, body.documents)
     results: list[dict[str, Any]] = []
-    for position, score in scores[: body.top_n]:
-        results.append({"index": position, "relevance_score": score})
+    for position, score, relevant in scores[: body.top_n]:
+        results.append({"index": position, "relevance_score": relevant, "score": score})
         if body.return_documents and isinstance(text := body.documents[position], str):
             results[-1]["document"] = {"text": text}
     meta = {"api_version": {"version": "2"}}
     return {"id": str(uuid.uuid4()), "model": state.name, "results": results, "meta": meta, "usage": {}}
 
 
-async def _rerank(state: ServiceState, query: str, documents: list[schemas.Document]) -> list[tuple[int, float]]:
-    """Return (position, score) of each document, best first."""
+async def _rerank(state: ServiceState, query: str, documents: list[schemas.Document]) -> list[tuple[int, float, float]]:
+    """Return (position, score, relevance) of each document, best first."""
     limits, index = state.limits, state.index
     state.check_query(query)
     if len(documents) > limits.documents:
@@ -362,7 +364,9 @@ async def _rerank(state: ServiceState, query: str, documents: list[schemas.Docum
             index, list(images.values()), lambda part: index.score_images(query, part), len(images)
         )
         scores |= dict(zip(images, image_scores, strict=True))
-    return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+    relevances = relevance(np.array([*scores.values()]), index.model.weights(TEXT_TO_IMAGE)).tolist()
+    rated = [(position, score, value) for (position, score), value in zip(scores.items(), relevances, strict=True)]
+    return sorted(rated, key=lambda item: (-item[1], item[0]))
 
 
 def _document(document: schemas.Document, position: int) -> int | str | bytes:

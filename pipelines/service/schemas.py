@@ -97,7 +97,7 @@ class TeiRerankRequest(BaseModel):
     query: Text
     texts: Items[Document] = Field(description="Row ids, uris of rows, or images as data URIs.")
     return_text: bool = False
-    raw_scores: bool = False
+    raw_scores: bool = Field(False, description="Return final scores instead of relevances between 0 and 1.")
     truncate: bool | None = None
     truncation_direction: str | None = None
 

@@ -76,12 +76,17 @@ def test_texts_are_ranked_for_a_photo(run, root, tmp_path):
     assert [(hit["text"], hit["position"]) for hit in answer["hits"]] == [(hit.text, hit.position) for hit in expected]
     assert [hit["score"] for hit in answer["hits"]] == pytest.approx([hit.score for hit in expected], abs=1e-5)
     _, out, _ = run(*command)
-    assert {line.split(maxsplit=2)[2] for line in out.splitlines()[1:]} == set(texts)
+    assert {line.split(maxsplit=1)[1] for line in out.splitlines()[1:]} == set(texts)
 
 
 def test_options_of_a_text_search(run, root):
     command = ["search", root, "a red canoe", "--score", "logit=1,embedding=20", "-k", 4]
     (exact,) = hits_of(run, *command)
+    plain, verbose = run(*command), run(*command, "--verbose")
+    assert plain[1].splitlines()[0].split() == ["relevance", "row", "image"]
+    assert "score =" not in plain[2]
+    assert verbose[1].splitlines()[0].split() == ["relevance", "score", "joint", "embedding", "row", "image"]
+    assert "score = logit + 20 x embedding similarity" in verbose[2]
     assert exact["hits"] == hits_of(run, *command, "--precision", "bf16")[0]["hits"]
     (rounded,) = hits_of(run, *command, "--dtype", "bfloat16")
     assert [hit["score"] for hit in rounded["hits"]] != [hit["score"] for hit in exact["hits"]]

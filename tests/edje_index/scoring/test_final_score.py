@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.final_score import FinalScore, relevance
 from edje_index.scoring.weights import (
     PART_NAMES,
     ScoreWeights,
@@ -38,6 +38,18 @@ def test_arrays_and_tensors_are_summed_alike():
     assert FinalScore.of(ScoreWeights(logit=0, embedding=1)).only(["logit", "late"]).parts == ()
     with pytest.raises(ValueError, match="other than 0"):
         FinalScore.of(ScoreWeights(logit=0.0)).sum(parts)
+
+
+def test_relevance_follows_the_order_of_the_scores():
+    scores = np.sort(np.concatenate([np.linspace(-1, 1, 9), [-1e6, -40, 40, 1e6]])).astype(np.float32)
+    for weights in (ScoreWeights(), ScoreWeights(late=3.0), ScoreWeights(calibration=(0.5, -2.0))):
+        rated = relevance(scores, weights)
+        assert ((rated >= 0) & (rated <= 1)).all()
+        assert (np.diff(rated) >= 0).all()
+    assert relevance(np.array([2.0]), ScoreWeights()) == pytest.approx(1 / (1 + np.exp(-2)))
+    assert relevance(np.array([2.0, -2.0]), ScoreWeights(logit=0, embedding=2)) == pytest.approx([1, 0])
+    with pytest.raises(ValueError, match="must be positive"):
+        ScoreWeights(calibration=(0.0, 1.0))
 
 
 @given(arrays(np.float32, (3, 6), elements=NUMBERS), st.integers(1, 7), st.sampled_from([-0.5, 0.25, 2.0]))

@@ -263,9 +263,23 @@ def test_texts_for_a_row_and_for_its_image(index, built):
 
 
 def test_a_notebook_escapes_names_and_survives_a_lost_index():
-    hits = Hits([Hit(row, "<script>alert(1)</script>", 1.0, 0.5, None, {}) for row in range(60)], Path("/nowhere"))
+    hits = Hits([Hit(row, "<script>alert(1)</script>", 1.0, 0.5) for row in range(60)], Path("/nowhere"))
     html = hits._repr_html_()
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
     assert html.count("no image") == 50
     assert "and 10 more" in html
+
+
+def test_hits_as_a_table_and_as_text(index):
+    hits = index.search("a red canoe", k=3)
+    table = hits.to_arrow()
+    numbers = ["score", "embedding_score", "relevance", "joint_score", "part_logit"]
+    assert table.column_names[:7] == ["row_id", "uri", *numbers]
+    assert table.to_pylist()[1]["relevance"] == hits[1].relevance
+    assert hits.to_pandas()["part_logit"].tolist() == [hit.parts["logit"] for hit in hits]
+    described = Hits([replace(hits[0], columns={"captions": ["a"], "uri": "x"}), hits[1]], hits.root).to_arrow()
+    assert described.column_names[-1] == "captions"
+    assert described.to_pylist()[0]["uri"] == hits[0].uri
+    assert Hits([], hits.root).to_arrow().num_rows == 0
+    assert repr(hits).splitlines()[1].split() == ["1", f"{hits[0].relevance:.3f}", str(hits[0].row_id), hits[0].uri]

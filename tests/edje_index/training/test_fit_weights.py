@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.final_score import FinalScore, relevance
 from edje_index.scoring.weights import HubnessSimilarity, ScoreWeights
-from edje_index.training.fit_weights import DevPools, HubnessProducts, choose_weights, fit_weights
+from edje_index.training.fit_weights import DevPools, HubnessProducts, choose_weights, fit_calibration, fit_weights
 
 TRUE = ScoreWeights(
     embedding=2.0, late=0.5, pooled=1.0, hubness=1.0, hubness_similarity=HubnessSimilarity(2.0, 1.0, 1.0)
@@ -35,6 +35,23 @@ def test_the_true_weights_are_found():
     fitted = fit_weights(noisy_pools(weights)).by_part()
     assert {part: fitted[part] for part in weights} == pytest.approx(weights, rel=0.15)
     assert (fitted["logit"], fitted["hubness"]) == (1, 0)
+
+
+def test_relevance_is_the_share_of_relevant_candidates_at_even_chances():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(300, 100, (400, 50)).astype(np.float32)
+    right = rng.random(scores.shape) < 1 / (1 + np.exp(9 - 0.02 * scores))
+    calibration, odds = fit_calibration(scores, right), (1 - right.mean()) / right.mean()
+    assert calibration == pytest.approx((0.02, -9 + np.log(odds)), rel=0.05)
+    rated = relevance(scores, ScoreWeights(embedding=2.0, calibration=calibration))
+    certain, weights = rated > 0.5, np.where(right, odds, 1)
+    share = np.average(right[certain], weights=weights[certain])
+    assert np.average(rated[certain], weights=weights[certain]) == pytest.approx(share, abs=0.02)
+    assert fit_calibration(scores, scores < 0) is None
+    assert fit_calibration(scores, scores < 300) is None
+    chosen = choose_weights(noisy_pools({"embedding": 2.0})).weights
+    assert ScoreWeights.from_json(chosen.to_json()) == chosen
+    assert chosen.calibration is not None
 
 
 def test_no_weight_is_negative_and_the_others_are_fitted_without_it():

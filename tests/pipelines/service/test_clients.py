@@ -16,8 +16,8 @@ ROWS = [3, 0, 9, 7]
 
 @pytest.fixture(scope="module")
 def expected(index) -> list[tuple[int, float]]:
-    """(position, score) of `ROWS`, best first, from the library."""
-    return [(ROWS.index(hit.row_id), hit.score) for hit in TokenIndex.open(index).rerank("a dog", ROWS)]
+    """(position, relevance) of `ROWS`, best first, from the library."""
+    return [(ROWS.index(hit.row_id), hit.relevance) for hit in TokenIndex.open(index).rerank("a dog", ROWS)]
 
 
 def check(pairs: list[tuple[int, float]], expected: list[tuple[int, float]]) -> None:
