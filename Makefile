@@ -17,21 +17,27 @@ PHOTOS = $$($(BIN)/python -c "import pathlib, skimage; print(pathlib.Path(skimag
 .PHONY: demo docs release image test test-slow oracles lint clean
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'error: Python 3.11 or newer is needed, not ' + \
+	  sys.version.split()[0] + '; name it: make PYTHON=python3.12 $(MAKECMDGOALS)')"
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	@echo "installing the packages of 'demo' into $(VENV), once; this can take some minutes"
 	$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	@echo "installing the packages of 'test' into $(VENV), once; this can take some minutes"
 	$(BIN)/python -m pip install --quiet --editable '.[demo,test]'
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	@echo "installing the packages of 'docs' into $(VENV), once; this can take some minutes"
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.release: pyproject.toml | $(VENV)/bin/python
+	@echo "installing the packages of 'release' into $(VENV), once; this can take some minutes"
 	$(BIN)/python -m pip install --quiet --editable '.[release]'
 	@touch $@
 

@@ -16,7 +16,7 @@ from pipelines.environment import free_disk
 from pipelines.jobs.changing import changing
 from pipelines.jobs.encode import run_shards
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, ignore, never
-from pipelines.progress.wording import counted
+from pipelines.progress.wording import counted, human_bytes
 from storage_formats.change import write_array_shapes
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
@@ -136,12 +136,14 @@ def quantize_index(
             plan = hashlib.sha256(f"convert {spec} {read} {sorted(missing)} {digest}".encode()).hexdigest()
             shards = list(spec.shard_numbers())
             receipts = change.receipts(shards, plan)
-            left, sizes = len(shards) - len(receipts), [_record_bytes(spec, name) for name in missing]
-            need = sum(left * padded_shard_bytes(spec.shard_size, spec.shard_size, size)[1] for size in sizes)
+            left = set(shards) - set(receipts)
+            sizes, rows = [_record_bytes(spec, name) for name in missing], [len(spec.shard_rows(n)) for n in left]
+            need = sum(padded_shard_bytes(held, spec.shard_size, size)[1] for held in rows for size in sizes)
             if need > (free := free_disk(root)):
                 raise UsageError(
-                    f"converting {counted(left, 'shard')} to {', '.join(missing)} needs up to {need} bytes of disk, "
-                    f"but only {free} are free at {root}; free some space, or convert to fewer precisions at a time",
+                    f"converting {counted(len(left), 'shard')} to {', '.join(missing)} needs {human_bytes(need)} of "
+                    f"disk, but only {human_bytes(free)} are free at {root}; free some space, or convert to fewer "
+                    "precisions at a time",
                     parameter="to",
                 )
             write_array_shapes(layout, replace(spec, precisions=(*spec.precisions, *missing)))

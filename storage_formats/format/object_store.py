@@ -427,9 +427,12 @@ class ObjectFolder:
         except (AlreadyExistsError, PreconditionError):
             raise
         except BaseError as error:
+            reason, advice = _reason(error), "check the URL, the network, and the credentials in the environment"
+            if "169.254.169.254" in reason:  # the last place that S3 clients look at, which answers only on EC2
+                reason, advice = "there are no credentials", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                advice += ", or AWS_SKIP_SIGNATURE=true for a public bucket"
             raise ObjectStoreError(
-                f"a request for {self.url_of(key)} failed: {_reason(error)}; check the URL, the network, and the "
-                "credentials in the environment, then try again"
+                f"a request for {self.url_of(key)} failed: {reason}; {advice}, then try again"
             ) from error
 
 

@@ -118,14 +118,16 @@ class IndexWriter:
         """Return the number of rows that were appended."""
         return len(self._receipts) * self._spec.shard_size + self._held
 
-    def append(self, blocks: NDArray[Any], embeddings: NDArray[Any], rows: Rows | None = None) -> range:
+    def append(self, blocks: NDArray[Any] | Sequence[Any], embeddings: NDArray[Any], rows: Rows | None = None) -> range:
         """Append k rows and return the row ids of the new rows.
 
         The arrays may be memory maps larger than the memory. After an error, the writer can still be used, and
         `len(writer)` is the number of rows appended so far.
 
         Args:
-            blocks: [k, m, d], float32, float16 or bfloat16, finite. Stored as the nearest bfloat16.
+            blocks: [k, m, d], float32, float16 or bfloat16, finite. Stored as the nearest bfloat16. Or a list of k
+                arrays [t, d] of 1 to m vectors each: the last vector is repeated until there are m, which leaves MaxSim
+                unchanged.
             embeddings: [k, embed_dim], floating point, finite, not zero. Stored as float32, scaled to unit length.
             rows: a list of k URIs; or a pyarrow table, a record batch or a dictionary with columns from `ROW_COLUMNS`.
                 If no URIs are given, the row ids become the URIs.
@@ -135,6 +137,15 @@ class IndexWriter:
             OSError: a shard cannot be written. The next call tries to write this shard again.
         """
         self._check_open()
+        if isinstance(blocks, list | tuple) and len(blocks):
+            (m, d), vectors = self._spec.block_shape, [np.asarray(each) for each in blocks]
+            for position, each in enumerate(vectors):
+                if each.ndim != 2 or each.shape[1] != d or not 1 <= len(each) <= m:
+                    shape = list(each.shape)
+                    raise UsageError(
+                        f"blocks[{position}] must have the shape [1 to {m}, {d}], got {shape}; pool vectors"
+                    )
+            blocks = np.stack([each[np.minimum(np.arange(m), len(each) - 1)] for each in vectors])
         blocks, embeddings = np.asarray(blocks), np.asarray(embeddings)
         self._check_shapes(blocks, embeddings)
         given = _given_columns(rows, len(blocks))
