@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from edje_index.images.containers import split_uri
 from edje_index.images.inputs import InputRef, display_path, rows_digest
 from edje_index.images.urls import is_remote
@@ -22,7 +25,7 @@ from pipelines.sources.folder import FolderSource
 from pipelines.sources.packed import is_packed_name, packed_source
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows
+from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, iter_stored_rows
 
 _COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason", "duplicate_of")
 _CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})  # the file itself may be sound
@@ -208,6 +211,15 @@ def compare_sources(
         if each.row is not None:
             changed.append(len(refs))
         refs.append(each.ref)
+    deleted = index.deleted.row_ids()
+    if len(deleted) and refs:
+        size, old = index.manifest.spec.shard_size, set()
+        for table in iter_stored_rows(index, ["row_id", "content_hash"], sorted({*(deleted // size).tolist()})):
+            old |= {*table.filter(pc.is_in(table["row_id"], pa.array(deleted)))["content_hash"].to_pylist()}
+        back = sum(ref.content_hash is not None and ref.content_hash in old for ref in refs)
+        if back:
+            text = f"{counted(back, 'deleted photo')} come back, because the sources still have them"
+            on_event(StatusMessage(text, is_warning=True))
     vanished = [row.row_id for same_name in stored.values() for row in same_name]
     replaced = [(each.ref, each.row) for each in pending if each.row is not None]
     for ref, row in replaced:

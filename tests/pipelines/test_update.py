@@ -189,8 +189,10 @@ def test_sources_of_appends_are_recorded(built, photos, tmp_path):
 
 def test_a_row_that_was_deleted_comes_back(built, photos):
     delete_rows(built, [0])
-    result = update(built)
+    events: list[Any] = []
+    result = update(built, on_event=events.append)
     assert (result.new, result.snapshot) == (1, 2)
+    assert "1 deleted photo" in " ".join(getattr(event, "text", "") for event in events)
     assert "00.jpg" in row_ids(built)
 
 
