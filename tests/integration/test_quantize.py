@@ -8,6 +8,7 @@ import pytest
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines import quantize_index
 from pipelines.jobs.quantize import precision_to_read
+from pipelines.progress.wording import human_bytes
 from storage_formats import TokenStore, UsageError, codec, precisions, verify_index
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
@@ -75,7 +76,7 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
     assert 0 < left < 4
     size = padded_shard_bytes(8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes)[1]
     monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size - 1)
-    with pytest.raises(UsageError, match=f"shards? to fp8 needs up to {left * size} bytes"):
+    with pytest.raises(UsageError, match=rf"shards? to fp8 needs {human_bytes(left * size)} of disk"):
         quantize_index(tmp_path / "a", ["fp8"])
     monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size)
     assert quantize_index(tmp_path / "a", ["fp8"]).added == ("fp8",)

@@ -56,7 +56,7 @@ def test_the_answer_comes_first_and_both_orders_show_every_photo(index, run, tmp
     assert text.count("a <b>red</b> canoe") == text.count("missing: no such file") == 2
     assert "0.jpg  a <b>red</b> canoe\n" in out
     assert "untrained" in text
-    printed = [line.split()[3] for line in out.splitlines()[1:]]
+    printed = [line.split()[1] for line in out.splitlines()[1:]]
     shown = [line.split(",")[0].removeprefix("row ") for line in map(str.strip, page.text) if line.startswith("row ")]
     assert (len(shown), shown[:7]) == (14, printed)
     top, before = Path(out.splitlines()[1].split("  ")[-1]).name, shown[7:].index(printed[0]) + 1
