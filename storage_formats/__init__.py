@@ -10,64 +10,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from storage_formats.codecs import codec, precisions
-    from storage_formats.errors import (
-        CorruptIndexError,
-        DeletedRowError,
-        EdjeError,
-        IncompleteIndexError,
-        RowIdError,
-        UsageError,
-    )
-    from storage_formats.extras import MissingExtraError
-    from storage_formats.format.layout import IndexSpec
-    from storage_formats.format.manifest import Manifest
-    from storage_formats.format.rows import read_rows
-    from storage_formats.shard_check import Problem
-    from storage_formats.token_store import TokenStore
-    from storage_formats.verify import verify_index
-    from storage_formats.writing.index_writer import IndexWriter
-    from storage_formats.writing.shard_writer import ShardWriter
+    from storage_formats.codecs import codec as codec
+    from storage_formats.codecs import precisions as precisions
+    from storage_formats.errors import CorruptIndexError as CorruptIndexError
+    from storage_formats.errors import DeletedRowError as DeletedRowError
+    from storage_formats.errors import EdjeError as EdjeError
+    from storage_formats.errors import IncompleteIndexError as IncompleteIndexError
+    from storage_formats.errors import RowIdError as RowIdError
+    from storage_formats.errors import UsageError as UsageError
+    from storage_formats.extras import MissingExtraError as MissingExtraError
+    from storage_formats.format.layout import IndexSpec as IndexSpec
+    from storage_formats.format.manifest import Manifest as Manifest
+    from storage_formats.format.rows import read_rows as read_rows
+    from storage_formats.shard_check import Problem as Problem
+    from storage_formats.token_store import TokenStore as TokenStore
+    from storage_formats.verify import verify_index as verify_index
+    from storage_formats.writing.index_writer import IndexWriter as IndexWriter
+    from storage_formats.writing.shard_writer import ShardWriter as ShardWriter
 
-_MODULES = {
-    "CorruptIndexError": "storage_formats.errors",
-    "DeletedRowError": "storage_formats.errors",
-    "EdjeError": "storage_formats.errors",
-    "IncompleteIndexError": "storage_formats.errors",
-    "IndexWriter": "storage_formats.writing.index_writer",
-    "IndexSpec": "storage_formats.format.layout",
-    "MissingExtraError": "storage_formats.extras",
-    "Manifest": "storage_formats.format.manifest",
-    "Problem": "storage_formats.shard_check",
-    "RowIdError": "storage_formats.errors",
-    "ShardWriter": "storage_formats.writing.shard_writer",
-    "TokenStore": "storage_formats.token_store",
-    "UsageError": "storage_formats.errors",
-    "codec": "storage_formats.codecs",
-    "precisions": "storage_formats.codecs",
-    "read_rows": "storage_formats.format.rows",
-    "verify_index": "storage_formats.verify",
+_NAMES = {
+    "storage_formats.codecs": "codec precisions",
+    "storage_formats.errors": "CorruptIndexError DeletedRowError EdjeError IncompleteIndexError RowIdError UsageError",
+    "storage_formats.extras": "MissingExtraError",
+    "storage_formats.format.layout": "IndexSpec",
+    "storage_formats.format.manifest": "Manifest",
+    "storage_formats.format.rows": "read_rows",
+    "storage_formats.shard_check": "Problem",
+    "storage_formats.token_store": "TokenStore",
+    "storage_formats.verify": "verify_index",
+    "storage_formats.writing.index_writer": "IndexWriter",
+    "storage_formats.writing.shard_writer": "ShardWriter",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "CorruptIndexError",
-    "DeletedRowError",
-    "EdjeError",
-    "IncompleteIndexError",
-    "IndexSpec",
-    "IndexWriter",
-    "Manifest",
-    "MissingExtraError",
-    "Problem",
-    "RowIdError",
-    "ShardWriter",
-    "TokenStore",
-    "UsageError",
-    "codec",
-    "precisions",
-    "read_rows",
-    "verify_index",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

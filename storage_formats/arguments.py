@@ -47,7 +47,6 @@ def as_list(values: object, name: str, what: str) -> list[Any]:
 
     Args:
         values: the items. A string, a mapping or a set is refused: its items have no order that a caller can mean.
-        name: name of the argument.
         what: description of the items for the error message, for example "strings".
 
     Raises:

@@ -52,12 +52,11 @@ class RowIdError(UsageError, IndexError):
 
     Example:
         >>> from storage_formats import RowIdError, TokenStore
-        >>> from storage_formats.example import example_index
         >>> try:
-        ...     TokenStore.open(example_index()).fetch([10])
+        ...     TokenStore.open("photos.edje").fetch([6])
         ... except RowIdError as error:
         ...     print(error)
-        row id 10 is out of range; the index has the row ids 0 to 9
+        row id 6 is out of range; the index has the row ids 0 to 5
     """
 
 
@@ -162,7 +161,6 @@ def cannot_read(
 
     Args:
         path: path or description of the file.
-        error: the error.
         advice: what to do about a missing or damaged file.
         row_ids: see `CorruptIndexError`.
     """

@@ -62,7 +62,6 @@ def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraErro
     """Return a `MissingExtraError` if `error` is the failed import of an optional package, otherwise None.
 
     Args:
-        error: any exception.
         preferred: name of the extra to recommend. If this extra does not contain the package, the error recommends the
             smallest extra that does.
     """

@@ -33,7 +33,6 @@ def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArra
     """Return `values` as a flat array of integers, [k].
 
     Args:
-        values: integers.
         name: name of the argument, for the error message.
 
     Raises:

@@ -57,11 +57,10 @@ class TokenStore:
 
     Example:
         >>> from storage_formats import TokenStore
-        >>> from storage_formats.example import example_index
-        >>> with TokenStore.open(example_index(), precision="fp8") as store:
+        >>> with TokenStore.open("photos.edje", precision="bf16") as store:
         ...     blocks = store.fetch([3, 1, 3])
         >>> blocks.shape, str(blocks.dtype)
-        ((3, 4, 8), 'bfloat16')
+        ((3, 4, 16), 'bfloat16')
     """
 
     def __init__(self, index: CommittedIndex, precision: str | None = None, engine: str = "auto") -> None:
@@ -101,10 +100,9 @@ class TokenStore:
 
         Example:
             >>> from storage_formats import TokenStore
-            >>> from storage_formats.example import example_index
-            >>> store = TokenStore.open(example_index())
+            >>> store = TokenStore.open("photos.edje")
             >>> len(store), store.block_shape, store.precision
-            (10, (4, 8), 'bf16')
+            (6, (4, 16), 'bf16')
         """
         return cls(open_index(root, snapshot), precision, engine)
 
@@ -139,9 +137,8 @@ class TokenStore:
 
         Example:
             >>> from storage_formats import TokenStore
-            >>> from storage_formats.example import example_index
-            >>> TokenStore.open(example_index()).row_ids()
-            array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+            >>> TokenStore.open("photos.edje").row_ids()
+            array([0, 1, 2, 3, 4, 5])
         """
         return live_rows(self._view.index)
 
@@ -212,14 +209,13 @@ class TokenStore:
 
         Example:
             >>> from storage_formats import TokenStore
-            >>> from storage_formats.example import example_index
-            >>> store = TokenStore.open(example_index())
-            >>> store.fetch([7, 0, 7]).shape
-            (3, 4, 8)
+            >>> store = TokenStore.open("photos.edje")
+            >>> store.fetch([5, 0, 5]).shape
+            (3, 4, 16)
             >>> out = store.empty(2)
-            >>> store.fetch([5, 6], out=out) is out
+            >>> store.fetch([4, 5], out=out) is out
             True
-            >>> store.fetch([5, 6], as_torch=True).dtype
+            >>> store.fetch([4, 5], as_torch=True).dtype
             torch.bfloat16
         """
         view = self._view
@@ -249,9 +245,8 @@ class TokenStore:
 
         Example:
             >>> from storage_formats import TokenStore
-            >>> from storage_formats.example import example_index
-            >>> TokenStore.open(example_index(), "fp8").fetch_records([2, 4]).shape
-            (2, 36)
+            >>> TokenStore.open("photos.edje").fetch_records([2, 4]).shape
+            (2, 128)
         """
         view = self._view
         ids = view.checked(row_ids)
@@ -288,9 +283,8 @@ class TokenStore:
 
         Example:
             >>> from storage_formats import TokenStore
-            >>> from storage_formats.example import example_index
-            >>> TokenStore.open(example_index()).empty(100).shape
-            (100, 4, 8)
+            >>> TokenStore.open("photos.edje").empty(100).shape
+            (100, 4, 16)
         """
         return aligned_blocks(count, self.block_shape)
 
@@ -311,8 +305,7 @@ class TokenStore:
 
         Example:
             >>> from storage_formats import TokenStore
-            >>> from storage_formats.example import example_index
-            >>> store = TokenStore.open(example_index())
+            >>> store = TokenStore.open("photos.edje")
             >>> [len(blocks) for blocks in store.iter_fetch([[0, 1, 2], [3], []])]
             [3, 1, 0]
         """
@@ -326,9 +319,8 @@ class TokenStore:
         Example:
             >>> import asyncio
             >>> from storage_formats import TokenStore
-            >>> from storage_formats.example import example_index
             >>> async def count_blocks():
-            ...     store = TokenStore.open(example_index())
+            ...     store = TokenStore.open("photos.edje")
             ...     return sum([len(blocks) async for blocks in store.aiter_fetch([[0, 1, 2], [3]])])
             >>> asyncio.run(count_blocks())
             4
@@ -357,10 +349,9 @@ class TokenStore:
 
         Example:
             >>> from storage_formats import TokenStore
-            >>> from storage_formats.example import example_index
-            >>> store = TokenStore.open(example_index())
-            >>> store.holes(store.fetch([0, 9]))
-            array([False,  True])
+            >>> store = TokenStore.open("photos.edje")
+            >>> store.holes(store.fetch([0, 5]))
+            array([False, False])
         """
         return np.isnan(blocks[:, 0, 0].astype(np.float32))
 

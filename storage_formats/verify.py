@@ -69,8 +69,7 @@ def verify_index(
 
     Example:
         >>> from storage_formats import verify_index
-        >>> from storage_formats.example import example_index
-        >>> verify_index(example_index())
+        >>> verify_index("photos.edje")
         []
     """
     with contextlib.ExitStack() as opened:

@@ -243,7 +243,6 @@ def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> B
     """Check that a bundle built `index`, and return the content of its ``bundle.json``.
 
     Args:
-        index: index to check.
         model: directory of the bundle. None means the path recorded in the index. A relative path is refused, because
             it could lead to a bundle from another author. `build` records absolute paths.
 

@@ -68,7 +68,6 @@ def match_items(
     Args:
         root: path of the index, for error messages.
         table: the rows table, with the columns `NAME_COLUMNS`. See `storage_formats.format.rows.read_all_rows`.
-        items: captioned images.
         allow_none: True to return without an error even if no image is in the index.
     """
     matches = _lookup(table, [os.fsencode(item.path) for item in items], lambda name: name)

@@ -234,7 +234,6 @@ def explain_index(
     For single rows, the attention of the queries over the image is computed too.
 
     Args:
-        root: directory of the index.
         row_ids: row ids of single rows to explain. If empty, the first 6 rows of the random sample.
         model: directory of the bundle; None for the bundle that built the index.
         precision: precision of the tokens; None for the stored precision of the highest fidelity.

@@ -74,7 +74,6 @@ def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSour
     A precision that is not stored is converted in memory from the highest-fidelity precision stored.
 
     Args:
-        index: an open index.
         names: precisions; empty for all precisions of the index.
 
     Raises:
@@ -111,12 +110,8 @@ def score_pools(
     """Compute the final scores of all candidates in the pools.
 
     Args:
-        models: models that compute the parts of the score.
-        weights: weights of the final score by direction.
         eval_set: queries and candidates.
         embeddings: embeddings of the captions, float32 [c, e], and of the candidate images, float32 [r, e].
-        pools: pools by direction.
-        source: source of the tokens.
         pool_sizes: numbers of candidates to re-rank.
         cache: directory of stored scores; None stores no scores.
         key: JSON values that identify the bundle and the index in `cache`.

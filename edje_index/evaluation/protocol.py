@@ -69,7 +69,6 @@ def full_set(
     """Return the queries and candidates of the full-dataset protocol.
 
     Args:
-        index: an open index.
         split: queries and candidates of the split protocol.
         others: captioned images with additional captions. Captions that are already in `split` are left out.
         matched: row of each image in `others`.

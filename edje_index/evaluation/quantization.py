@@ -186,8 +186,6 @@ def measure_precisions(
     """Compare the precisions `names` of the index at `root` with the stored precision `reference`.
 
     Args:
-        root: directory of the index.
-        reference: the reference precision.
         names: the precisions to measure; empty for all.
         queries: file of queries, see `read_queries`; None for `GENERIC_CAPTIONS`.
         model: bundle to re-rank with; None for the bundle that built the index.

@@ -79,7 +79,6 @@ def decode_frames(data: bytes, count: int | None, max_pixels: int) -> Iterator[I
     """Yield `count` frames of a clip in order, as upright RGB images. Frames of a short clip are repeated.
 
     Args:
-        data: content of the file.
         count: number of frames; None yields only the frame that `key_frame` returns.
         max_pixels: largest number of pixels of a frame, checked before memory for the pixels is allocated.
 

@@ -143,7 +143,6 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
     """Decode the first frame of an image file to an upright RGB image. Thread-safe.
 
     Args:
-        data: content of the file.
         max_pixels: largest number of pixels. The number is checked before memory for the pixels is allocated.
 
     Raises:

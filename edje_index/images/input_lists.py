@@ -56,8 +56,6 @@ def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int,
     """Write `refs` to `build/inputs/`, which must exist. Memory use does not depend on the number of inputs.
 
     Args:
-        layout: paths of the index.
-        refs: inputs in row order.
         shard_size: number of inputs per shard.
         first_shard: number of the first shard.
 

@@ -37,10 +37,6 @@ class AnnKind:
     def parse(cls, factory: str, width: int) -> AnnKind:
         """Parse a FAISS factory string: `Flat`, `IVF<lists>,Flat` or `IVF<lists>,PQ<parts>x4fs`.
 
-        Args:
-            factory: the factory string.
-            width: width of the embeddings.
-
         Raises:
             UsageError: `factory` has another form, or the number of parts does not divide `width`.
         """
@@ -65,8 +61,6 @@ class AnnKind:
         """Choose a kind of FAISS index.
 
         Args:
-            rows: number of embeddings.
-            width: width of the embeddings.
             memory: memory in bytes that a build may use; None for no limit. If one sub-vector per 2 values needs more
                 memory, one sub-vector per 4 values is used, even if that needs more memory too.
         """

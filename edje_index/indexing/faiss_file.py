@@ -29,7 +29,6 @@ def check_faiss_file(file: BinaryIO, *, dimensions: int, vectors: int, rows: int
     """Check the structure, sizes and ids of a FAISS file.
 
     Args:
-        file: the open file.
         dimensions: width of the embeddings.
         vectors: number of embeddings.
         rows: number of rows of the index. Every id must be smaller than this number.

@@ -139,8 +139,6 @@ def build_ann(
     must read to reach `request.recall`. If there are too few vectors for the kind, the FAISS index is flat.
 
     Args:
-        root: directory of the index.
-        spec: shape of the index.
         replace_file: True to write, or overwrite, `ann/index.faiss`. False to write a file with a new name.
         request: kind and recall of the FAISS index.
         on_progress: function that is called after each shard.
@@ -178,7 +176,6 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
     If the first FAISS file has inverted lists, the new file uses the same centroids and codes.
 
     Args:
-        layout: paths of the index.
         spec: shape of the index with the new rows.
         ann: description of the existing FAISS files, from the manifest.
 
@@ -443,9 +440,6 @@ def _open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> _FaissIndex
 class AnnIndex:
     """Finds the nearest rows of a query embedding. Deleted rows are left out.
 
-    Args:
-        index: an open index.
-
     Attributes:
         live: bitmap of the rows that are not deleted, one bit per row, lowest bit first; None if no row is deleted.
 
@@ -484,7 +478,6 @@ class AnnIndex:
         """Return at most `k` nearest rows for each query, best first.
 
         Args:
-            queries: query embeddings [q, embed_dim].
             k: number of rows per query.
             passing: which rows to search, bool [rows]; deleted rows must be False. The search is then exact. None
                 searches all rows that are not deleted.
@@ -534,9 +527,7 @@ def _nearest(
     """Search FAISS indexes. Return at most `k` nearest rows for each query, best first, with exact similarities.
 
     Args:
-        parts: FAISS indexes.
         embeddings: stored embeddings, which are compared if a FAISS index stores codes.
-        queries: query embeddings [q, embed_dim].
         k: number of rows per query.
         probes: number of inverted lists to search in each FAISS index; None uses the number in the FAISS file.
         live: bitmap of the rows to search, one bit per row, lowest bit first; None searches all rows.

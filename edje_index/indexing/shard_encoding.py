@@ -123,8 +123,6 @@ def begin_attempt(layout: Layout, shard: int, machine: str = "", alive: Collecti
     """Create the file of an attempt, yield the attempt to the `with` block, and remove the file after the block.
 
     Args:
-        layout: paths of the index.
-        shard: shard number.
         machine: see `Attempt`.
         alive: ids of the machines that are not lost.
     """
@@ -177,7 +175,6 @@ def encode_shard(
     """Encode and commit one shard. If an input is damaged or missing, its row gets the status "failed".
 
     Args:
-        task: shard to encode.
         encoder: image encoder. The calling thread calls `encode`; several threads call `preprocess`.
         on_progress: function that is called after each batch.
         should_stop: function that is called before each batch. Encoding stops if the function returns True.

@@ -39,7 +39,6 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
     """Build the whole model with random weights, on the CPU, in evaluation mode.
 
     Args:
-        config: configuration of the model.
         hf_text: folder with the ``config.json`` of the text tower, if the text tower is a Hugging Face model.
     """
     arguments = _without_downloads(config)

@@ -48,7 +48,6 @@ class JointScorer:
         """Build a scorer.
 
         Args:
-            tokenizer: tokenizer of the captions.
             config: BERT configuration of the language model, in the format of transformers.
             tensors: weights by name, as in published checkpoints. The scorer may share their memory.
             source: file or model that the weights come from, for error messages.

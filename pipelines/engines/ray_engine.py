@@ -106,8 +106,6 @@ def run_on_ray(
         make_worker, tasks, on_progress, on_event, should_stop: see `run_inline`.
         workers: largest number of actors; None starts as many actors as the cluster can run at the same time. Nodes
             that join during the run get actors too.
-        cpus: CPUs per actor.
-        gpus: GPUs per actor.
         address: address of the head of a Ray cluster to join, "host:port"; None starts Ray on this machine.
         lock: file that holds the name of this process; None checks nothing. The machine of each worker must see it
             under the same path, because the workers write beside it.
@@ -257,10 +255,7 @@ class RayCluster:
     """A connection to Ray, which watches the nodes of a cluster, or the processes of a local Ray.
 
     Args:
-        ray: the `ray` package, which is connected.
         daemons: daemon processes of a local Ray; empty if this process joined a cluster.
-        cpus: CPUs per worker.
-        gpus: GPUs per worker.
         min_workers: number of workers without which the job makes no progress.
         wait_seconds: seconds without room for `min_workers` workers after which `refresh` raises an error.
 

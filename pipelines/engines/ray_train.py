@@ -41,7 +41,6 @@ def train_on_ray(
     If a worker or its node is lost, all workers start again from the last checkpoint.
 
     Args:
-        task: what to train.
         should_stop: returns True to stop.
         on_record: called with new records of the log.
         on_event: called with messages about the nodes of the cluster.

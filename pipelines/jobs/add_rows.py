@@ -67,13 +67,7 @@ def append_index(
         index: directory of the index. Its rows keep their ids.
         sources: directories, archives, lists of paths or image files, as in `build_index`.
         model: directory of the model bundle; None selects the bundle that built the index.
-        engine: as in `build_index`.
-        workers: as in `build_index`.
-        address: as in `build_index`.
-        column: as in `build_index`.
-        max_failed: as in `build_index`.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`.
+        engine, workers, address, column, max_failed, on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError, ModelError: the request is invalid, or the index was not made by a build.
@@ -154,13 +148,7 @@ def update_index(
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1. If the share is larger, the update
             ends with an error.
         model: directory of the model bundle; None selects the bundle that built the index.
-        engine: as in `build_index`.
-        workers: as in `build_index`.
-        address: as in `build_index`.
-        column: as in `build_index`.
-        max_failed: as in `build_index`.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`.
+        engine, workers, address, column, max_failed, on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError, ModelError: the request is invalid, or `sources` is empty and the index does not record its sources.

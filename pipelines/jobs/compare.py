@@ -114,7 +114,6 @@ def compare_sources(
     now, its row and the row of its original are kept. Memory use is about 500 bytes per row.
 
     Args:
-        index: the index.
         group: all sources of the index; None takes those that the index records.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1.
         on_event: receives the events of the listing.
@@ -257,7 +256,6 @@ def _refuse_hidden_rows(index: CommittedIndex, hidden: Mapping[str, str], lost: 
     """Raise EdjeError if rows have lost their inputs because a directory or archive is empty or cannot be read.
 
     Args:
-        index: the index.
         hidden: what is wrong with each directory or archive, by path.
         lost: ids of the rows that have lost their inputs.
     """

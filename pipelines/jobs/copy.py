@@ -116,8 +116,7 @@ def compact_index(
         index: directory of the index. The index can be read during the compaction.
         only_shards_with_deleted: True to copy only the rows of shards with deleted rows, and of shards with
             duplicates of these rows. The other rows keep their ids.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`.
+        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`, all rows are deleted, or the disk is too small.
@@ -266,8 +265,7 @@ def copy_index(
         replace: True to remove an index at the URL `out` first.
         rows: ids of the rows to copy.
         where: filter such as "licence is null", see `edje_index.search.where`. The rows that pass it are copied.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`.
+        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`, `out` is not free, no row is selected, or an argument is invalid.
@@ -449,7 +447,6 @@ def build_copied_ann(
         root: directory of the index with the copied rows.
         spec: shape of the copied rows.
         origins: manifests of the indexes that the rows come from.
-        on_event: receives the events of the job.
         replace_file: see `build_ann`.
 
     Returns:

@@ -194,7 +194,6 @@ def run_shards(
         make_worker: function that returns the worker of a process; see `pipelines.engines.base`. The worker reports
             `ShardProgress`.
         make_task: function that takes a shard number and returns the task.
-        on_event: receives the events of the job.
         should_stop: called often; the job stops once it returns True.
         shows_failed: whether the failed rows of the receipts are part of the progress.
 

@@ -50,7 +50,6 @@ def import_arrays(
         shard_size: rows per shard.
         encoder: name and version of the model that computed the arrays.
         ann: True to build the nearest-neighbour index.
-        on_event: called with each progress event.
         should_stop: called before each part of the rows.
 
     Returns:

@@ -49,8 +49,7 @@ def merge_indexes(
     Args:
         indexes: directories of the indexes, in the order of their rows.
         out: directory of the new index.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`.
+        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: an index does not exist, the indexes differ in model, block shape, shard size, precisions or frames

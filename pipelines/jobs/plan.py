@@ -268,8 +268,6 @@ def store_inputs(
     """Write `refs` to `build/inputs/`. Existing files in this directory are removed.
 
     Args:
-        layout: paths of the index.
-        refs: inputs in row order.
         shard_size: number of inputs per shard.
         first_shard: number of the first shard.
         earlier_columns: source columns of the existing rows of the index.

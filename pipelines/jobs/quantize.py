@@ -82,8 +82,7 @@ def quantize_index(
             in `to` may have a higher fidelity than the source.
         workers: number of Ray workers; None converts in this process.
         address: address of the Ray cluster to join; None starts Ray on this machine.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`.
+        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`, a precision is unknown, or the disk is too small.

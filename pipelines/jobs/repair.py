@@ -83,8 +83,7 @@ def repair_index(
     Args:
         index: directory of the index.
         model: directory of the model bundle; None selects the bundle that built the index.
-        on_event: as in `build_index`.
-        should_stop: as in `build_index`.
+        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`.
@@ -149,10 +148,7 @@ class ShardEncoder:
     """Encodes rows of a shard again with the model and the settings of an index, in the batches of its build.
 
     Args:
-        index: the index.
-        shard: number of the shard.
         open_encoder: returns the encoder.
-        on_event: function that receives progress events.
         should_stop: function that is called before each batch.
     """
 

@@ -100,12 +100,7 @@ def workers_memory(workers: int | None, settings: BuildSettings, info: BundleInf
 
 
 def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
-    """Raise UsageError if the memory is too small to build the nearest-neighbour index.
-
-    Args:
-        spec: shape of the index.
-        memory: see `pipelines.build_index`.
-    """
+    """Raise UsageError if the memory is too small to build the nearest-neighbour index."""
     need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(spec.rows, spec.embed_dim)
     _check_memory({_ANN: need}, memory, "split the sources over several indexes", parameter="sources")
 
@@ -124,9 +119,7 @@ def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
     """Raise UsageError if the disk is too small for the index.
 
     Args:
-        root: directory of the index.
         spec: shape of the index, or of its new rows.
-        memory: see `pipelines.build_index`.
     """
     need, free = disk_need(spec, memory), free_disk(root)
     if sum(need.values()) > free:

@@ -110,7 +110,6 @@ class ShardMeter:
     """Computes the `Progress` of a job from the latest progress of each shard.
 
     Args:
-        activity: name of the activity.
         rows: number of rows of the whole job.
         shards: number of shards of the whole job.
     """

@@ -71,7 +71,6 @@ def open_sources(specs: Iterable[str], column: str | None = None, *, clips: bool
     Args:
         specs: paths or brace patterns; `ACCEPTED` lists the kinds of sources.
         column: name of the path column in lists of paths; None selects the first column with a name in `PATH_COLUMNS`.
-        clips: True if video files are inputs, too.
 
     Raises:
         UsageError: a source does not exist, is of an unknown kind, or overlaps another source. Also raised if `column`
@@ -186,7 +185,6 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
         spec: path or URL of the directory or file.
         column: name of the path column, if the file is a list of paths, or of the column of images; None selects the
             first column with a name in `PATH_COLUMNS`.
-        clips: True if video files are inputs, too.
 
     Raises:
         UsageError: the path does not exist, cannot be read, or is not a source.

@@ -181,7 +181,6 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
     """Return the input with the path or URL `value`; None if `value` is neither, or is a URL with credentials.
 
     Args:
-        value: the value in a list.
         directory: directory or URL at which relative paths start. A list on a server cannot name local files.
     """
     if isinstance(value, str):

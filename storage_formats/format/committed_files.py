@@ -30,7 +30,6 @@ class CommittedFiles:
     A lookup reads only the row groups that can contain the requested shards.
 
     Args:
-        index: the index.
         path: function that takes a shard number and returns the path of the file, for example `layout.rows_file`.
     """
 
@@ -77,7 +76,6 @@ def iter_shard_files(index: CommittedIndex, shards: Sequence[int]) -> Iterator[t
     A shard that no table lists has no entries. Memory use does not depend on the number of shards.
 
     Args:
-        index: the index.
         shards: shard numbers, ascending. Each shard must belong to a segment.
 
     Raises:

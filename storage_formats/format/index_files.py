@@ -14,7 +14,6 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
     """Open a regular file for reading and return its descriptor.
 
     Args:
-        path: path of the file.
         flags: flags of open(2) in addition to O_RDONLY.
 
     Raises:

@@ -150,10 +150,9 @@ class Manifest:
 
     Example:
         >>> from storage_formats import Manifest
-        >>> from storage_formats.example import example_index
-        >>> manifest = Manifest.load(example_index())
+        >>> manifest = Manifest.load("photos.edje")
         >>> manifest.spec.block_shape, manifest.counts.indexed, manifest.counts.failed
-        ((4, 8), 9, {'truncated': 1})
+        ((4, 16), 6, {})
     """
 
     spec: IndexSpec

@@ -82,7 +82,6 @@ def local_path(location: IndexLocation, *, advice: str = "") -> Path:
     """Return the path of a file or directory on this machine.
 
     Args:
-        location: a path.
         advice: end of the error message.
 
     Raises:
@@ -182,9 +181,6 @@ class ObjectFolder:
         """Return bytes [start, stop) of an object.
 
         Args:
-            key: key of the object.
-            start: first byte.
-            stop: end of the range.
             etag: ETag of the version to read; None reads the current version.
 
         Raises:
@@ -314,11 +310,9 @@ class ObjectFolder:
         If `contents` raises an exception, nothing is written, and an existing object does not change.
 
         Args:
-            key: key of the object.
             contents: function that yields the contents in pieces. If the request is repeated, the function is called
                 again.
             length: length of the contents in bytes. The length determines how large the parts of an upload are.
-            metadata: metadata of the object.
         """
         import obstore
 

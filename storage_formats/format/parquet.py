@@ -41,7 +41,6 @@ def iter_batches(
     """Yield `columns` of an open file in batches of at most `rows` rows.
 
     Args:
-        file: the open file.
         rows: largest number of rows of a batch.
         columns: names of the columns to read.
         row_groups: numbers of the row groups to read; None reads all.

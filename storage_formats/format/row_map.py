@@ -34,7 +34,6 @@ def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEnt
     """Write a row map and return the file entry.
 
     Args:
-        layout: layout of the index.
         parts: pairs (old row ids, new row ids), int64 [k] each. The row ids ascend within a part and from part to part.
     """
     sink = pa.BufferOutputStream()

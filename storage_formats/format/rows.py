@@ -128,8 +128,6 @@ def read_shard_rows(
     """Read the rows of one shard, in row order.
 
     Args:
-        layout: layout of the index.
-        shard: shard number.
         columns: names of the columns to read. None reads all standard columns and all `source_columns`.
         committed: file entry in the shard table, which the file must match. None skips this check, for example during a
             build.
@@ -166,7 +164,6 @@ def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> It
     """Yield one table per shard, with all rows that are not deleted, in row order.
 
     Args:
-        index: an open index.
         columns: names of the columns to read. None reads all columns.
 
     Raises:
@@ -184,7 +181,6 @@ def iter_stored_rows(
     """Yield one table per shard, with all rows, including deleted rows, in row order.
 
     Args:
-        index: an open index.
         columns: names of the columns to read. None reads all columns.
         shards: numbers of the shards to read. None reads all shards.
 
@@ -223,9 +219,8 @@ def read_rows(root: IndexLocation, row_ids: RowIds | None = None, columns: list[
 
     Example:
         >>> from storage_formats import read_rows
-        >>> from storage_formats.example import example_index
-        >>> read_rows(example_index(), [9, 0], columns=["uri", "status"]).to_pylist()
-        [{'uri': '9.jpg', 'status': 'failed'}, {'uri': '0.jpg', 'status': 'indexed'}]
+        >>> read_rows("photos.edje", [5, 0], columns=["row_id", "status"]).to_pylist()
+        [{'row_id': 5, 'status': 'indexed'}, {'row_id': 0, 'status': 'indexed'}]
     """
     return read_index_rows(open_index(root), row_ids, columns)
 

@@ -63,7 +63,6 @@ class Batch:
         """Return the runs of the batch. A run is a range of neighbouring records that one request reads.
 
         Args:
-            record_bytes: length of a record in bytes.
             gap: maximum number of records outside the batch between two neighbouring records of a run.
             contiguous_output: whether the records of a run must be neighbours in the output array too.
             longest_bytes: maximum length of a run in bytes, without gaps.

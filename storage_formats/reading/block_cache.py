@@ -62,7 +62,6 @@ class BlockCache:
     Args:
         url: URL of the index.
         checksums: the stored checksums of the blocks.
-        record_bytes: length of a record in bytes.
         files: the files of all cached blocks on this machine, see `cache_files`.
         buffers: pool of buffers for records.
     """

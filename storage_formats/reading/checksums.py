@@ -69,7 +69,6 @@ class BlockChecksums:
     """The stored checksums of one precision. A checksum file is loaded when a read needs it. Thread-safe.
 
     Args:
-        index: the index.
         path: function that takes a shard number and returns the path of the checksum file.
         token_path: function that takes a shard number and returns the path or URL of the token file.
     """

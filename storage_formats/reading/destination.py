@@ -41,7 +41,6 @@ class Destination:
         batch: the records to read.
         out: array for the blocks, bfloat16 [k, m, d], or for the records, uint8 [k, record_bytes], or for the scores,
             float32 [k].
-        codec: codec of the records.
         find_check: function that returns the stored checksums of a batch. It may read files, so it is called after the
             first records have arrived.
         query: query vectors [q, d] if `out` receives the MaxSim of the query and each block.

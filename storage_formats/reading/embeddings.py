@@ -41,9 +41,6 @@ def read_shard_embeddings(
     """Read the embeddings of a shard, float32 [k, embed_dim]. The embedding of a hole is NaN.
 
     Args:
-        layout: paths of the index.
-        spec: shape of the index.
-        shard: shard number.
         committed: file entry in the shard table, which the file must match. None skips this check.
         positions: [k], positions of the rows to read one by one. None reads all rows of the shard at once.
 
@@ -116,7 +113,6 @@ def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float3
     """Read the embeddings of `row_ids` in this order, float32 [k, embed_dim]. The embedding of a hole is NaN.
 
     Args:
-        index: an open index.
         row_ids: [k], row ids in any order. Duplicates are allowed.
 
     Raises:

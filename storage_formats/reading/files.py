@@ -156,7 +156,6 @@ class ShardFiles:
 
     Args:
         path: function that takes a shard number and returns the path of the file. It may raise OSError.
-        record_bytes: length of a record in bytes.
         direct: whether to open files for direct I/O, which bypasses the page cache, if the file system supports it.
 
     Attributes:

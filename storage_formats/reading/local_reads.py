@@ -47,8 +47,6 @@ class LocalReads:
 
     Args:
         path: function that takes a shard number and returns the path of the token file.
-        record_bytes: length of a record in bytes.
-        spec: shape of the index.
         name: one of `engines()`, or `auto`.
 
     Raises:

@@ -54,7 +54,6 @@ def convert_shard(
     """Convert one shard, commit the new files, and return the receipt.
 
     Args:
-        task: the conversion.
         on_progress: called after each piece with the number of rows converted so far.
         should_stop: called between pieces; True stops the conversion.
 
@@ -121,7 +120,6 @@ def with_precisions(
     """Write the shard tables with converted precisions. Return the manifest with them, which is not written.
 
     Args:
-        index: the index.
         targets: converted precisions, which the index does not have yet.
         receipts: one receipt per shard.
         source: precision from which the targets were converted.

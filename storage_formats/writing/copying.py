@@ -49,11 +49,9 @@ class RowCopier:
     """Writes selected rows to new shards, with new row ids. All data is compared with the stored checksums.
 
     Args:
-        source: the index to copy from.
         selection: the rows to copy.
         target: layout of the index to write to. It may be that of `source`.
         spec: shape of the target. Its last segment has one row for each selected row.
-        plan: fingerprint for the receipts.
     """
 
     def __init__(
@@ -133,10 +131,8 @@ class ShardCopier:
     """Copies whole shards to another index, where every row id grows by `offset`.
 
     Args:
-        source: the index to copy from.
         offset: number to add to the row ids, a multiple of the shard size.
         target: layout of the index to write to.
-        plan: fingerprint for the receipts.
 
     Raises:
         CorruptIndexError: a shard table of `source` is missing or damaged.

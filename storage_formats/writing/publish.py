@@ -51,8 +51,6 @@ def new_manifest(
     """Write the shard tables and the tombstones of a new index. Return its manifest, which is not written.
 
     Args:
-        layout: layout of the index.
-        spec: shape of the index.
         receipts: one receipt per shard, in any order.
         provenance: origin of the index.
         ann: value of `ann` in `index.json`, which describes the nearest-neighbour index (SPEC.md section 10).

@@ -45,8 +45,6 @@ class ShardRepair:
     """Repairs the token files and the checksum files of one shard.
 
     Args:
-        index: the index.
-        shard: shard number.
         files: file entries of the shard in the shard table, keyed by path.
         encode_again: function that encodes rows of the shard from their sources; None repairs without the sources.
 

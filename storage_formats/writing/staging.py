@@ -85,7 +85,6 @@ class StagedFiles:
         """Write the rows table of the shard, and commit all staged files and the receipt. Return the receipt.
 
         Args:
-            rows: rows table of the shard.
             plan: see `ShardReceipt`.
             seconds: see `ShardReceipt`.
 

@@ -21,7 +21,6 @@ def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
 
     Args:
         present: bool [shard_size], which positions have a record.
-        record_bytes: length of a record in bytes.
     """
     entries = np.full((len(present), 2), ABSENT, dtype="<u8")
     positions = np.flatnonzero(present).astype("<u8")
@@ -36,7 +35,6 @@ class TokenShardFile:
 
     Args:
         path: path of the file, which must not exist.
-        codec: codec of the records.
         rows: number of rows of the shard.
         shard_size: number of rows of a full shard.
     """
