@@ -141,11 +141,11 @@ def fetch_command(
     Examples:
       edje-index bench fetch photos.edje
       edje-index bench fetch photos.edje --pool 5000 --peers --report out
-      edje-index bench fetch s3://my-bucket/photos.edje --pool 5000 --peers --report out
+      edje-index bench fetch s3://my-bucket/photos.edje --pool 5000 --report out
     """
     if isinstance(index, str):
-        for name in ("cold", "scratch"):
-            if options.pop(name) is not None:
+        for name, unset in (("cold", None), ("scratch", None), ("peers", False)):
+            if options.pop(name) is not unset:
                 raise click.UsageError(f"--{name} does not apply to an index on an object store; leave out the option")
         if len(precisions) > 1:
             raise click.UsageError("an index on an object store is measured in one precision; give --precision once")

@@ -2,23 +2,19 @@
 
 To add a peer, write a subclass of `Subject` here and name it in `PEERS` at the end of this file. `open` and
 `fetch` are the whole interface. A library with a file format of its own also sets `copies` and implements `prepare`.
-Import the modules of the library in the methods, because each run is a process of its own. A peer for indexes on
-object stores is a function that opens the index and returns a `Fetch`; name it in `REMOTE_PEERS`.
+Import the modules of the library in the methods, because each run is a process of its own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
-from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +27,8 @@ from storage_formats.threads import default_threads
 from storage_formats.token_store import TokenStore
 
 Ids: TypeAlias = NDArray[np.int64]
-Fetch: TypeAlias = Callable[[Ids], Records]
-"""Returns the records of row ids."""
 
 _TENSORSTORE_REQUESTS = 128
-_REMOTE_REQUESTS = 64  # of TensorStore
-_GAP_BYTES = 64 << 10  # between ranges that obstore merges
 _ARROW_BYTES = 2**31 - 1  # Lance rejects larger result arrays of fixed-size binaries
 _LANCE_BATCH = 256
 _HDF5_SELECTION = 1000  # rows per selection; the cost of a selection grows faster than its number of rows
@@ -199,19 +191,6 @@ class Memmap(Subject):
         return np.take(self._mapped, ids, axis=0, out=out, mode="clip")  # mode="raise" would copy twice
 
 
-def open_tensorstore(kvstore: dict[str, Any], limits: dict[str, int]) -> Any:
-    """Open the Zarr array in `kvstore` with TensorStore, without a cache. `limits` has the limits of its context."""
-    ts: Any = import_module("tensorstore")
-    context: dict[str, Any] = {name: {"limit": limit} for name, limit in limits.items()}
-    return ts.open(
-        {"driver": "zarr3", "kvstore": kvstore},
-        read=True,
-        context=ts.Context(context | {"cache_pool": {"total_bytes_limit": 0}}),
-        recheck_cached_metadata=False,
-        recheck_cached_data=False,
-    ).result()
-
-
 class TensorStore(Subject):
     """Reads the index with TensorStore, without a cache and with many concurrent requests."""
 
@@ -219,9 +198,16 @@ class TensorStore(Subject):
     setting = f"cache_pool 0, file_io_concurrency {_TENSORSTORE_REQUESTS}, data_copy_concurrency = CPUs, into a buffer"
 
     def open(self) -> None:
-        limits = {"file_io_concurrency": _TENSORSTORE_REQUESTS, "data_copy_concurrency": default_threads()}
-        self._array = open_tensorstore({"driver": "file", "path": str(self.source.array_path)}, limits)
         self._ts: Any = import_module("tensorstore")
+        limits = {"file_io_concurrency": _TENSORSTORE_REQUESTS, "data_copy_concurrency": default_threads()}
+        context: dict[str, Any] = {name: {"limit": limit} for name, limit in limits.items()}
+        self._array = self._ts.open(
+            {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(self.source.array_path)}},
+            read=True,
+            context=self._ts.Context(context | {"cache_pool": {"total_bytes_limit": 0}}),
+            recheck_cached_metadata=False,
+            recheck_cached_data=False,
+        ).result()
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         view = out.view(self._array.dtype.numpy_dtype).reshape(len(ids), *self._array.shape[1:])
@@ -336,42 +322,6 @@ class Hdf5(Subject):
         return out
 
 
-def open_obstore(index: CommittedIndex, precision: str) -> Fetch:
-    """Return a function that fetches with obstore, and merges neighbouring ranges as this project's reader does."""
-    obstore: Any = import_module("obstore")
-    assert index.remote is not None
-    spec, store = index.manifest.spec, index.remote.store
-    token_codec, layout = codec(precision, spec.block_shape), Layout(index.root)
-    size, dimensions = token_codec.record_bytes, len(token_codec.record_shape)
-
-    async def read_all(ids: Ids) -> Records:
-        order, out = np.argsort(ids), np.empty((len(ids), size), np.uint8)
-        shards, firsts = np.unique(ids[order] // spec.shard_size, return_index=True)
-        parts, requests = np.split(order, firsts[1:]), []
-        for shard, part in zip(shards.tolist(), parts, strict=True):
-            key = layout.relative(layout.token_shard(precision, shard, dimensions))
-            starts = (ids[part] % spec.shard_size * size).tolist()
-            lengths = [size] * len(starts)
-            requests.append(obstore.get_ranges_async(store, key, starts=starts, lengths=lengths, coalesce=_GAP_BYTES))
-        for part, blocks in zip(parts, await asyncio.gather(*requests), strict=True):
-            for position, data in zip(part.tolist(), blocks, strict=True):
-                out[position] = np.frombuffer(memoryview(data), np.uint8)
-        return out
-
-    return lambda ids: asyncio.run(read_all(ids))
-
-
-def open_remote_tensorstore(index: CommittedIndex, precision: str) -> Fetch:
-    """Return a function that fetches from an S3 bucket with TensorStore."""
-    layout, (_, bucket, path, *_) = Layout(index.root), urlsplit(str(index.location))
-    key = layout.relative(layout.token_array(precision))
-    kvstore = {"driver": "s3", "bucket": bucket, "path": f"{path.strip('/')}/{key}/"}
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
-        kvstore |= {"endpoint": endpoint, "aws_region": os.environ.get("AWS_REGION", "us-east-1")}
-    array = open_tensorstore(kvstore, {"s3_request_concurrency": _REMOTE_REQUESTS})
-    return lambda ids: np.ascontiguousarray(array[ids].read().result()).view(np.uint8).reshape(len(ids), -1)
-
-
 PEERS: Mapping[str, type[Subject]] = {
     "np.memmap": Memmap,
     "tensorstore": TensorStore,
@@ -381,12 +331,6 @@ PEERS: Mapping[str, type[Subject]] = {
     "hdf5": Hdf5,
 }
 """The compared libraries by name, in the order of reports."""
-
-REMOTE_PEERS: Mapping[str, Callable[[CommittedIndex, str], Fetch]] = {
-    "obstore": open_obstore,
-    "tensorstore": open_remote_tensorstore,
-}
-"""The libraries that are compared on an object store, by name. Each opens one precision of an index."""
 
 SUBJECTS: Mapping[str, type[Subject]] = {"edje": EdjeReader, "memcpy": Memcpy, **PEERS}
 """Everything that a worker process can measure, by name."""

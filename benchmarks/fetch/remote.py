@@ -1,4 +1,4 @@
-"""Measures fetches from an index on an object store. Other libraries fetch the same ranges in turn."""
+"""Measures fetches from an index on an object store, without and with the block cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from benchmarks.fetch.peers import REMOTE_PEERS, Fetch
 from benchmarks.report import Say, table
 from pipelines.environment import environment
 from storage_formats.codecs import finest
@@ -25,8 +25,7 @@ _DOLLARS_PER_REQUEST = 0.4e-6  # GET requests of S3 Standard, us-east-1; transfe
 _QUERY_ROWS = 100
 _QUERIES = 50
 _SEED = 17
-_CACHED = "edje, cached"
-_CACHE_REMEDY = f"raise {SETTING}, or free space on the disk of the cache directory"
+_PLAIN, _CACHED = "edje", "edje, cached"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class CountingFolder(ObjectFolder):
 
 
 def bench_remote(
-    url: str, say: Say, *, precision: str | None = None, pool: int = 50_000, repeats: int = 5, peers: bool = False
+    url: str, say: Say, *, precision: str | None = None, pool: int = 50_000, repeats: int = 5
 ) -> dict[str, Any]:
     """Measure the index at `url` and return the results as a JSON object.
 
@@ -56,60 +55,43 @@ def bench_remote(
     """
     index = open_index(url)
     assert index.remote is not None
-    folder, cached_folder = (CountingFolder(index.remote.url, index.remote.store) for _ in range(2))
     precision = precision or finest(index.manifest.spec.precisions)
     rng, pool = np.random.default_rng(_SEED), min(pool, index.manifest.spec.used_rows // 2)
     if not pool:
         raise UsageError(f"the index at {url} has fewer than two rows; measure a larger index")
     with contextlib.ExitStack() as stack:
-        limit = os.environ.get(SETTING)
-        os.environ[SETTING] = "0"  # opens a store without the block cache
-        try:
-            store = stack.enter_context(TokenStore(replace(index, remote=folder), precision))
-        finally:
-            os.environ.pop(SETTING) if limit is None else os.environ.update({SETTING: limit})
+        folders, stores = {}, {}
+        for name in (_PLAIN, _CACHED) if cache_bytes() else (_PLAIN,):
+            folders[name] = CountingFolder(index.remote.url, index.remote.store)
+            with mock.patch.dict(os.environ, {} if name == _CACHED else {SETTING: "0"}):
+                store = TokenStore(replace(index, remote=folders[name]), precision)
+            stores[name] = stack.enter_context(store)
         rows = store.row_ids()
-        subjects: dict[str, Fetch] = {"edje": store.fetch_records}
-        if cache_bytes():
-            cached_store = stack.enter_context(TokenStore(replace(index, remote=cached_folder), precision))
-            subjects[_CACHED] = cached_store.fetch_records
-        for name, open_peer in REMOTE_PEERS.items() if peers else ():
-            with contextlib.suppress(ModuleNotFoundError):
-                subjects[name] = open_peer(index, precision)
         draws = [rng.choice(rows, pool, replace=False) for _ in range(repeats)]
         queries = [rng.choice(rows, min(_QUERY_ROWS, pool), replace=False) for _ in range(_QUERIES)]
-        for name, fetch in subjects.items():
-            if name.startswith("edje"):
-                fetch(np.concatenate([*draws, *queries]))  # downloads the checksums, and fills the block cache
-        cached_folder.lengths.clear()
-        expected = store.fetch_records(queries[0])
-        for name, fetch in subjects.items():
-            if not np.array_equal(np.asarray(fetch(queries[0])).reshape(expected.shape), expected):
-                raise RuntimeError(f"the library {name} reads other bytes than edje, so the two cannot be compared")
-        seconds: dict[str, list[float]] = {name: [] for name in subjects}
-        latencies: dict[str, list[float]] = {name: [] for name in subjects}
+        for name, each in stores.items():
+            each.fetch_records(np.concatenate([*draws, *queries]))  # downloads checksums, and fills the block cache
+            folders[name].lengths.clear()
+        seconds: dict[str, list[list[float]]] = {name: [] for name in stores}  # of the draw, then of each query
         for number, draw in enumerate(draws):
             say(f"round {number + 1} of {repeats}")
-            for name, fetch in subjects.items():
-                times = []
+            for name, each in stores.items():
+                seconds[name].append([])
                 for ids in (draw, *queries):
                     started = time.perf_counter()
-                    fetch(ids)
-                    times.append(time.perf_counter() - started)
-                seconds[name].append(times[0])
-                latencies[name] += times[1:]
-        folder.lengths.clear()
+                    each.fetch_records(ids)
+                    seconds[name][-1].append(time.perf_counter() - started)
+        if _CACHED in stores and folders[_CACHED].lengths:
+            say(f"'{_CACHED}' is left out, because the block cache did not hold all blocks; raise {SETTING}")
+            del stores[_CACHED]
+        lengths = folders[_PLAIN].lengths
+        lengths.clear()
         for query in queries:
-            store.fetch_records(query)
-    if cached_folder.lengths:
-        say(f"'{_CACHED}' is left out, because the block cache did not hold all blocks; {_CACHE_REMEDY}")
-        del subjects[_CACHED]
-    requests = len(folder.lengths) / len(queries)
-    size = pool * store.record_bytes
+            stores[_PLAIN].fetch_records(query)
     readers = {}
-    for name in subjects:
-        p50, p99 = np.percentile(latencies[name], [50, 99])
-        rate = size / float(np.median(seconds[name])) / 1e9
+    for name in stores:
+        p50, p99 = np.percentile([each[1:] for each in seconds[name]], [50, 99])
+        rate = pool * store.record_bytes / float(np.median([each[0] for each in seconds[name]])) / 1e9
         readers[name] = {"gigabytes_per_second": rate, "query_p50_ms": p50 * 1e3, "query_p99_ms": p99 * 1e3}
     return {
         "url": url,
@@ -117,9 +99,9 @@ def bench_remote(
         "blocks": pool,
         "query_blocks": len(queries[0]),
         "record_bytes": store.record_bytes,
-        "requests_per_query": requests,
-        "bytes_per_query": sum(folder.lengths) / len(queries),
-        "dollars_per_million_queries": requests * _DOLLARS_PER_REQUEST * 1e6,
+        "requests_per_query": len(lengths) / len(queries),
+        "bytes_per_query": sum(lengths) / len(queries),
+        "dollars_per_million_queries": len(lengths) / len(queries) * _DOLLARS_PER_REQUEST * 1e6,
         "readers": readers,
         "environment": environment(),
     }
