@@ -127,9 +127,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
         print_json(asdict(result))
     else:
         _print(result, out)
-    if result.failed:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
-        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures {out}' lists them")
+    _note_failures(result, out)
     if result.truncated:
         note(f"{counted(result.truncated, 'truncated image')} indexed, but decoded only in part")
 
@@ -165,10 +163,10 @@ def _new_rows_options(command: _Command) -> _Command:
     return command
 
 
-def _note_failures(result: BuildResult) -> None:
+def _note_failures(result: BuildResult, index: IndexLocation) -> None:
     if result.failed:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
-        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures' lists them")
+        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures {index}' lists them")
 
 
 @click.command()
@@ -202,7 +200,7 @@ def append(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
             f"{result.duplicates:,} duplicates + {result.failed:,} failed, in {counted(result.shards, 'new shard')}; "
             f"{result.seconds:.1f} s"
         )
-    _note_failures(result)
+    _note_failures(result, root)
 
 
 @click.command()
@@ -251,7 +249,7 @@ def update(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
     else:
         print_line(f"{root}: {_summary(result)}")
     if not result.dry_run:
-        _note_failures(result)
+        _note_failures(result, root)
 
 
 def _summary(result: BuildResult) -> str:

@@ -21,13 +21,12 @@ from edje_index.indexing.faiss_index import AnnRequest, ann_without_rows, build_
 from edje_index.progress import ShardProgress
 from edje_index.search.rows import IndexRows
 from pipelines.engines.base import open_engine
-from pipelines.environment import free_disk
 from pipelines.jobs.changing import changing
 from pipelines.jobs.encode import run_shards
 from pipelines.jobs.plan import recorded_sources, with_sources
-from pipelines.jobs.resources import disk_need
+from pipelines.jobs.resources import check_free_disk, disk_need
 from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShouldStop, StatusMessage, ignore, never
-from pipelines.progress.wording import counted, human_bytes
+from pipelines.progress.wording import counted
 from storage_formats.change import Change, begin_index, now
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -379,12 +378,8 @@ def _copy_rows(
         JobStopped: see `copy_shards`.
     """
     segment, root = spec.used_segments[-1], change.layout.root
-    need, free = sum(disk_need(replaced(spec, rows=segment.rows, segments=())).values()), free_disk(root)
-    if need > free:
-        raise UsageError(
-            f"copying {counted(segment.rows, 'row')} needs {human_bytes(need)} of disk space, but only "
-            f"{human_bytes(free)} are free at {root}; free some disk space"
-        )
+    need = disk_need(replaced(spec, rows=segment.rows, segments=()))
+    check_free_disk(root, need, f"a copy of {counted(segment.rows, 'row')}")
     copier = RowCopier(source, selection, change.layout, spec, plan)
     try:
         shards = spec.segment_shards(segment)

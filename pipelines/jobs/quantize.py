@@ -12,11 +12,11 @@ from typing import Any
 
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import open_engine
-from pipelines.environment import free_disk
 from pipelines.jobs.changing import changing
 from pipelines.jobs.encode import run_shards
+from pipelines.jobs.resources import check_free_disk
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, ignore, never
-from pipelines.progress.wording import counted, human_bytes
+from pipelines.progress.wording import counted
 from storage_formats.change import write_array_shapes
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
@@ -138,13 +138,8 @@ def quantize_index(
             left = set(shards) - set(receipts)
             sizes, rows = [_record_bytes(spec, name) for name in missing], [len(spec.shard_rows(n)) for n in left]
             need = sum(padded_shard_bytes(held, spec.shard_size, size)[1] for held in rows for size in sizes)
-            if need > (free := free_disk(root)):
-                raise UsageError(
-                    f"converting {counted(len(left), 'shard')} to {', '.join(missing)} needs {human_bytes(need)} of "
-                    f"disk, but only {human_bytes(free)} are free at {root}; free some space, or convert to fewer "
-                    "precisions at a time",
-                    parameter="to",
-                )
+            what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
+            check_free_disk(root, {"tokens": need}, what, parameter="to")
             write_array_shapes(layout, replace(spec, precisions=(*spec.precisions, *missing)))
             on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
             task = functools.partial(ConversionTask, str(root), spec=spec, source=read, targets=missing, plan=plan)

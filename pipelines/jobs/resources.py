@@ -121,13 +121,16 @@ def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
     Args:
         spec: shape of the index, or of its new rows.
     """
-    need, free = disk_need(spec, memory), free_disk(root)
-    if sum(need.values()) > free:
+    check_free_disk(root, disk_need(spec, memory), f"the index of {counted(spec.rows, 'input')}", parameter="out")
+
+
+def check_free_disk(root: Path, need: Need, what: str, *, parameter: str | None = None) -> None:
+    """Raise UsageError if less disk space than `need` is free at `root`. `what` names what needs it."""
+    if sum(need.values()) > (free := free_disk(root)):
         raise UsageError(
-            f"the index of {counted(spec.rows, 'input')} needs {described(need)} of disk, but only "
-            f"{human_bytes(free)} are free at {root}; free some space, or choose an output directory on "
-            "another disk",
-            parameter="out",
+            f"{what} needs {described(need)} of disk, but only {human_bytes(free)} are free at {root}; free some "
+            "space, or use another disk",
+            parameter=parameter,
         )
 
 

@@ -75,10 +75,10 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
     left = 4 - len(list(Layout(tmp_path / "a").receipt(0).parent.iterdir()))
     assert 0 < left < 4
     size = padded_shard_bytes(8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes)[1]
-    monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size - 1)
-    with pytest.raises(UsageError, match=rf"shards? to fp8 needs {human_bytes(left * size)} of disk"):
+    monkeypatch.setattr("pipelines.jobs.resources.free_disk", lambda _: left * size - 1)
+    with pytest.raises(UsageError, match=rf"shards? to fp8 needs {human_bytes(left * size)} "):
         quantize_index(tmp_path / "a", ["fp8"])
-    monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size)
+    monkeypatch.setattr("pipelines.jobs.resources.free_disk", lambda _: left * size)
     assert quantize_index(tmp_path / "a", ["fp8"]).added == ("fp8",)
 
 
