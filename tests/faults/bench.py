@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,7 +35,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import TIMING_COLUMNS
 from storage_formats.format.tombstones import live_rows
 from storage_formats.shard_check import Problem
-from tests.faults.crash_states import Disk, Tree, read_log, read_tree, write_tree
+from tests.faults.crash_states import Disk, Operation, Tree, read_log, read_tree, write_tree
 from tests.integration.builds import make_photos
 
 COUNT, ERROR, SHORT, RECORD = range(4)
@@ -197,10 +198,32 @@ class Bench:
         """Check what a power cut may leave after each operation, or those whose line has the pattern `only`.
 
         `most` limits the number of states, by chance.
-        Two states are equal to a run that opens none of the staged files whose contents differ.
         """
-        disk, states = Disk(self.start), dict[tuple[tuple[str, bytes | None], ...], tuple[int, Tree]]()
-        for number, operation in enumerate(self.operations):
+        return self.check_states(self.start, self.operations, most, only)
+
+    def recoveries(self, starts: int, most: int | None = None, only: str = "") -> dict[str, Any]:
+        """Check what a second power cut may leave, while the command runs again in `starts` of the states of `crashes`.
+
+        `most` limits the number of states of each start. `only` selects operations of the first run.
+        """
+        chosen = [*self.states(self.start, self.operations, only).values()]
+        counts: Counter[str] = Counter()
+        problems: list[str] = []
+        for number, tree in random.Random(1).sample(chosen, min(starts, len(chosen))):
+            self.place(tree)
+            code, output = self.run(self.words_again(view(self.index)), RECORD)
+            assert code == 0, output
+            answer = self.check_states(tree, read_log(self.log.read_bytes(), self.disk), most)
+            problems += [
+                f"cut after {number} {self.operations[number]}, then {each}" for each in answer.pop("problems")
+            ]
+            counts += Counter(answer)
+        return {**counts, "problems": problems}
+
+    def states(self, start: Tree, operations: list[Operation], only: str) -> dict[Any, tuple[int, Tree]]:
+        """The different states of the disk after each of `operations`, and what readers may see: `self.views`."""
+        disk, states = Disk(start), dict[Any, tuple[int, Tree]]()
+        for number, operation in enumerate(operations):
             disk.apply(operation)
             matches = re.search(only, f"{operation.name} {operation.path}")
             for tree in disk.states() if matches else ():
@@ -208,13 +231,20 @@ class Bench:
             if operation.other == "index/index.json" or operation.path.startswith("index/snapshots/0"):
                 self.place(disk.tree())
                 self.views.append(view(self.index))
+        return states
+
+    def check_states(
+        self, start: Tree, operations: list[Operation], most: int | None, only: str = ""
+    ) -> dict[str, Any]:
+        """Two states are equal to a run that opens none of the staged files whose contents differ."""
+        states = self.states(start, operations, only)
         chosen = [*states.values()]
         if most is not None and most < len(chosen):
             chosen = random.Random(0).sample(chosen, most)
         problems, runs = [], 0
         known: dict[Any, list[tuple[Tree, str | None]]] = {}
         for number, tree in chosen:
-            is_last = number == len(self.operations) - 1
+            is_last = number == len(operations) - 1
             staged = {name: data for name, data in tree.items() if data is not None and "/staging/" in name}
             key = frozenset(item for item in tree.items() if item[0] not in staged), frozenset(staged), is_last
             fits = (problem for needed, problem in known.setdefault(key, []) if needed.items() <= staged.items())
@@ -224,7 +254,7 @@ class Bench:
                 opened = set(re.findall(rf"^(?:open|create) {self.disk}/(.*)", self.log.read_text(), re.MULTILINE))
                 known[key].append(({name: staged[name] for name in opened & staged.keys()}, problem))
             if problem:
-                problems.append(f"{self.name} cut after {number} {self.operations[number]}: {problem}")
+                problems.append(f"{self.name} cut after {number} {operations[number]}: {problem}")
         return {"all": len(states), "count": len(chosen), "runs": runs, "problems": problems}
 
     def errors(self, fault: str, most: int | None = None, only: str = "") -> dict[str, Any]:
@@ -270,7 +300,7 @@ class Bench:
             of_snapshot = [(each or "").rpartition(" ")[2] for each in views or [seen]]  # earlier ones may be removed
             if damage or (seen or "").rpartition(" ")[2] not in of_snapshot:
                 return f"damage {damage}, sees {seen} instead of one of {views}"
-            words = ["gc", str(self.index)] if seen == self.after and self.name in _CHANGES_AGAIN else self.words
+            words = self.words_again(seen)
             code, output = self.run(words, COUNT)
             if code:
                 return f"{' '.join(words)}: exit code {code}: {output}"
@@ -281,6 +311,10 @@ class Bench:
             return None
         except (EdjeError, OSError) as error:
             return repr(error)
+
+    def words_again(self, seen: str | None) -> list[str]:
+        """The command that finishes what a crash left, if readers see `seen`."""
+        return ["gc", str(self.index)] if seen == self.after and self.name in _CHANGES_AGAIN else self.words
 
     def read(self, *, strictly: bool = False) -> tuple[str | None, list[Problem]]:
         """What readers see, and damage. Leftovers are no damage, unless `strictly`. Equal indexes are read once."""

@@ -78,6 +78,13 @@ def test_every_crash_state(request_bench):
 
 
 @pytest.mark.slow
+def test_a_second_cut_during_the_recovery(request_bench):
+    counts = {name: request_bench(name, "recoveries", starts=12, most=30) for name in CASES}
+    print("crash states of recoveries:", sum(each["count"] for each in counts.values()), counts)
+    assert all(each["count"] > 0 for each in counts.values())
+
+
+@pytest.mark.slow
 def test_a_fault_at_every_operation(request_bench):
     counts = {
         (name, fault): request_bench(name, "errors", fault=fault, most=ERRORS[fault])["count"]
