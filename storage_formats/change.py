@@ -175,6 +175,7 @@ class Change:
                 number=current.snapshot.number + 1,
                 change={"kind": self.kind, **details, "created": now()},
                 next_shard=max(current.snapshot.next_shard, current.spec.shards, manifest.spec.shards),
+                oldest=[*earlier_snapshots(layout, current), current.snapshot.number][0],
             )
             version = EXTENDED_VERSION if manifest.columns or manifest.row_maps else SNAPSHOT_VERSION
             if any(row_map.is_partial for row_map in manifest.row_maps):
@@ -201,11 +202,10 @@ class Change:
         current = Manifest.load(self.layout.root)
         numbers = earlier_snapshots(self.layout, current)
         removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
-        for number in removed:
-            self.layout.snapshot(number).unlink(missing_ok=True)
         if removed:
-            fsync_path(self.layout.snapshot(0).parent)
-        sizes = remove_unnamed_files(self.layout, kept_snapshots(CommittedIndex.open(self.layout.root)), tables=tables)
+            oldest = [*numbers, current.snapshot.number][len(removed)]
+            self.commit(replace(current, snapshot=replace(current.snapshot, oldest=oldest)))
+        sizes = _remove_what_is_not_kept(self.layout, tables=tables)
         return Removal(tuple(removed), len(sizes), sum(sizes))
 
     def _has_work(self) -> bool:
@@ -341,9 +341,20 @@ def _unfinished(layout: Layout, *, discards: bool, notify: Notify) -> Journal | 
         return journal
     fsync_path(layout.root)  # what the former manifest names may go only once the new one is durable
     write_array_shapes(layout, Manifest.load(layout.root).spec)
-    remove_unnamed_files(layout, kept_snapshots(CommittedIndex.open(layout.root)))
+    _remove_what_is_not_kept(layout)
     remove_build(layout)
     return None
+
+
+def _remove_what_is_not_kept(layout: Layout, *, tables: bool = False) -> list[int]:
+    """Remove the manifests of snapshots that are no longer kept, and then as `remove_unnamed_files`."""
+    index = CommittedIndex.open(layout.root)
+    folder, oldest = layout.snapshot(0).parent, index.manifest.snapshot.oldest or 0
+    if removed := [path for path in folder.glob("*.json") if path.stem.isdecimal() and int(path.stem) < oldest]:
+        for path in removed:
+            path.unlink()
+        fsync_path(folder)
+    return remove_unnamed_files(layout, kept_snapshots(index), tables=tables)
 
 
 def _finished(layout: Layout) -> str:

@@ -106,7 +106,7 @@ def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
     parent = cache_directory()
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix="verify-", dir=parent) as directory:
+        with tempfile.TemporaryDirectory(prefix="verify-", dir=parent, ignore_cleanup_errors=True) as directory:
             yield CommittedIndex(Path(directory).resolve(), manifest, folder)
     except OSError as error:  # of the local disk: those of the index are problems
         raise UsageError(
@@ -132,31 +132,33 @@ def _problems(
     check_shard_tables(index.root, manifest.shard_tables)
     problems = list(_check_metadata(index))
     counts, values = Counts(0, 0, 0), Counter[str]()
-    with ThreadPoolExecutor(_THREADS, "edje-verify") as pool:
-        try:
-            check = functools.partial(_check_shard, index)
-            results = ordered_results(
-                iter_shard_files(index, shards), lambda item: pool.submit(check, *item), ahead=2 * _THREADS
-            )
-            for done, checked in enumerate(results, 1):
-                problems += checked.problems
-                counts, values = add_counts(counts, checked.counts), values + Counter(checked.values)
-                if on_progress:
-                    on_progress(done, len(shards))
-            if checks_all and counts.inputs == manifest.spec.used_rows:  # else a rows table cannot be read
-                held = {column.name: column.values for column in manifest.columns}
-                if counts != manifest.counts:
-                    message = f"lists the counts {asdict(manifest.counts)}, but the rows tables have {asdict(counts)}"
-                    problems.append(Problem(ROOT, "counts", message))
-                elif any(values[name] != held[name] for name in held):
-                    message = f"lists {held} values of the columns, but the rows tables have {dict(values)}"
-                    problems.append(Problem(ROOT, "columns", message))
-            problems += _check_own_files(index, checks_all=checks_all)
-            if checks_all:
-                problems += _check_earlier_snapshots(index, pool)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    pool, waits = ThreadPoolExecutor(_THREADS, "edje-verify"), True
+    try:
+        check = functools.partial(_check_shard, index)
+        results = ordered_results(
+            iter_shard_files(index, shards), lambda item: pool.submit(check, *item), ahead=2 * _THREADS
+        )
+        for done, checked in enumerate(results, 1):
+            problems += checked.problems
+            counts, values = add_counts(counts, checked.counts), values + Counter(checked.values)
+            if on_progress:
+                on_progress(done, len(shards))
+        if checks_all and counts.inputs == manifest.spec.used_rows:  # else a rows table cannot be read
+            held = {column.name: column.values for column in manifest.columns}
+            if counts != manifest.counts:
+                message = f"lists the counts {asdict(manifest.counts)}, but the rows tables have {asdict(counts)}"
+                problems.append(Problem(ROOT, "counts", message))
+            elif any(values[name] != held[name] for name in held):
+                message = f"lists {held} values of the columns, but the rows tables have {dict(values)}"
+                problems.append(Problem(ROOT, "columns", message))
+        problems += _check_own_files(index, checks_all=checks_all)
+        if checks_all:
+            problems += _check_earlier_snapshots(index, pool)
+    except KeyboardInterrupt:  # of a second signal
+        waits = False
+        raise
+    finally:
+        pool.shutdown(wait=waits, cancel_futures=True)
     return problems
 
 
@@ -309,6 +311,11 @@ def _check_earlier_snapshots(index: CommittedIndex, pool: ThreadPoolExecutor) ->
         return
     layout = Layout(index.root)
     if index.remote is None:
+        current, numbers = index.manifest.snapshot, {manifest.snapshot.number for manifest in manifests}
+        expected = range(current.number if current.oldest is None else current.oldest, current.number)
+        lost = next((number for number in expected if number not in numbers), None)
+        if lost is not None and layout.snapshot(0).parent.exists():  # a copy holds its snapshot alone
+            yield Problem(layout.relative(layout.snapshot(lost)), "missing-file", "cannot be read: it does not exist")
         paths = (path for folder in layout.data_folders() for path in sorted(folder.rglob("*")) if not path.is_dir())
         names = [layout.relative(path) for path in paths]
     else:

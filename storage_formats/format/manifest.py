@@ -67,6 +67,7 @@ class Snapshot:
         next_shard: lowest shard number that no snapshot has used so far. 0 means the number of shards of the index.
         deleted: file entry of the tombstones file. None if no row is deleted.
         deleted_rows: number of deleted rows.
+        oldest: number of the oldest kept snapshot. None if an earlier version of the package wrote the index.
     """
 
     number: int = 0
@@ -74,12 +75,15 @@ class Snapshot:
     next_shard: int = 0
     deleted: FileEntry | None = None
     deleted_rows: int = 0
+    oldest: int | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the members of `index.json` that describe the snapshot."""
         if not self.number and not self.change:
             return {}
-        value = {"snapshot": self.number, "change": self.change, "next_shard": self.next_shard}
+        value: dict[str, Any] = {"snapshot": self.number, "change": self.change, "next_shard": self.next_shard}
+        if self.oldest is not None:
+            value["oldest_snapshot"] = self.oldest
         if self.deleted is None:
             return value
         return {**value, "deleted": {**self.deleted.to_json(), "rows": self.deleted_rows}}
@@ -98,10 +102,12 @@ class Snapshot:
             next_shard=int(value.get("next_shard", 0)),
             deleted=None if deleted is None else FileEntry.from_json(deleted),
             deleted_rows=0 if deleted is None else int(deleted["rows"]),
+            oldest=int(value["oldest_snapshot"]) if "oldest_snapshot" in value else None,
         )
-        if snapshot.number < 0 or not 0 <= snapshot.next_shard < _MAX_SHARDS:
+        number, oldest = snapshot.number, snapshot.oldest
+        if not 0 <= (oldest or 0) <= number or not 0 <= snapshot.next_shard < _MAX_SHARDS:
             raise ValueError(
-                f"the member snapshot ({snapshot.number}) or the member next_shard ({snapshot.next_shard}) is "
+                f"the member snapshot ({number}), oldest_snapshot ({oldest}) or next_shard ({snapshot.next_shard}) is "
                 "out of range"
             )
         return snapshot
@@ -365,7 +371,7 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
 def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
     """Return the numbers of the snapshots on disk that are older than `current`, ascending."""
     numbers = [int(path.stem) for path in layout.snapshot(0).parent.glob("*.json") if path.stem.isdecimal()]
-    return sorted(number for number in numbers if number < current.snapshot.number)
+    return sorted(number for number in numbers if (current.snapshot.oldest or 0) <= number < current.snapshot.number)
 
 
 def _parse(where: IndexLocation, value: Any) -> Manifest:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelines import compact_index, delete_rows
-from pipelines.jobs.snapshots import roll_back
+from pipelines import compact_index, copy_index, delete_rows
+from pipelines.jobs.snapshots import history, remove_snapshots, roll_back
 from storage_formats import CorruptIndexError, UsageError, verify_index
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec, Layout, Segment
@@ -198,7 +198,28 @@ def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(tmp_path, monk
     with pytest.raises(error):
         verify_index(tmp_path, interrupt)
     assert 0 < len(checks) <= 9
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-verify")]
+    running = [thread for thread in threading.enumerate() if thread.name.startswith("edje-verify")]
+    assert not running or error is KeyboardInterrupt, "a user who interrupts waits for no check"
+    for thread in running:
+        thread.join(10)  # they end without another shard
+    assert len(checks) <= 9
+
+
+def test_a_manifest_of_a_kept_snapshot_that_is_missing_is_found(copy, tmp_path):
+    for row in (0, 1, 2):
+        delete_rows(copy, rows=[row])
+    for number in (0, 2):  # the oldest, and the newest
+        lost = Layout(copy).snapshot(number)
+        data = lost.read_bytes()
+        lost.unlink()
+        assert (f"snapshots/0000000{number}.json", "missing-file") in codes(copy)
+        lost.write_bytes(data)
+    copy_index(copy, tmp_path / "copied")
+    assert verify_index(tmp_path / "copied") == [], "a copy holds one snapshot"
+    for keep, removed in ((2, (0, 1)), (1, (2,))):
+        assert remove_snapshots(copy, keep).snapshots == removed
+        assert verify_index(copy) == []
+        assert len(history(copy)) == keep
 
 
 def test_every_kept_snapshot_is_checked_and_a_rollback_to_a_damaged_one_is_refused(copy):
