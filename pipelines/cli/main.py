@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     if completion := os.environ.get(_COMPLETION):
         return shell_complete(cli, {}, _PROGRAM, _COMPLETION, completion)
-    if arguments is None:
+    if is_process := arguments is None:
         skip_collection_at_exit()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] == "help":
@@ -139,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _run(arguments)
         sys.stdout.flush()
+        if code == INTERRUPTED and is_process:
+            os._exit(code)  # not once a thread has its answer from a server
         return code
     except BrokenPipeError:
         # Python flushes standard output once more when it exits.

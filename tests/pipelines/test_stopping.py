@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from pipelines.progress.events import stop_on_signals
+from storage_formats import IndexSpec
+from tests.conftest import write_random_index
 
 THREE_SIGNALS = """
 import os, signal
@@ -21,6 +23,14 @@ with stop_on_signals():
         except KeyboardInterrupt:
             pass
 print("still here")
+"""
+
+A_CHECK_THAT_HANGS = """
+import sys, time
+import storage_formats.verify
+from pipelines.cli import main
+storage_formats.verify.check_shard = lambda *shard: print("checking", flush=True) or time.sleep(60)
+sys.exit(main())
 """
 
 
@@ -41,6 +51,17 @@ def test_a_third_signal_ends_the_process():
     done = subprocess.run([sys.executable, "-c", THREE_SIGNALS], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout == ""
+
+
+def test_a_second_signal_ends_a_verification_whose_checks_hang(tmp_path):
+    write_random_index(tmp_path / "index", IndexSpec(1, 1, (1, 16), 6))
+    words = [sys.executable, "-c", A_CHECK_THAT_HANGS, "verify", str(tmp_path / "index")]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline() == "checking\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline().startswith("SIGINT: stopping")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
 
 
 def test_a_signal_that_is_ignored_stays_so():
