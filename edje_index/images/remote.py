@@ -89,9 +89,9 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
         found, data = _web_range(url, offset, size)
     except EOFError as error:  # the file ends before the range
         raise ChangedFileError(url) from error
-    if found.length not in (-1, version.length) or (
-        None not in (found.etag, version.etag) and found.etag != version.etag
-    ):
+    is_same_time = None is not version.modified == found.modified  # the servers of a host may send different ETags
+    is_other = None not in (found.etag, version.etag) and found.etag != version.etag and not is_same_time
+    if is_other or found.length not in (-1, version.length):
         raise ChangedFileError(url)
     if len(data) != size:
         raise UnreachableError(f"the server sent {len(data)} of {size} bytes", url)
@@ -120,7 +120,8 @@ def _web_range(url: str, offset: int, size: int) -> tuple[FileVersion, bytes]:
     address, headers = _web_address(url)
     answered, data = _request(address, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size)
     total = _TOTAL.fullmatch(answered.get("Content-Range", ""))
-    return FileVersion(int(total[1]) if total else -1, answered.get("ETag")), data
+    length = int(total[1]) if total else -1
+    return FileVersion(length, answered.get("ETag"), answered.get("Last-Modified")), data
 
 
 def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:

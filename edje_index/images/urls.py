@@ -43,10 +43,12 @@ class FileVersion(NamedTuple):
     Attributes:
         length: number of bytes.
         etag: identifier of the contents; None if the server sends none.
+        modified: time of the last modification, in the words of the server; None if the server sends none.
     """
 
     length: int
     etag: str | None = None
+    modified: str | None = None
 
 
 class UnreachableError(OSError):

@@ -55,6 +55,22 @@ def test_ranges(server: WebServer) -> None:
         read_remote_range(f"{server.url}/a.bin", 5, 1, version)
 
 
+def test_servers_of_a_host_that_send_different_etags_have_one_file(server: WebServer) -> None:
+    day = "Tue, 24 Nov 2026 10:00:00 GMT"
+
+    def respond(etag: str, modified: str) -> None:
+        headers = {"Content-Range": "bytes 0-0/9", "ETag": etag, "Last-Modified": modified}
+        server.responses["/a.tar"] = lambda request: (206, headers, b"x")
+
+    respond('"one"', day)
+    version = remote_version(f"{server.url}/a.tar")
+    respond('"two"', day)
+    assert read_remote_range(f"{server.url}/a.tar", 1, 0, version) == b"x"
+    respond('"two"', day.replace("10:00", "10:01"))
+    with pytest.raises(ChangedFileError):
+        read_remote_range(f"{server.url}/a.tar", 1, 0, version)
+
+
 @pytest.mark.parametrize("fault", ["reset", "truncate", "429", "500", "502", "503", "504", "408"])
 def test_passing_trouble_is_overcome(server: WebServer, fault: str) -> None:
     server.files["/a.jpg"] = DATA
