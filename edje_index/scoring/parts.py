@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -65,6 +65,7 @@ same s t
 _STOP_WORDS = frozenset(_STOP_WORD_TEXT.split())
 _LARGEST_CODE = 127
 _CHUNK = 256  # candidates per step; small, so that memory for their products with the bank is reused
+_LATE_BATCH = 128  # the tokens take 13 MB as float32
 _FLOOR_QUANTILE = 0.1
 _MAX_PART = 1e7  # the sum of all parts then fits into a float32 with any weights, see `MAX_WEIGHT`
 
@@ -76,15 +77,17 @@ def late_interaction(
     content: NDArray[np.bool_],
     *,
     mean: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the part ``late`` of b pairs, float32 [b], between -1 and 1. It is 0 for a caption without content words.
 
     Args:
-        captions: token ids of the caption of each pair.
+        captions: token ids of the caption of each pair, or of the one caption of all pairs.
         tokens: image tokens of each pair [b, m, d].
         words: word vectors of the vocabulary [v, d].
         content: which token ids are content words, bool [v]. See `content_token_mask`.
         mean: mean of `words` [d]. If it is None, the mean is computed.
+        scales: `token_scales` of `tokens` and `mean` [b, m]. If it is None, the scales are computed.
     """
     content_ids = [[token_id for token_id in caption if content[token_id]] for caption in captions]
     lengths = torch.tensor([len(ids) for ids in content_ids])
@@ -93,10 +96,17 @@ def late_interaction(
     padded_ids[is_word] = torch.tensor([token_id for ids in content_ids for token_id in ids], dtype=torch.int64)
     mean = words.mean(dim=0) if mean is None else mean
     queries = functional.normalize(words[padded_ids.to(words.device)] - mean, dim=2)
-    keys = functional.normalize(tokens.float() - mean, dim=2)
-    best = (queries @ keys.transpose(1, 2)).amax(dim=2)
+    scales = token_scales(tokens, mean) if scales is None else scales
+    # The products with tokens minus mean, without a copy of the tokens minus mean.
+    products = queries @ tokens.float().transpose(1, 2) - (queries @ mean)[:, :, None]
+    best = (products * scales[:, None]).amax(dim=2)
     is_word = is_word.to(tokens.device)
     return (best * is_word).sum(dim=1) / is_word.sum(dim=1).clamp(min=1)
+
+
+def token_scales(tokens: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Return 1 / the length of each token of `tokens` [b, m, d] minus `mean` [d], float32 [b, m]."""
+    return 1 / (tokens.float() - mean).square().sum(dim=2).sqrt().clamp(min=1e-12)
 
 
 @lru_cache(maxsize=8)
@@ -321,13 +331,16 @@ class Pairs:
         tokens: stored tokens of the images [b, m, d], an array or tensor of any floating type.
         similarities: cosine similarity of the caption embedding and the image embedding of each pair, float32 [b].
         candidate_embeddings: image embeddings in direction "t2i", caption embeddings in "i2t", float32 [b, e].
+        image_terms: result of `ScoreModels.image_terms` for the images. If it is None, a part computes what it needs.
+        caption_vectors: result of `ScoreModels.caption_vectors` for the captions, likewise.
     """
 
     captions: Sequence[str] = ()
     tokens: torch.Tensor | Array | None = None
     similarities: Floats | None = None
     candidate_embeddings: Floats | None = None
-    _image_vectors: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    image_terms: Floats | None = None
+    caption_vectors: torch.Tensor | None = None
 
     @cached_property
     def token_tensor(self) -> torch.Tensor:
@@ -342,6 +355,8 @@ class Pairs:
             tokens=None if self.tokens is None else self.token_tensor[torch.from_numpy(mask)],
             similarities=None if self.similarities is None else self.similarities[mask],
             candidate_embeddings=None if self.candidate_embeddings is None else self.candidate_embeddings[mask],
+            image_terms=None if self.image_terms is None else self.image_terms[mask],
+            caption_vectors=None if self.caption_vectors is None else self.caption_vectors[torch.from_numpy(mask)],
         )
 
 
@@ -389,24 +404,30 @@ class ScoreModels:
     def _part(self, name: str, pairs: Pairs, direction: str, weights: ScoreWeights) -> Floats:
         if name == LOGIT:  # in the EDJE paper, the score is this logit
             return _numpy(self.joint.score(pairs.captions, pairs.token_tensor))
+        terms = None if pairs.image_terms is None else torch.from_numpy(pairs.image_terms).to(self.joint.device)
         if name == LATE:
             words, tokenizer = self.joint.word_vectors, self.joint.tokenizer
             content, mean = content_token_mask(tokenizer), self.joint.mean_word_vector
             values = np.zeros(len(pairs.captions), dtype=np.float32)
-            for start in range(0, len(values), self.joint.batch):
-                batch = slice(start, start + self.joint.batch)
-                ids, tokens = tokenizer.caption_ids(pairs.captions[batch]), pairs.token_tensor[batch].to(words.device)
-                values[batch] = _numpy(late_interaction(ids, tokens, words, content, mean=mean))
+            scales = None if terms is None else terms[:, -1 - pairs.token_tensor.shape[1] : -1]
+            for start in range(0, len(values), _LATE_BATCH):
+                batch = slice(start, start + _LATE_BATCH)
+                captions, tokens = pairs.captions[batch], pairs.token_tensor[batch].to(words.device)
+                ids = tokenizer.caption_ids(captions[:1] if len(set(captions)) == 1 else captions)
+                its_scales = None if scales is None else scales[batch]
+                values[batch] = _numpy(late_interaction(ids, tokens, words, content, mean=mean, scales=its_scales))
             return values
         if name == POOLED:
-            return _numpy((self.caption_vectors(pairs.captions) * self._image_vectors_of(pairs)).sum(dim=1))
+            return _numpy((self._caption_vectors_of(pairs) * self._image_vectors_of(pairs)).sum(dim=1))
         if name == EMBEDDING:
             assert pairs.similarities is not None
             return pairs.similarities
+        images = direction == TEXT_TO_IMAGE
+        if terms is not None and images:
+            return -_numpy(terms[:, -1])
         assert self.bank is not None
         assert pairs.candidate_embeddings is not None
-        images = direction == TEXT_TO_IMAGE
-        vectors = self._image_vectors_of(pairs) if images else self.caption_vectors(pairs.captions)
+        vectors = self._image_vectors_of(pairs) if images else self._caption_vectors_of(pairs)
         embeddings = torch.from_numpy(pairs.candidate_embeddings).to(vectors.device)
         return -_numpy(self.bank.hubness(embeddings, vectors, weights.hubness_similarity, direction))
 
@@ -434,11 +455,35 @@ class ScoreModels:
             return torch.zeros(len(tokens), 0, device=device)
         return torch.cat([self.pooled.images(batch.to(device)) for batch in torch.split(tokens, self.joint.batch)])
 
+    @torch.inference_mode()
+    def image_terms(self, tokens: torch.Tensor, embeddings: Floats | None, weights: ScoreWeights) -> Floats:
+        """Return what depends on the image alone, float32 [b, k + m + 1], for direction "t2i".
+
+        A row contains the pooled vector [k], the result of `token_scales` [m], and the hubness of the image.
+
+        Args:
+            tokens: stored tokens of the images [b, m, d].
+            embeddings: embeddings of the images [b, e]. If it is None, the hubness is 0.
+            weights: as for `part`.
+        """
+        mean, hubness = self.joint.mean_word_vector, torch.zeros(len(tokens), device=self.joint.device)
+        scales = [token_scales(batch.to(mean.device), mean) for batch in torch.split(tokens, self.joint.batch)]
+        vectors = self.image_vectors(tokens)
+        if embeddings is not None and self.bank is not None:
+            similarity = weights.hubness_similarity
+            hubness = self.bank.hubness(
+                torch.from_numpy(embeddings).to(vectors.device), vectors, similarity, TEXT_TO_IMAGE
+            )
+        return _numpy(torch.cat([vectors, torch.cat(scales), hubness[:, None]], dim=1))
+
     def _image_vectors_of(self, pairs: Pairs) -> torch.Tensor:
-        """Return the pooled vectors of the images of `pairs`. They are computed once, for all parts."""
-        if pairs._image_vectors is None:
-            pairs._image_vectors = self.image_vectors(pairs.token_tensor)
-        return pairs._image_vectors
+        if pairs.image_terms is None:
+            return self.image_vectors(pairs.token_tensor)
+        dim = 0 if self.pooled is None else self.pooled.sizes["dim"]
+        return torch.from_numpy(pairs.image_terms[:, :dim]).to(self.joint.device)
+
+    def _caption_vectors_of(self, pairs: Pairs) -> torch.Tensor:
+        return self.caption_vectors(pairs.captions) if pairs.caption_vectors is None else pairs.caption_vectors
 
 
 def reads_tokens(parts: Sequence[str], direction: str) -> bool:

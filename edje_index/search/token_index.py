@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,20 +15,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from edje_index.bundles.info import matching_bundle
 from edje_index.indexing.faiss_index import AnnIndex
+from edje_index.models.devices import as_tensor
 from edje_index.scoring.final_score import FinalScore, relevance
 from edje_index.scoring.parts import Pairs, reads_tokens
+from edje_index.scoring.term_cache import TermCache
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
     EMBEDDING,
     HUBNESS,
     IMAGE_TO_TEXT,
     JOINT_PARTS,
+    LATE,
     LOGIT,
+    POOLED,
     TEXT_TO_IMAGE,
+    HubnessSimilarity,
     ScoreWeights,
 )
 from edje_index.search.hits import Hit, Hits, Stages, TextHit
@@ -35,13 +42,14 @@ from edje_index.search.query import encode_images, requested_rows
 from edje_index.search.rows import IndexRows
 from edje_index.search.search_model import SearchModel
 from storage_formats.arguments import as_count, as_list, as_text, shown
-from storage_formats.codecs import Blocks
+from storage_formats.codecs import BF16, Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.remote import open_index
 from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.reading.memory import BufferPool
 from storage_formats.token_store import TokenStore
 
 if TYPE_CHECKING:
@@ -107,6 +115,8 @@ class TokenIndex:
         self._score = score
         self._columns = columns
         self._refreshing = threading.Lock()
+        self._buffers = BufferPool()
+        self._terms: dict[tuple[str, HubnessSimilarity | None], TermCache] = {}
 
     @property
     def root(self) -> IndexLocation:
@@ -300,12 +310,16 @@ class TokenIndex:
             nearest = self._ann.nearest_to_each(embeddings, pool, passing)
         scored: list[ScoredCandidates] = []
         queries_at_once = max(1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest)))
+        block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
         for start in range(0, len(texts), queries_at_once):
             candidates, blocks = nearest[start : start + queries_at_once], None
             while blocks is None and reads_tokens(final.parts, TEXT_TO_IMAGE):
                 try:
                     with stages.timed("fetch"):
-                        blocks = self.store.fetch(np.concatenate([rows for rows, _ in candidates]))
+                        rows = np.concatenate([rows for rows, _ in candidates])
+                        buffer = self._buffers.borrow(len(rows) * block_bytes)
+                        reused = buffer[: len(rows) * block_bytes].view(BF16).reshape(-1, *self.store.block_shape)
+                        blocks = self.store.fetch(rows, reused)
                 except CorruptIndexError as error:  # damaged candidates are left out
                     if not error.row_ids:
                         raise
@@ -315,7 +329,10 @@ class TokenIndex:
                         (rows[mask], values[mask]) for (rows, values), mask in zip(candidates, kept, strict=True)
                     ]
             queries = texts[start : start + queries_at_once]
-            scored += self.score_candidates(queries, candidates, blocks, weights, k=k, stages=stages)
+            terms = self._image_terms(candidates, blocks, weights, stages)
+            scored += self.score_candidates(queries, candidates, blocks, weights, terms=terms, k=k, stages=stages)
+            if blocks is not None:
+                self._buffers.give_back(buffer)
         hits = self._hits(scored, k, stages, weights)
         return hits[0] if isinstance(text, str) else hits
 
@@ -330,6 +347,7 @@ class TokenIndex:
         blocks: Blocks | None,
         weights: ScoreWeights,
         *,
+        terms: Floats | None = None,
         k: int | None = None,
         stages: Stages | None = None,
     ) -> list[ScoredCandidates]:
@@ -341,6 +359,7 @@ class TokenIndex:
             blocks: token blocks [k, m, d] of all candidates: first those of the first query, then those of the next
                 query. None if the score reads no tokens.
             weights: weights of the final score.
+            terms: the result of `ScoreModels.image_terms` for `blocks`. None computes the terms.
             k: number of hits per query. Other candidates may get no final score. None scores all candidates.
             stages: measures the durations.
         """
@@ -349,8 +368,11 @@ class TokenIndex:
         ends = np.cumsum([len(rows) for rows, _ in candidates]).tolist()
         of_each = [slice(end - len(rows), end) for end, (rows, _) in zip(ends, candidates, strict=True)]
         captions = [query for query, its_pairs in zip(queries, of_each, strict=True) for _ in rows[its_pairs]]
-        embeddings = read_embeddings(self.committed, rows) if HUBNESS in score.parts else None
-        pairs = Pairs(captions, blocks, np.concatenate([values for _, values in candidates]), embeddings)
+        embeddings = read_embeddings(self.committed, rows) if HUBNESS in score.parts and terms is None else None
+        pairs = Pairs(captions, blocks, np.concatenate([values for _, values in candidates]), embeddings, terms)
+        if POOLED in score.parts and captions:
+            with stages.timed("joint_encoder"):
+                pairs.caption_vectors = models.caption_vectors(captions)
         values: dict[str, Floats] = {}
         # The logit comes last, because the other parts choose its pairs.
         logit_range = self.model.info.logit_range if k is not None and len(score.parts) > 1 else None
@@ -372,6 +394,23 @@ class TokenIndex:
             share = joint.sum(parts) if joint.parts else None
             scored.append(ScoredCandidates(its_rows, similarities, score.sum(parts), share, parts))
         return scored
+
+    def _image_terms(
+        self, candidates: Sequence[Candidates], blocks: Blocks | None, weights: ScoreWeights, stages: Stages
+    ) -> Floats | None:
+        """Return `ScoreModels.image_terms` of `blocks`, the stored blocks of `candidates`, if the score needs them."""
+        parts = FinalScore.of(weights).parts
+        if blocks is None or not {LATE, POOLED, HUBNESS} & set(parts):
+            return None
+        tokens, rows = as_tensor(blocks), np.concatenate([rows for rows, _ in candidates])
+
+        def compute(missing: NDArray[np.bool_]) -> Floats:
+            embeddings = read_embeddings(self.committed, rows[missing]) if HUBNESS in parts else None
+            return self.model.score_models.image_terms(tokens[torch.from_numpy(missing)], embeddings, weights)
+
+        key = (self.store.precision, weights.hubness_similarity if HUBNESS in parts else None)
+        with stages.timed("other_parts"):
+            return self._terms.setdefault(key, TermCache()).terms(rows, compute)
 
     def _final_score(
         self, score: str | ScoreWeights | None, direction: str = TEXT_TO_IMAGE
@@ -465,9 +504,9 @@ class TokenIndex:
         ]
         with stages.timed("fetch"):
             blocks = self.store.fetch(every_row) if reads_tokens(final.parts, TEXT_TO_IMAGE) else None
-        return self._hits(
-            self.score_candidates(texts, candidates, blocks, weights, stages=stages), len(every_row), stages, weights
-        )
+        terms = self._image_terms(candidates, blocks, weights, stages)
+        scored = self.score_candidates(texts, candidates, blocks, weights, terms=terms, stages=stages)
+        return self._hits(scored, len(every_row), stages, weights)
 
     def score_images(
         self, text: str, images: Sequence[bytes | Image.Image], *, score: str | ScoreWeights | None = None
@@ -491,8 +530,9 @@ class TokenIndex:
             return []
         tokens, embeddings = encode_images(self.model.image_encoder, images)
         similarities = embeddings @ self.model.text.encode([text])[0]
-        pairs = Pairs([text] * len(images), tokens, similarities, embeddings)
         models = self.model.score_models
+        terms = models.image_terms(as_tensor(tokens), embeddings, weights)
+        pairs = Pairs([text] * len(images), tokens, similarities, embeddings, terms)
         values = {name: models.part(name, pairs, TEXT_TO_IMAGE, weights) for name in final.parts}
         return [float(value) for value in final.sum(values)]
 
@@ -582,6 +622,9 @@ class TokenIndex:
         captions = [texts[position] for position in nearest]
         tokens = None if block is None else np.repeat(block, len(nearest), axis=0)
         pairs = Pairs(captions, tokens, similarities[nearest], embeddings[nearest])
+        if block is not None:
+            terms = models.image_terms(as_tensor(block), None, weights)
+            pairs.image_terms, pairs.caption_vectors = terms.repeat(len(nearest), 0), models.caption_vectors(captions)
         values = {name: models.part(name, pairs, IMAGE_TO_TEXT, weights) for name in final.parts}
         scores = final.sum(values)
         relevances = relevance(scores, weights)
