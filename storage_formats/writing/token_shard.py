@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.atomic import naming
 from storage_formats.codecs import Codec, Records, fill_record
 from storage_formats.format.checksum import crc32c, crc32c_rows
 from storage_formats.format.layout import padded_shard_bytes
-from storage_formats.writing.sequential_file import SequentialFile
 
 ABSENT = np.uint64(2**64 - 1)
 """Offset and length of a missing inner chunk (Zarr sharding codec, "Binary shard format")."""
@@ -49,7 +50,8 @@ class TokenShardFile:
         self._next = 0
         self._crc = 0
         self._index_offset, self.length = padded_shard_bytes(rows, shard_size, codec.record_bytes)
-        self._file = SequentialFile(path, self.length)
+        with naming(path):
+            self._file = open(path, "xb")  # noqa: SIM115 (it lives as long as this object)
 
     def put(self, positions: NDArray[np.int64], records: Records) -> None:
         """Write `records` [k, record_bytes] at ascending `positions` [k]. Skipped positions become holes."""
@@ -66,14 +68,16 @@ class TokenShardFile:
         self._fill_to(self._rows)
         end = self._rows * self.codec.record_bytes
         tail = bytes(self._index_offset - end) + shard_index_bytes(self._present, self.codec.record_bytes)
-        self._file.write(np.frombuffer(tail, dtype=np.uint8))
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(tail)
+            self._file.flush()
         self._crc = crc32c(tail, self._crc)
         return self._crc, self._checksums
 
     def close(self) -> None:
         """Close the file. May be called repeatedly."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # `finish` reports what cannot be written
+            self._file.close()
 
     def _append(self, position: int, records: Records) -> None:
         self._fill_to(position)
@@ -91,5 +95,6 @@ class TokenShardFile:
         self._checksums[self._next : stop] = crc32c_rows(records)
         flat = records.reshape(-1)
         self._crc = crc32c(flat, self._crc)
-        self._file.write(flat)
+        with naming(self.path):
+            self._file.write(flat.data)
         self._next = stop
