@@ -19,7 +19,6 @@ class JsonLine:
     """One line of a JSON Lines file.
 
     Attributes:
-        number: line number, from 1.
         value: the parsed value; None if the line is not JSON.
         error: reason why the line is not JSON; None if the line is JSON.
     """

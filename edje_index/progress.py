@@ -14,9 +14,7 @@ class ShardProgress:
     """Progress of one shard.
 
     Attributes:
-        shard: shard number.
         done: number of finished rows, including failed rows.
-        failed: number of failed rows.
         stage_seconds: seconds in each stage. A worker is in one of the stages "wait", "encode" and "write" at a time.
     """
 

@@ -32,9 +32,6 @@ def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
 def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
     """Return `values` as a flat array of integers, [k].
 
-    Args:
-        name: name of the argument, for the error message.
-
     Raises:
         UsageError: `values` is not a flat sequence of integers.
     """

@@ -75,7 +75,6 @@ class CheckedShard:
     """The result of the check of one shard.
 
     Attributes:
-        problems: problems of its files.
         counts: numbers of indexed, duplicate and failed inputs; all 0 if the rows table cannot be read.
         values: number of values of each source column; empty if the rows table cannot be read.
     """

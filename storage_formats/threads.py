@@ -104,7 +104,6 @@ class Crew(Generic[_Item]):
 
     Args:
         work: thread-safe function that processes one item.
-        items: the items to process.
     """
 
     def __init__(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
@@ -192,7 +191,6 @@ def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, t
 
     Args:
         work: function `(start, stop)` that converts blocks [start, stop).
-        count: number of blocks.
         block_bytes: length of one decoded block in bytes. This length determines the number of parts.
         threads: maximum number of threads, including the calling thread. None means `default_threads()`.
     """

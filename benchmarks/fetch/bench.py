@@ -56,10 +56,8 @@ class Workload:
     """The blocks that each run of a section fetches.
 
     Attributes:
-        title: description for reports.
         is_contiguous: whether the rows are contiguous. Otherwise they are random.
         blocks: number of blocks in all calls together. No row is requested twice.
-        pool: blocks per call.
         cache: state of the page cache before the run, "cold" or "warm".
     """
 

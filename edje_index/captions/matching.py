@@ -106,8 +106,6 @@ def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], byte
     """Return the row of each name; None for a name without a row.
 
     Args:
-        table: the rows table.
-        names: names to look up.
         convert: function that is applied to each name in `table` before the comparison.
     """
     # Names that are not UTF-8, by the text that the rows table has instead.

@@ -56,7 +56,6 @@ class CaptionRecord:
     """The captions of one image in one record of a caption file.
 
     Attributes:
-        image: name of the image.
         captions: the captions that are not blank; empty if all captions are blank. A caption is blank if it has only
             whitespace, punctuation (which includes the symbols of ASCII) and invisible characters.
         split: name of the split; None if the record has no split.
@@ -76,7 +75,6 @@ class CaptionedImage:
     """One image and its captions.
 
     Attributes:
-        image: name of the image in the caption file.
         path: absolute path of the image, or "<tar>!<member>" for an image in a tar file.
         captions: the captions, at least one. No caption is blank.
         split: name of the split in the caption file; None if the caption file names no split.

@@ -65,16 +65,8 @@ class System:
     """The index and the bundle that were evaluated.
 
     Attributes:
-        name: file name of the index.
-        index: path of the index.
-        bundle: path of the bundle.
-        fingerprint: fingerprint of the bundle.
-        trained: False if the weights of the bundle are random.
         block_shape: shape of a block, (m, d): number of tokens and width of a token.
         weights: weights of the final score by direction, see `scoring.weights.ScoreWeights`.
-        candidates: number of candidates by direction.
-        queries: number of queries by direction.
-        dtype: data type of matrix products in the joint encoder.
     """
 
     name: str
@@ -96,11 +88,7 @@ class Result:
     In the result for the embeddings alone, `precision` and all fields after it are None.
 
     Attributes:
-        direction: "t2i" or "i2t".
-        recall: R@k by cutoff k.
-        precision: precision of the tokens.
         simulated_from: stored precision that was converted to `precision` in memory; None if `precision` is stored.
-        bytes_per_image: length of one record in bytes.
         pool: number of candidates that were re-ranked.
         in_pool: percentage of queries with a relevant candidate in the pool.
         gain: R@k minus R@k of the embeddings alone, by cutoff k.

@@ -90,8 +90,6 @@ class ExplainedRow:
     """A row of the index, with the nearest words of the tokens of this row.
 
     Attributes:
-        row_id: row id.
-        uri: name of the image in the rows table.
         words: how often each word is the nearest word of a token of this row.
         token_words: nearest word of each of the m tokens.
         attention: attention weights of the m queries over the grid of patches, averaged over the heads, float32
@@ -125,7 +123,6 @@ class PairedTest:
 
     Attributes:
         difference: mean of (score with the second index - score with the first index).
-        t: t statistic.
         p: p-value. It may underflow to 0.0.
         effect_size: Cohen's d for paired samples: `difference` / standard deviation of the differences.
     """
@@ -195,11 +192,7 @@ class Explanation:
     """The result of `explain_index`.
 
     Attributes:
-        root: directory of the index.
-        precision: precision of the tokens.
-        trained: False if the weights of the model are random.
         rows: nearest words of single rows.
-        sample: number of rows in the random sample.
         words: nearest words of all tokens in the random sample.
         alignment: alignment with captions; None if no captions were given.
         against: directory of the other index; None without a comparison.
@@ -235,9 +228,7 @@ def explain_index(
 
     Args:
         row_ids: row ids of single rows to explain. If empty, the first 6 rows of the random sample.
-        model: directory of the bundle; None for the bundle that built the index.
         precision: precision of the tokens; None for the stored precision of the highest fidelity.
-        sample: number of rows in the random sample.
         captions: caption file to measure the alignment with, see `read_captions`; None for no alignment.
         images: base directory of relative image paths in `captions`.
         split: split of the caption file; None for the whole file.
@@ -332,11 +323,7 @@ def _open(
 
 
 class Vocabulary:
-    """The vocabulary of the joint encoder, with normalised word embeddings.
-
-    Attributes:
-        words: the word of each token id.
-    """
+    """The vocabulary of the joint encoder, with normalised word embeddings."""
 
     def __init__(self, joint: JointScorer) -> None:
         tokenizer = joint.tokenizer
@@ -413,8 +400,6 @@ def alignment_scores(joint: JointScorer, captions: Sequence[str], block: Blocks 
     """Return the score S of each caption with one image, float64 [c]. S is NaN for a caption without content words.
 
     Args:
-        joint: joint encoder, for the word embeddings.
-        captions: c captions.
         block: stored tokens of the image [m, d].
     """
     # The late interaction of the final score differs: it subtracts the mean word vector and has other stop words.

@@ -40,12 +40,7 @@ _HUBNESS_BATCH = 256  # candidates: 13 MB of 64 x 384 bfloat16 blocks
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Reads or converts the tokens of one precision.
-
-    Attributes:
-        store: store to read from.
-        codec: codec of the precision.
-    """
+    """Reads or converts the tokens of one precision."""
 
     store: TokenStore
     codec: Codec
@@ -110,12 +105,10 @@ def score_pools(
     """Compute the final scores of all candidates in the pools.
 
     Args:
-        eval_set: queries and candidates.
         embeddings: embeddings of the captions, float32 [c, e], and of the candidate images, float32 [r, e].
         pool_sizes: numbers of candidates to re-rank.
         cache: directory of stored scores; None stores no scores.
         key: JSON values that identify the bundle and the index in `cache`.
-        on_progress: called with the number of scored pairs.
 
     Returns:
         (final scores by direction and pool size, float32 [q, pool size]; number of distinct pairs that were scored)

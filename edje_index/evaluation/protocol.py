@@ -28,7 +28,6 @@ class EvaluationSet:
 
     Attributes:
         rows: row ids of the candidate images, ascending, int64 [r].
-        captions: candidate captions [c].
         caption_rows: row id of the image of each caption, int64 [c]; -1 if the image is not a candidate.
         query_captions: indices in `captions` of the queries for text-to-image search, int64.
         query_rows: row ids of the queries for image-to-text search, int64.
@@ -54,7 +53,6 @@ def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
     """Return the queries and candidates of the split protocol.
 
     Args:
-        items: n captioned images.
         rows: row id of each image, int64 [n]. Items with the same row id are one image.
     """
     captions = tuple(caption for item in items for caption in item.captions)
@@ -69,7 +67,6 @@ def full_set(
     """Return the queries and candidates of the full-dataset protocol.
 
     Args:
-        split: queries and candidates of the split protocol.
         others: captioned images with additional captions. Captions that are already in `split` are left out.
         matched: row of each image in `others`.
     """

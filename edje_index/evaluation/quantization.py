@@ -92,7 +92,6 @@ class RankingChange:
     """Changes of rankings when other scores replace reference scores.
 
     Attributes:
-        queries: number of queries.
         top1_kept: fraction of queries with the same best candidate in both rankings.
         overlap_at_10: fraction of the ten best candidates that both rankings share, averaged over queries.
         kendall_tau: Kendall's tau-b between both rankings, as a distribution over queries.
@@ -114,9 +113,7 @@ class PrecisionCost:
     """One precision, compared with the reference.
 
     Attributes:
-        name: name of the precision.
         stored: True if the index stores the precision, False if the tokens were converted in memory for this report.
-        bytes_per_image: length of a record in bytes.
         relative_error: distribution of |token - reference| / |reference| over the tokens whose reference is not a zero
             vector. Its maximum is the worst value. None if there are no such tokens.
         cosine: distribution of the cosine similarity between these tokens and their references. Its minimum is the
@@ -137,8 +134,6 @@ class QuantizationReport:
     """Comparison of the precisions of an index with a reference precision.
 
     Attributes:
-        index: path of the index.
-        rows: number of rows of the index.
         block_shape: (m, d), the shape of one image's tokens.
         reference: the precision that all other precisions are compared with.
         reference_encoded_from: precisions that the reference was converted from, first to last.
@@ -147,11 +142,8 @@ class QuantizationReport:
         holes: number of sampled rows without tokens. These rows were skipped.
         query_source: path of the file of queries, or "built-in captions".
         queries: number of queries whose candidates were re-ranked; 0 if re-ranking was not measured.
-        pool: number of candidates per query.
-        trained: False for a model of random weights.
         ranking_left_out: why re-ranking was not measured; None if it was measured.
         impossible: reason why a precision cannot encode tokens of this width, by name of the precision.
-        precisions: the measured precisions, longest records first.
     """
 
     index: str
@@ -189,10 +181,6 @@ def measure_precisions(
         names: the precisions to measure; empty for all.
         queries: file of queries, see `read_queries`; None for `GENERIC_CAPTIONS`.
         model: bundle to re-rank with; None for the bundle that built the index.
-        rows: number of random rows whose tokens are compared.
-        pool: number of candidates per query.
-        seed: seed for sampling the rows.
-        on_progress: called with the progress.
 
     Raises:
         UsageError: there is no index, a precision is unknown, the index does not store the reference precision, or the

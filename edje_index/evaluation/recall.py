@@ -134,7 +134,6 @@ class ClusterBootstrap:
     Attributes:
         clusters: number of the cluster of each query, int64 [q].
         resamples: number of resamples. If it is 0, estimates have no confidence intervals.
-        seed: seed of the random resamples.
     """
 
     clusters: NDArray[np.int64]

@@ -102,7 +102,6 @@ class ImageError(Exception):
 
     Attributes:
         reason: one of `REASONS`.
-        detail: human-readable description.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -55,10 +55,6 @@ INPUT_SCHEMA = pa.schema(
 def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int, *, first_shard: int = 0) -> list[Path]:
     """Write `refs` to `build/inputs/`, which must exist. Memory use does not depend on the number of inputs.
 
-    Args:
-        shard_size: number of inputs per shard.
-        first_shard: number of the first shard.
-
     Returns:
         The paths of the files, in row order.
     """

@@ -50,8 +50,6 @@ class RangedFile(io.RawIOBase):
 
     Args:
         read_at: function that reads a byte range.
-        length: number of bytes of the file.
-        close: called once, when the file is closed.
     """
 
     def __init__(self, read_at: ReadAt, length: int, close: Callable[[], None] = lambda: None) -> None:
@@ -108,7 +106,6 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
     """Open a file to read byte ranges.
 
     Args:
-        path: path or URL.
         only_headers: True if small parts of a local file are read. Read-ahead would fetch the whole file.
 
     Raises:
@@ -163,7 +160,6 @@ class BlockReader:
 
     Args:
         read_at: function that requests a byte range of the file. Threads call it at the same time.
-        length: number of bytes of the file.
         daemon: whether the process may end during a request.
     """
 

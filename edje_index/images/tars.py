@@ -32,9 +32,7 @@ class Member:
     """One file in an archive.
 
     Attributes:
-        name: name in the archive, as bytes.
         offset: position of the member. The kind of the archive defines its meaning.
-        size: declared number of bytes of the content.
         problem: reason why the member cannot be read; None if it can be read.
     """
 

@@ -49,10 +49,7 @@ class Thumbnail:
     """A small JPEG of a photo, or the reason why there is none.
 
     Attributes:
-        row_id: row id of the photo.
-        uri: name of the photo in the rows table.
         jpeg: content of a JPEG file; None if the photo cannot be shown.
-        problem: reason why the photo cannot be shown; empty if the photo can be shown.
     """
 
     row_id: int
@@ -72,7 +69,6 @@ def read_thumbnails(
     """Return one thumbnail per row id, in the order of `row_ids`. A photo that cannot be read raises no error.
 
     Args:
-        index: directory or URL of the index, or the open index.
         row_ids: rows of the index; duplicates are allowed.
         side: length of the longer side of a thumbnail in pixels.
 

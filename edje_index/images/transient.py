@@ -57,8 +57,6 @@ def retry(read: Callable[[], _T], uri: str, enough_bytes: int = 1 << 30) -> _T:
     The pauses between the calls are `PAUSES`.
 
     Args:
-        read: function that reads or decodes an input.
-        uri: name of the input.
         enough_bytes: bytes of memory that suffice for any valid input.
 
     Raises:

@@ -41,7 +41,6 @@ class FileVersion(NamedTuple):
     """What a server says about a file, so that ranges of two versions are never combined.
 
     Attributes:
-        length: number of bytes.
         etag: identifier of the contents; None if the server sends none.
         modified: time of the last modification, in the words of the server; None if the server sends none.
     """

@@ -29,8 +29,6 @@ def check_faiss_file(file: BinaryIO, *, dimensions: int, vectors: int, rows: int
     """Check the structure, sizes and ids of a FAISS file.
 
     Args:
-        dimensions: width of the embeddings.
-        vectors: number of embeddings.
         rows: number of rows of the index. Every id must be smaller than this number.
 
     Raises:

@@ -141,7 +141,6 @@ def build_ann(
     Args:
         replace_file: True to write, or overwrite, `ann/index.faiss`. False to write a file with a new name.
         request: kind and recall of the FAISS index.
-        on_progress: function that is called after each shard.
 
     Raises:
         UsageError: `request` is invalid, or the FAISS index needs more memory than `request.memory`.
@@ -177,7 +176,6 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
 
     Args:
         spec: shape of the index with the new rows.
-        ann: description of the existing FAISS files, from the manifest.
 
     Returns:
         The description of all FAISS files for the manifest. `ann` is returned unchanged if the index has no
@@ -478,7 +476,6 @@ class AnnIndex:
         """Return at most `k` nearest rows for each query, best first.
 
         Args:
-            k: number of rows per query.
             passing: which rows to search, bool [rows]; deleted rows must be False. The search is then exact. None
                 searches all rows that are not deleted.
 
@@ -528,7 +525,6 @@ def _nearest(
 
     Args:
         embeddings: stored embeddings, which are compared if a FAISS index stores codes.
-        k: number of rows per query.
         probes: number of inverted lists to search in each FAISS index; None uses the number in the FAISS file.
         live: bitmap of the rows to search, one bit per row, lowest bit first; None searches all rows.
     """

@@ -59,14 +59,8 @@ class ShardTask:
     """One shard to encode. The task and the encoder determine the contents of the shard.
 
     Attributes:
-        root: directory of the index.
-        shard: shard number.
-        spec: shape of the index.
-        plan: fingerprint of the build plan.
         batch_size: number of images, or of frames of clips, per forward pass.
-        decoding: settings of decoding.
         decode_threads: number of threads that read and decode images. This number does not affect the result.
-        columns: source columns of the rows table.
     """
 
     root: str
@@ -84,7 +78,6 @@ class Attempt:
     """One attempt at a shard.
 
     Attributes:
-        path: file of the attempt.
         machine: id of the machine of the attempt; empty if the machine cannot be lost without the job.
         careful: True to prepare one input at a time, because the process of an earlier attempt died.
         deaths: number of careful attempts that died at an input, by position of the input.
@@ -124,7 +117,6 @@ def begin_attempt(layout: Layout, shard: int, machine: str = "", alive: Collecti
 
     Args:
         machine: see `Attempt`.
-        alive: ids of the machines that are not lost.
     """
     # The file stays if the process dies, or if an exception ends the attempt and earlier deaths are recorded.
     path = layout.attempt(shard)
@@ -179,7 +171,6 @@ def encode_shard(
         on_progress: function that is called after each batch.
         should_stop: function that is called before each batch. Encoding stops if the function returns True.
         machine: id of this machine, see `begin_attempt`.
-        alive: ids of the machines that are not lost.
 
     Raises:
         TaskInterrupted: `should_stop` returned True. The next run starts the shard again.

@@ -36,8 +36,6 @@ class AdapterConfig:
             ``strided``, ``clustered``, ``pruned``: reduction to m patches, then an MLP. ``patches``: patch features
             without change, for training.
         num_tokens: number of tokens per image, m. For ``local`` and ``patches``, m is n.
-        vision_dim: width of the vision tower, d_v.
-        language_dim: width of the language model, d.
         hidden_dim: hidden width of the MLP. If it is 0, there is no MLP, and d must be d_v.
         num_heads: number of attention heads of a ``compressed`` adapter, the same as in the vision tower.
         activation: name of the activation of the MLP in transformers.
@@ -86,7 +84,6 @@ class Adapter(nn.Module):
     """Maps patch features [b, n, d_v] to stored tokens [b, m, d].
 
     Attributes:
-        config: configuration of the adapter.
         needs_attention: True if ``forward`` has a second argument, the attention that each patch receives [b, n].
     """
 

@@ -39,10 +39,7 @@ class BertWeights:
     """The weights of a BERT model. Names and shapes are checked.
 
     Args:
-        tensors: all tensors by name.
         prefix: prefix of the names in `tensors`. The rest of each name is a name in `BertModel`.
-        source: file or model that the tensors come from, for error messages.
-        device: device of the returned tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str, *, source: str, device: torch.device) -> None:
@@ -86,14 +83,10 @@ class Bert:
     """The embeddings and layers of a BERT model.
 
     Args:
-        config: BERT configuration in the format of transformers.
-        weights: weights of the model.
-        source: file or model that `config` comes from, for error messages.
         dtype: data type of matrix products. Residual sums and layer norms always use float32.
 
     Attributes:
         words: word embeddings, float32 [v, d].
-        width: width d of the model.
     """
 
     def __init__(

@@ -22,7 +22,6 @@ class ClipConfig:
 
     Attributes:
         name: name of the model in open_clip, for display only.
-        model: ``model_cfg`` of open_clip.
         preprocess: ``preprocess_cfg`` of open_clip: size, mean, standard deviation, interpolation and resize mode.
     """
 

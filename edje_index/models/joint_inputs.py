@@ -48,12 +48,10 @@ class JointTokenizer:
     """A BERT tokenizer with the ``<image>`` placeholder.
 
     Attributes:
-        tokenizer: the tokenizer.
         special_tokens: text of each special token, such as ``[SEP]``, by the names in `SPECIAL_TOKEN_NAMES`.
         truncation_side: end where long captions are truncated, "right" or "left".
         canonical: whether captions are converted to lower case without punctuation before they are tokenised, see
             `clean_canonicalize`.
-        image_token_id: token id of the placeholder.
     """
 
     def __init__(

@@ -29,10 +29,8 @@ class JointScorer:
     """A joint encoder that scores pairs but cannot be trained. Thread-safe.
 
     Attributes:
-        tokenizer: tokenizer of the captions.
         compute_dtype: data type of matrix products. The scoring head always uses float32, because bfloat16 logits are
             often equal.
-        device: device of the weights.
     """
 
     def __init__(
@@ -50,9 +48,6 @@ class JointScorer:
         Args:
             config: BERT configuration of the language model, in the format of transformers.
             tensors: weights by name, as in published checkpoints. The scorer may share their memory.
-            source: file or model that the weights come from, for error messages.
-            dtype: see `compute_dtype`.
-            device: device of the weights. None means the CPU.
         """
         self.tokenizer = tokenizer
         self.compute_dtype = dtype

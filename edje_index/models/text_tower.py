@@ -65,7 +65,6 @@ def embed_texts(
     """Return the embedding of each text, float32 [len(texts), embed_dim]. Equal texts are embedded once.
 
     Args:
-        texts: at least one text.
         on_progress: called before each group of `TEXTS_PER_REPORT` texts and at the end. An exception raised by
             `on_progress` stops this function.
     """

@@ -16,11 +16,7 @@ Sections = Mapping[str, Mapping[str, str]]
 
 
 class LazyGroup(click.Group):
-    """A group that imports the module of a command only when the command or its help is needed.
-
-    Args:
-        sections: commands to list under each heading of the help text; see `Sections`.
-    """
+    """A group that imports the module of a command only when the command or its help is needed."""
 
     def __init__(self, *, sections: Sections, **settings: Any) -> None:
         super().__init__(**settings)

@@ -52,7 +52,6 @@ def running_job(
 
     Args:
         index: directory or URL of the index that the job changes; None if it changes no index.
-        quiet: True to show no progress.
         resumes: False if the job cannot be resumed.
     """
     from pipelines.progress.display import log_file, progress_display

@@ -34,11 +34,7 @@ class EngineUnavailableError(EdjeError):
 
 
 class TaskFailedError(EdjeError):
-    """A task raised an exception, or too many workers died or stalled while running the task.
-
-    Attributes:
-        task: the task.
-    """
+    """A task raised an exception, or too many workers died or stalled while running the task."""
 
     def __init__(self, message: str, task: Task) -> None:
         super().__init__(message, task)  # all arguments, so that the error can be pickled
@@ -86,7 +82,6 @@ def run_inline(
 
     Args:
         make_worker: called once in each worker process; returns the worker.
-        tasks: tasks to run.
         on_progress: called with the latest progress of each worker, in the calling process.
         on_event: called with messages about the machines that run the tasks.
         should_stop: returns True to stop. An engine calls this function often, so the function must be fast.

@@ -41,9 +41,7 @@ def train_on_ray(
     If a worker or its node is lost, all workers start again from the last checkpoint.
 
     Args:
-        should_stop: returns True to stop.
         on_record: called with new records of the log.
-        on_event: called with messages about the nodes of the cluster.
         node_wait_seconds: seconds to wait for a new node if the cluster no longer has room for all workers.
 
     Raises:

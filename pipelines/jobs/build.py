@@ -379,7 +379,6 @@ def check_finished(out: Path, info: BundleInfo, requested: Mapping[str, Any], sh
     """Check that a request asks for the finished index at `out`, and that its files and its sources have not changed.
 
     Args:
-        info: the requested model.
         requested: the requested settings, arguments of `BuildSettings.choose`.
         should_stop: called before each input.
 

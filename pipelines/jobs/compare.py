@@ -41,12 +41,9 @@ class SourceChanges:
     Attributes:
         refs: inputs that get new rows, in the order of the sources.
         digest: SHA-256 of these inputs, in hexadecimal; see `Plan.inputs_digest`.
-        inputs: number of inputs in the sources.
         duplicates: number of inputs that get no row, because the index or an earlier input has the same content.
         ignored: number of entries in the sources that are not inputs, by suffix or reason.
-        unchanged: number of inputs whose row does not change.
         changed: positions in `refs` of the inputs that have a row with other content.
-        vanished: number of rows whose input no longer exists.
         deleted: ids of the rows to delete, ascending: vanished rows, and old rows of changed inputs.
         reasons: why the rows to delete had failed, if failed inputs are tried again.
     """
@@ -68,9 +65,7 @@ class _Row:
     """One row of an index.
 
     Attributes:
-        row_id: row id.
         content_hash: SHA-256 of the input, 32 bytes; None if the input could not be read.
-        failed_for: reason why the row failed; None if the row has not failed.
         duplicate_of: row id of the original if this row is a duplicate, otherwise None.
     """
 
@@ -116,7 +111,6 @@ def compare_sources(
     Args:
         group: all sources of the index; None takes those that the index records.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1.
-        on_event: receives the events of the listing.
         should_stop: called before each input.
 
     Raises:

@@ -439,8 +439,6 @@ def build_copied_ann(
     `origins`. If the kinds differ, it gets the default kind.
 
     Args:
-        root: directory of the index with the copied rows.
-        spec: shape of the copied rows.
         origins: manifests of the indexes that the rows come from.
         replace_file: see `build_ann`.
 

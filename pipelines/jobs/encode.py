@@ -190,7 +190,6 @@ def run_shards(
         shards: numbers of the shards, ascending.
         rows: number of rows in all `shards`.
         earlier: receipts of earlier runs, by shard. They are yielded first.
-        engine: runs the tasks.
         make_worker: function that returns the worker of a process; see `pipelines.engines.base`. The worker reports
             `ShardProgress`.
         make_task: function that takes a shard number and returns the task.

@@ -43,11 +43,8 @@ def import_arrays(
         tokens: .npy file of shape [rows, m, d]. The type is float32, float16, or bfloat16 saved as uint16 or as raw
             16-bit words. m is the number of tokens per row, d the width of a token.
         embeddings: .npy file of floating-point numbers of shape [rows, embed_dim].
-        out: directory of the new index.
         rows: Parquet file with the column `uri` and any of the other `ROW_COLUMNS`; other columns are ignored. If None,
             the uri of each row is its row id.
-        precisions: precisions to store.
-        shard_size: rows per shard.
         encoder: name and version of the model that computed the arrays.
         ann: True to build the nearest-neighbour index.
         should_stop: called before each part of the rows.

@@ -164,12 +164,10 @@ class Plan:
     Attributes:
         spec: sizes and precisions of the index after the change. The new rows are its last segment.
         model: description of the model bundle; see `model_record`.
-        settings: settings that affect the stored bytes.
         inputs_digest: SHA-256 of the inputs in row order, in hexadecimal.
         duplicates: number of inputs that are not encoded, because another input or row has the same content.
         ignored: number of entries in the sources that are not inputs, by suffix or reason.
         input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal, by file name.
-        columns: source columns of the index after the change.
     """
 
     spec: IndexSpec
@@ -266,11 +264,6 @@ def store_inputs(
     earlier_columns: Iterable[SourceColumn] = (),
 ) -> dict[str, Any]:
     """Write `refs` to `build/inputs/`. Existing files in this directory are removed.
-
-    Args:
-        shard_size: number of inputs per shard.
-        first_shard: number of the first shard.
-        earlier_columns: source columns of the existing rows of the index.
 
     Returns:
         The attributes `duplicates`, `ignored`, `input_checksums` and `columns` of the plan, and the number of `rows`.

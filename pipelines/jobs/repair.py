@@ -148,7 +148,6 @@ class ShardEncoder:
     """Encodes rows of a shard again with the model and the settings of an index, in the batches of its build.
 
     Args:
-        open_encoder: returns the encoder.
         should_stop: function that is called before each batch.
     """
 

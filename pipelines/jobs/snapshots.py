@@ -164,12 +164,8 @@ class SnapshotEntry:
     """A snapshot of an index.
 
     Attributes:
-        snapshot: number of the snapshot.
         kind: kind of the change that made the snapshot, for example "build", "append" or "delete".
         created: time of the commit in UTC; None for a build.
-        rows: number of rows that are not deleted.
-        deleted: number of deleted rows.
-        precisions: precisions that the snapshot contains.
         change: details of the change by name, for example the number of deleted rows.
     """
 
@@ -222,7 +218,6 @@ def remove_snapshots(index: IndexLocation, keep: int | None, on_event: OnEvent =
     """Remove old snapshots, an unfinished change, and the files that no snapshot needs.
 
     Args:
-        index: directory of the index.
         keep: number of snapshots to keep, the newest; None keeps all.
         on_event: receives a message if an unfinished change is discarded.
 

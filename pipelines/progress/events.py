@@ -25,7 +25,6 @@ class StatusMessage:
     """One line of text for the user, for example about the next step of a job.
 
     Attributes:
-        text: the line.
         is_warning: True if the text reports a problem, for example a lost node.
     """
 
@@ -38,8 +37,6 @@ class PlanReady:
     """The plan of a job, reported once the amount of work is known.
 
     Attributes:
-        inputs: number of inputs in all sources.
-        shards: number of shards of the index.
         finished_shards: number of shards that earlier runs finished.
         workers: number of worker processes; None if the engine decides.
         duplicates: number of inputs that are byte-identical to an earlier input.
@@ -60,11 +57,8 @@ class Progress:
 
     Attributes:
         activity: name of the activity, for example "indexing".
-        done: number of finished units of work.
-        total: number of all units of work; None if unknown.
         shards: number of shards of the job; None if the job does not process shards.
         finished_shards: number of finished shards, including those that earlier runs finished.
-        failed: number of rows that could not be encoded.
         bottleneck: stage in which the workers of this run spent the most time; None if no times are known yet.
         finished_shard: the shard that was just finished; None if the event reports something else.
     """
@@ -107,12 +101,7 @@ def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
 
 
 class ShardMeter:
-    """Computes the `Progress` of a job from the latest progress of each shard.
-
-    Args:
-        rows: number of rows of the whole job.
-        shards: number of shards of the whole job.
-    """
+    """Computes the `Progress` of a job from the latest progress of each shard."""
 
     def __init__(self, activity: str, rows: int, shards: int) -> None:
         self._activity, self._rows, self._shards = activity, rows, shards

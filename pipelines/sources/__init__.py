@@ -182,7 +182,6 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
     """Open one directory or file as a source. Archives are opened when they are listed.
 
     Args:
-        spec: path or URL of the directory or file.
         column: name of the path column, if the file is a list of paths, or of the column of images; None selects the
             first column with a name in `PATH_COLUMNS`.
 

@@ -60,7 +60,6 @@ class Source(ABC):
     """A source of images and clips.
 
     Attributes:
-        spec: the source as the user wrote it.
         path: absolute path of the directory or file, or its URL.
         clips: True if video files are inputs, too. Otherwise they are ignored, unless a list names them.
         ignored: number of entries that are not inputs, in the latest pass over the source. Keys are suffixes (".txt")

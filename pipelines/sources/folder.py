@@ -35,7 +35,6 @@ class _Directory:
     """The contents of a directory.
 
     Attributes:
-        path: path or URL.
         files: sizes of the files by name; None for local files.
         links: names of the symbolic links to files, and of broken links with the suffix of an input.
         directories: names of the subdirectories and of the links to directories.

@@ -45,8 +45,6 @@ class Codec(ABC):
         logical_dtype: number format of the stored values, for example `bfloat16` or `int8`.
         width_multiple: the width of a token must be a multiple of this number.
         block_shape: (m, d), tokens per block and values per token.
-        values: number of values per block.
-        record_bytes: length of a record in bytes, including scales.
         record_shape: shape of one record in the Zarr array of the precision.
         zarr_dtype: Zarr v3 data type of the Zarr array.
         fill_value: fill value of the Zarr array. A record of fill values decodes to NaN.

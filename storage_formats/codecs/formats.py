@@ -123,11 +123,7 @@ class Int8Codec(Codec):
 
     @staticmethod
     def scales(largest: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the scale of each token, float32, with the shape of `largest`.
-
-        Args:
-            largest: largest magnitude of each token, float32, finite.
-        """
+        """Return the scale of each token, float32, with the shape of `largest`."""
         return np.clip((largest / 127).astype(BF16).astype(np.float32), 2.0**-133, 2.0**121)
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
@@ -151,7 +147,6 @@ class GroupScaledCodec(Codec):
     """Stores the codes of all values, then the scales of all groups. One byte stores one E4M3 code or two E2M1 codes.
 
     Attributes:
-        element: number format of the codes.
         scale_values: value of each scale code, float32 [256]. The value of code 0xFF is NaN.
         group: number of consecutive values of a token that share one scale.
     """
@@ -168,11 +163,7 @@ class GroupScaledCodec(Codec):
     @staticmethod
     @abstractmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Return the scale code of each group, uint8, with the shape of `largest`.
-
-        Args:
-            largest: largest magnitude of each group, float32, finite.
-        """
+        """Return the scale code of each group, uint8, with the shape of `largest`."""
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         if self.element is E4M3:  # with scales that are powers of two, so multiplying by the inverse is exact

@@ -182,7 +182,6 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
         bits: bits of the bfloat16 values.
         scale_codes: [32768], scale code of a group, indexed by the bits of the largest magnitude in the group.
         inverse_scales: [256], 1 / scale for each scale code.
-        records: output.
         geometry: (values per block, values per token, values per scale).
         span: (start, stop), half-open range of blocks to encode.
     """

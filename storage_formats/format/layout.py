@@ -27,7 +27,6 @@ class Segment:
 
     Attributes:
         first_row: first row id of the segment, a multiple of the shard size.
-        rows: number of rows in the segment.
     """
 
     first_row: int

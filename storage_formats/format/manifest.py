@@ -61,12 +61,10 @@ class Snapshot:
     """A state of an index (SPEC.md section 12). The defaults describe an index directly after its build.
 
     Attributes:
-        number: number of the snapshot.
         change: description of the change that made the snapshot, with the members `kind`, `created` and more. Empty
             for a build.
         next_shard: lowest shard number that no snapshot has used so far. 0 means the number of shards of the index.
         deleted: file entry of the tombstones file. None if no row is deleted.
-        deleted_rows: number of deleted rows.
         oldest: number of the oldest kept snapshot. None if an earlier version of the package wrote the index.
     """
 
@@ -118,7 +116,6 @@ class RowMap:
     """The entry of a row map in the manifest. Each compaction writes one row map (SPEC.md section 12.1).
 
     Attributes:
-        file: file entry of the row map.
         first_row: lowest new row id. The row map translates row ids below `first_row`.
         is_partial: True if only some shards were compacted. Row ids that are not listed did not change.
     """
@@ -295,7 +292,6 @@ class CommittedIndex:
     Attributes:
         root: absolute path of the index. For an index on an object store, this is the local directory that caches the
             files of the snapshot, apart from tokens; see `fetch`.
-        manifest: manifest of this snapshot.
         remote: the objects of the index; None for an index on a file system.
     """
 

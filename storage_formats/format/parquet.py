@@ -42,7 +42,6 @@ def iter_batches(
 
     Args:
         rows: largest number of rows of a batch.
-        columns: names of the columns to read.
         row_groups: numbers of the row groups to read; None reads all.
 
     Raises:

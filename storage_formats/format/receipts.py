@@ -18,13 +18,7 @@ class ShardReceipt:
     """The counts and files of a committed shard.
 
     Attributes:
-        shard: shard number.
-        plan: fingerprint of the build plan.
-        rows: number of rows of the shard.
-        indexed: number of indexed rows.
         duplicates: number of rows whose input is a duplicate.
-        failed: number of failed rows for each reason.
-        files: file entries of all files of the shard.
         seconds: time spent in each stage (read, decode, wait, encode, write), summed over threads.
         truncated: number of indexed rows whose images are truncated. The column `detail` of these rows has a text.
     """

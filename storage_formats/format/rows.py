@@ -98,8 +98,6 @@ def with_source_values(
     """Add source columns to a rows table.
 
     Args:
-        table: rows table of k rows without source columns.
-        source_columns: the columns to add.
         rows: for each of the k rows, a mapping from column name to value. None for a row without values.
 
     Raises:

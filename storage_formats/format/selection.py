@@ -20,8 +20,6 @@ class Selection:
     """All rows of some shards except `left_out`, in row order. The rank of a row is its position in the selection.
 
     Attributes:
-        spec: shape of the index.
-        left_out: the rows outside the selection.
         shards: int64 [n], numbers of the shards, ascending.
         ranks: int64 [n + 1], number of selected rows before each shard, followed by the number of all selected rows.
 

@@ -42,8 +42,6 @@ class FileEntry:
 
     Attributes:
         path: path of the file, relative to the index.
-        bytes: length of the file in bytes.
-        crc32c: CRC-32C of the contents of the file.
     """
 
     path: str

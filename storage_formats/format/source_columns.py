@@ -50,7 +50,6 @@ class SourceColumn:
     """A source column of an index.
 
     Attributes:
-        name: name of the column in the rows table.
         kinds: kinds of the values in the column, sorted; see `kind_of`. The kinds determine the type of the column.
         values: number of rows with a value, including deleted rows.
 

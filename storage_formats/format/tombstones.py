@@ -26,7 +26,6 @@ class Tombstones:
     """The set of deleted rows. It uses memory only for shards with deleted rows.
 
     Attributes:
-        shard_size: rows per shard.
         shards: int64 [n], numbers of the shards with deleted rows, ascending.
         bits: uint8 [n, ceil(shard_size / 8)], one bitmap per shard in `shards`. Bit i % 8 of byte i // 8 is 1 if the
             row at position i of the shard is deleted.

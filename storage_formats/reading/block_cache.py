@@ -57,14 +57,7 @@ def cache_bytes() -> int:
 
 
 class BlockCache:
-    """The cached blocks of one precision of an index on an object store. Thread-safe.
-
-    Args:
-        url: URL of the index.
-        checksums: the stored checksums of the blocks.
-        files: the files of all cached blocks on this machine, see `cache_files`.
-        buffers: pool of buffers for records.
-    """
+    """The cached blocks of one precision of an index on an object store. Thread-safe."""
 
     def __init__(
         self, url: str, checksums: BlockChecksums, record_bytes: int, files: CacheFiles, buffers: BufferPool
@@ -86,8 +79,6 @@ class BlockCache:
 
         Args:
             batch: consecutive records of the batch of `destination`.
-            names: result of the method `names`.
-            destination: destination of the records.
             first: index of the first record in the batch of `destination`.
         """
         size = self._size
@@ -144,7 +135,6 @@ class CacheFiles:
     not used for longest are removed.
 
     Args:
-        root: directory of the files.
         limit: maximum disk space of the files in bytes. Each further process that writes at the same time can exceed it
             by as much as it writes between two removals.
     """

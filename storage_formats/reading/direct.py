@@ -36,9 +36,6 @@ def read_direct(destination: Destination, files: ShardFiles, queues: QueuePool, 
     After this function returns or raises an exception, no read writes to the destination.
 
     Args:
-        destination: receives the records.
-        files: shard files, opened for direct I/O.
-        queues: pool of queues.
         buffers: pool of buffers for records that cannot be read directly into the destination.
 
     Raises:

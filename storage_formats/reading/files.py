@@ -39,9 +39,6 @@ class ShardFile:
     """An open shard file.
 
     Attributes:
-        fd: file descriptor.
-        size: length in bytes.
-        path: path of the file.
         readers: number of readers that use the file now.
         is_cached: whether the page cache had the file when the kernel was asked. None if the kernel does not tell.
         trusted_until: `time.monotonic()` until which `is_cached` is trusted.

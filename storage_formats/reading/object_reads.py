@@ -39,11 +39,9 @@ class ObjectReads:
     """Reads the token objects of one precision. Thread-safe. Has the methods of `local_reads.LocalReads`.
 
     Attributes:
-        folder: objects of the index.
         key: function that takes a shard number and returns the key of the token object.
         record_bytes: length of a record in bytes.
         cache: cached blocks on the local disk; None reads all blocks from the object store.
-        buffers: pool of buffers for records.
     """
 
     folder: ObjectFolder

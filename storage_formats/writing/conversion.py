@@ -30,12 +30,8 @@ class ConversionTask:
     """The conversion of one shard.
 
     Attributes:
-        root: directory of the index.
-        shard: shard number.
-        spec: shape of the index.
         source: precision to read, one of the precisions of the index.
         targets: precisions to write.
-        plan: fingerprint of the plan of the whole conversion.
     """
 
     root: str
@@ -122,7 +118,6 @@ def with_precisions(
     Args:
         targets: converted precisions, which the index does not have yet.
         receipts: one receipt per shard.
-        source: precision from which the targets were converted.
 
     Raises:
         CorruptIndexError: a shard has no receipt.

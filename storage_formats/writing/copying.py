@@ -49,7 +49,6 @@ class RowCopier:
     """Writes selected rows to new shards, with new row ids. All data is compared with the stored checksums.
 
     Args:
-        selection: the rows to copy.
         target: layout of the index to write to. It may be that of `source`.
         spec: shape of the target. Its last segment has one row for each selected row.
     """
@@ -70,7 +69,6 @@ class RowCopier:
         """Write and commit the files of one shard of the target, and write the receipt.
 
         Args:
-            shard: shard number in the target.
             on_progress: called with the number of rows copied so far.
             should_stop: called between pieces; True stops the copy.
 
@@ -186,8 +184,6 @@ def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> p
     """Return k rows with new row ids.
 
     Args:
-        table: rows table of the k rows.
-        row_ids: the k new row ids.
         originals: for each row, the new row id of its original. Values of rows that are no duplicates are ignored. A
             duplicate with the value -1 becomes a failed row with the reason "original-deleted".
     """

@@ -99,8 +99,6 @@ class RemoteCopy:
     """A running copy to an object store. `begin_remote_copy` makes it.
 
     Attributes:
-        index: the snapshot to copy.
-        folder: objects of the destination.
         replaced: the `index.json` that the copy will replace. None if the destination has no `index.json`.
         writer: identity of the claim.
     """
@@ -169,8 +167,6 @@ def begin_remote_copy(index: CommittedIndex, folder: ObjectFolder, *, replace: b
     In the `with` block, the object `build/claim.json` keeps other writers away.
 
     Args:
-        index: the snapshot to copy.
-        folder: objects of the destination.
         replace: whether the copy may discard what the index at the destination has and `index` has not. Such an index
             is removed at once, so the destination has no index until the copy ends.
 

@@ -26,9 +26,6 @@ class Provenance:
     Attributes:
         model: description of the model. The required member `fingerprint` is a hash of everything that determines the
             stored bytes.
-        settings: settings of the build.
-        plan: fingerprint of the build plan.
-        encoded_from: see `Manifest.encoded_from`.
     """
 
     model: dict[str, Any]
@@ -52,9 +49,7 @@ def new_manifest(
 
     Args:
         receipts: one receipt per shard, in any order.
-        provenance: origin of the index.
         ann: value of `ann` in `index.json`, which describes the nearest-neighbour index (SPEC.md section 10).
-        columns: source columns of the rows table.
         change: value of `change` in `index.json`, for an index that is copied from another; None for a build.
         deleted: deleted rows of the index; None if there are none.
 

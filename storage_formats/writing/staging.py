@@ -84,10 +84,6 @@ class StagedFiles:
     def commit_rows(self, rows: pa.Table, plan: str, seconds: dict[str, float] | None = None) -> ShardReceipt:
         """Write the rows table of the shard, and commit all staged files and the receipt. Return the receipt.
 
-        Args:
-            plan: see `ShardReceipt`.
-            seconds: see `ShardReceipt`.
-
         Raises:
             FileNotFoundError: a later attempt at the shard has begun.
         """
