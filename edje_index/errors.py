@@ -19,13 +19,7 @@ class ModelError(EdjeError):
 
 
 class NotABundleError(ModelError):
-    """There is no model bundle at the given path. Exit code 2.
-
-    Example:
-        >>> from edje_index.errors import ModelError, NotABundleError
-        >>> issubclass(NotABundleError, ModelError)
-        True
-    """
+    """There is no model bundle at the given path. Exit code 2."""
 
     exit_code = 2
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from storage_formats.token_store import TokenStore as TokenStore
     from storage_formats.verify import verify_index as verify_index
     from storage_formats.writing.index_writer import IndexWriter as IndexWriter
-    from storage_formats.writing.shard_writer import ShardWriter as ShardWriter
 
 _NAMES = {
     "storage_formats.codecs": "codec precisions",
@@ -39,7 +38,6 @@ _NAMES = {
     "storage_formats.token_store": "TokenStore",
     "storage_formats.verify": "verify_index",
     "storage_formats.writing.index_writer": "IndexWriter",
-    "storage_formats.writing.shard_writer": "ShardWriter",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

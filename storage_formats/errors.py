@@ -131,14 +131,7 @@ class TaskInterrupted(Exception):
 
 
 class MachineError(EdjeError):
-    """This machine cannot read a file of the index now, but the file may be undamaged. Remove the cause and try again.
-
-    Example:
-        >>> import errno
-        >>> from storage_formats.errors import MachineError, cannot_read
-        >>> isinstance(cannot_read("index.json", OSError(errno.EMFILE, "Too many open files")), MachineError)
-        True
-    """
+    """This machine cannot read a file of the index now, but the file may be undamaged."""
 
 
 _REMEDIES = {

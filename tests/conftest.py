@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from storage_formats.change import begin_index
-from storage_formats.format.layout import IndexSpec
+from storage_formats.change import begin_index, remove_build, write_array_shapes
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import DUPLICATE, RowEntry, rows_table
-from storage_formats.writing.publish import Provenance, finish_index
+from storage_formats.format.source_columns import SourceColumn
+from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -61,6 +63,17 @@ def random_blocks(rng: np.random.Generator, count: int, spec: IndexSpec) -> np.n
     return rng.standard_normal((count, *spec.block_shape), dtype=np.float32).astype(ml_dtypes.bfloat16)
 
 
+def finish_index(
+    root: Path, spec: IndexSpec, receipts: list[ShardReceipt], columns: tuple[SourceColumn, ...] = ()
+) -> None:
+    """Commit an index whose shards are written."""
+    origin = {"model": {"fingerprint": "f" * 64}, "settings": {}, "plan": "plan", "ann": {"kind": "none"}}
+    new_manifest(Layout(root), spec, receipts, columns, **origin).write(Layout(root))
+    write_array_shapes(Layout(root), spec)
+    remove_build(Layout(root))
+    Layout(root).build.rmdir()
+
+
 def write_random_index(
     root: Path,
     spec: IndexSpec,
@@ -91,7 +104,7 @@ def write_random_index(
             for part in np.array_split(kept, 3):
                 writer.put(part - rows[0], blocks[part], embeddings[part])
             receipts.append(writer.commit(rows_table(records), "plan", {"write": 0.0}))
-    finish_index(root, spec, receipts, Provenance({"fingerprint": "f" * 64}, {}, "plan"), {"kind": "none"})
+    finish_index(root, spec, receipts)
     expected = blocks.copy()
     expected[sorted(failed | duplicates)] = np.nan
     return expected

@@ -44,7 +44,7 @@ from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.object_store import local_path
 from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.verify import check_files
-from storage_formats.writing.publish import Provenance, new_manifest
+from storage_formats.writing.publish import new_manifest
 
 
 @dataclass(frozen=True)
@@ -281,10 +281,11 @@ def build_index(
         receipts, speed = encode_rows(change, plan, engine, workers, address, max_failed, on_event, should_stop)
         on_event(StatusMessage("building the nearest-neighbour index"))
         ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
-        provenance = Provenance(
-            plan.model, {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}, plan.fingerprint
-        )
-        manifest = new_manifest(change.layout, plan.spec, receipts, provenance, ann, plan.columns)
+        described = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}
+        manifest = new_manifest(
+            change.layout, plan.spec, receipts, plan.columns,
+            model=plan.model, settings=described, plan=plan.fingerprint, ann=ann,
+        )  # fmt: skip
         change.commit(manifest)
     return result_of(manifest, plan, receipts, manifest.counts, 0, speed, started)
 

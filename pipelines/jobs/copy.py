@@ -44,7 +44,7 @@ from storage_formats.ordered_results import ordered_results
 from storage_formats.row_ids import check_row_ids
 from storage_formats.writing.copying import RowCopier, count_values, with_values
 from storage_formats.writing.index_copy import begin_remote_copy, copy_to_directory, files_to_copy, manifest_bytes
-from storage_formats.writing.publish import Provenance, add_counts, new_manifest, total_counts, write_shard_tables
+from storage_formats.writing.publish import add_counts, new_manifest, total_counts, write_shard_tables
 
 Ints = NDArray[np.int64]
 CopyShard = Callable[[int, Callable[[int], None], ShouldStop], "ShardReceipt"]
@@ -309,9 +309,12 @@ def copy_index(
             columns = with_values(manifest.columns, count_values(change.layout, range(spec.shards), manifest.columns))
             ann = build_copied_ann(root, spec, [manifest], on_event)
             settings = with_sources(manifest, None).settings
-            provenance = Provenance(manifest.model, settings, plan, manifest.encoded_from)
             details = {"kind": "copy", "created": now(), "name": opened.root.name, "snapshot": manifest.snapshot.number}
-            change.commit(new_manifest(change.layout, spec, receipts, provenance, ann, columns, change=details))
+            part = new_manifest(
+                change.layout, spec, receipts, columns, change=details,
+                model=manifest.model, settings=settings, plan=plan, ann=ann, encoded_from=manifest.encoded_from,
+            )  # fmt: skip
+            change.commit(part)
         files = [file for receipt in receipts for file in receipt.files]
         copied = [file for receipt in receipts if receipt.shard not in finished for file in receipt.files]
     else:

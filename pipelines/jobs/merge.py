@@ -28,7 +28,7 @@ from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import Tombstones
 from storage_formats.writing.copying import ShardCopier
-from storage_formats.writing.publish import Provenance, new_manifest
+from storage_formats.writing.publish import new_manifest
 
 _HASH = "S64"  # SHA-256, hexadecimal
 
@@ -113,7 +113,6 @@ def merge_indexes(
             every = dict.fromkeys(group for of_input in groups for group in of_input or ())
             settings[SOURCES_MEMBER] = [asdict(group) for group in every]
         encoded_from = {name: each for name, each in origins.items() if each}
-        provenance = Provenance(manifests[0].model, settings, plan, encoded_from)
         inputs = [
             {"offset": offset, "rows": each.manifest.spec.used_rows, "duplicates": len(rows)}
             for each, rows, offset in zip(opened, duplicates, offsets, strict=True)
@@ -123,7 +122,8 @@ def merge_indexes(
             for each, values, offset in zip(opened, inputs, offsets, strict=True)
         ]
         manifest = new_manifest(
-            change.layout, spec, receipts, provenance, ann, columns,
+            change.layout, spec, receipts, columns,
+            model=manifests[0].model, settings=settings, plan=plan, ann=ann, encoded_from=encoded_from,
             change={"kind": "merge", "created": now(), "inputs": merged}, deleted=deleted,
         )  # fmt: skip
         change.commit(manifest)

@@ -22,14 +22,6 @@ class Selection:
     Attributes:
         shards: int64 [n], numbers of the shards, ascending.
         ranks: int64 [n + 1], number of selected rows before each shard, followed by the number of all selected rows.
-
-    Example:
-        >>> from storage_formats.format.manifest import CommittedIndex
-        >>> from storage_formats.format.selection import Selection
-        >>> index = CommittedIndex.open("photos.edje")
-        >>> selection = Selection.of(index, index.deleted.with_rows([0, 2]))
-        >>> selection.row_ids(range(1, 4)), selection.ranks_of([3, 0])
-        (array([3, 4, 5]), array([ 1, -1]))
     """
 
     spec: IndexSpec

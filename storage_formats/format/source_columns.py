@@ -52,11 +52,6 @@ class SourceColumn:
     Attributes:
         kinds: kinds of the values in the column, sorted; see `kind_of`. The kinds determine the type of the column.
         values: number of rows with a value, including deleted rows.
-
-    Example:
-        >>> from storage_formats.format.source_columns import SourceColumn
-        >>> SourceColumn("rating", ("float", "int"), 120).type
-        'float64'
     """
 
     name: str

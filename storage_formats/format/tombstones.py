@@ -29,12 +29,6 @@ class Tombstones:
         shards: int64 [n], numbers of the shards with deleted rows, ascending.
         bits: uint8 [n, ceil(shard_size / 8)], one bitmap per shard in `shards`. Bit i % 8 of byte i // 8 is 1 if the
             row at position i of the shard is deleted.
-
-    Example:
-        >>> from storage_formats.format.tombstones import Tombstones
-        >>> deleted = Tombstones.none(4).with_rows([9, 2])
-        >>> deleted.contain([1, 2, 9]), deleted.row_ids()
-        (array([False,  True,  True]), array([2, 9]))
     """
 
     shard_size: int

@@ -24,7 +24,7 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, ROW_SCHEMA
-from storage_formats.writing.publish import Provenance, new_manifest
+from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
 
 BuildAnn: TypeAlias = Callable[[Path, IndexSpec], dict[str, Any]]
@@ -192,9 +192,12 @@ class IndexWriter:
             spec = self._spec_of(sum(receipt.rows for receipt in self._receipts))
             begin_index(root, spec)
             fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
-            provenance = Provenance({"encoder": self._encoder, "fingerprint": fingerprint}, {}, self._plan)
+            model = {"encoder": self._encoder, "fingerprint": fingerprint}
             ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
-            manifest = self._change.commit(new_manifest(self._layout, spec, self._receipts, provenance, ann)).manifest
+            manifest = new_manifest(
+                self._layout, spec, self._receipts, model=model, settings={}, plan=self._plan, ann=ann
+            )
+            self._change.commit(manifest)
         except BaseException as error:
             self._end(error)
             raise

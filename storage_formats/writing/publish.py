@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from storage_formats.atomic import write_bytes_atomic
-from storage_formats.change import remove_build, write_array_shapes
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import EXTENDED_VERSION, FORMAT_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
@@ -19,29 +16,17 @@ from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import Tombstones
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """The origin of an index. `index.json` stores these values unchanged.
-
-    Attributes:
-        model: description of the model. The required member `fingerprint` is a hash of everything that determines the
-            stored bytes.
-    """
-
-    model: dict[str, Any]
-    settings: dict[str, Any]
-    plan: str
-    encoded_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
 def new_manifest(
     layout: Layout,
     spec: IndexSpec,
     receipts: Sequence[ShardReceipt],
-    provenance: Provenance,
-    ann: dict[str, Any],
     columns: Sequence[SourceColumn] = (),
     *,
+    model: dict[str, Any],
+    settings: dict[str, Any],
+    plan: str,
+    ann: dict[str, Any],
+    encoded_from: Mapping[str, tuple[str, ...]] | None = None,
     change: dict[str, Any] | None = None,
     deleted: Tombstones | None = None,
 ) -> Manifest:
@@ -49,6 +34,8 @@ def new_manifest(
 
     Args:
         receipts: one receipt per shard, in any order.
+        model: description of the model. The required member `fingerprint` is a hash of everything that determines the
+            stored bytes.
         ann: value of `ann` in `index.json`, which describes the nearest-neighbour index (SPEC.md section 10).
         change: value of `change` in `index.json`, for an index that is copied from another; None for a build.
         deleted: deleted rows of the index; None if there are none.
@@ -70,36 +57,18 @@ def new_manifest(
     return Manifest(
         spec=spec,
         counts=total_counts(receipts),
-        model=provenance.model,
-        settings=provenance.settings,
-        plan=provenance.plan,
+        model=model,
+        settings=settings,
+        plan=plan,
         shard_table=tables[0],
         ann=ann,
         created_by=created_by(),
         format_version=version,
-        encoded_from=dict(provenance.encoded_from),
+        encoded_from=dict(encoded_from or {}),
         snapshot=snapshot,
         further_tables=tuple(tables[1:]),
         columns=tuple(columns),
     )
-
-
-def finish_index(
-    root: str | Path,
-    spec: IndexSpec,
-    receipts: Sequence[ShardReceipt],
-    provenance: Provenance,
-    ann: dict[str, Any],
-    columns: Sequence[SourceColumn] = (),
-) -> Manifest:
-    """Commit a new index that no other process can be writing. Return the manifest. See `new_manifest`."""
-    layout = Layout(Path(root))
-    manifest = new_manifest(layout, spec, receipts, provenance, ann, columns)
-    write_array_shapes(layout, spec)
-    manifest.write(layout)
-    remove_build(layout)
-    layout.build.rmdir()
-    return manifest
 
 
 def write_shard_tables(layout: Layout, spec: IndexSpec, files: Sequence[tuple[int, FileEntry]]) -> list[FileEntry]:

@@ -21,28 +21,12 @@ class ShardWriter:
     """Writes all files of one shard under private names. `commit` moves the files into the index. Not thread-safe.
 
     Use the writer in a `with` statement, which removes uncommitted files at the end. Call `begin_index` before the
-    first shard, and `finish_index` after the last shard.
+    first shard.
 
     Args:
         root: directory of the index.
         spec: shape of the index.
         shard: shard number.
-
-    Example:
-        >>> import tempfile, ml_dtypes, numpy as np
-        >>> from storage_formats import IndexSpec, ShardWriter
-        >>> from storage_formats.format.rows import RowEntry, rows_table
-        >>> from storage_formats.change import begin_index
-        >>> spec = IndexSpec(rows=2, shard_size=2, block_shape=(4, 8), embed_dim=6)
-        >>> with tempfile.TemporaryDirectory() as root:
-        ...     begin_index(root, spec)
-        ...     with ShardWriter(root, spec, shard=0) as writer:
-        ...         tokens = np.ones((2, 4, 8), ml_dtypes.bfloat16)
-        ...         writer.put(np.array([0, 1]), tokens, np.ones((2, 6), np.float32))
-        ...         rows = rows_table([RowEntry(0, "a.jpg"), RowEntry(1, "b.jpg")])
-        ...         receipt = writer.commit(rows, plan="example", seconds={})
-        >>> receipt.indexed, len(receipt.files)
-        (2, 4)
     """
 
     def __init__(self, root: str | Path, spec: IndexSpec, shard: int) -> None:

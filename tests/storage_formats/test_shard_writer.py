@@ -10,9 +10,8 @@ from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt, read_receipt
 from storage_formats.format.rows import RowEntry, rows_table
-from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
-from tests.conftest import random_blocks
+from tests.conftest import finish_index, random_blocks
 
 SPEC = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=6)
 
@@ -61,7 +60,6 @@ def test_an_attempt_that_was_thought_dead_cannot_commit(tmp_path):
 def test_finishing_needs_every_shard(tmp_path):
     begin_index(tmp_path, SPEC)
     receipt = commit_shard(tmp_path)
-    provenance = Provenance({"fingerprint": "f"}, {}, "plan")
     with pytest.raises(CorruptIndexError, match="2 shards need one receipt each, but there are receipts for 1"):
-        finish_index(tmp_path, SPEC, [receipt], provenance, {})
+        finish_index(tmp_path, SPEC, [receipt])
     assert not Layout(tmp_path).manifest.exists()

@@ -32,8 +32,8 @@ from storage_formats.format.source_columns import (
     columns_from_json,
     kind_of,
 )
-from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
+from tests.conftest import finish_index
 
 SPEC = IndexSpec(rows=6, shard_size=4, block_shape=(2, 4), embed_dim=3)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -108,7 +108,7 @@ def write_index(root: Path, rows: list[dict]) -> list[SourceColumn]:
                 entry.fail("missing", "gone")
             table = with_source_values(rows_table(entries), columns, [rows[row] for row in row_ids])
             receipts.append(writer.commit(table, "plan", {}))
-    finish_index(root, SPEC, receipts, Provenance({"fingerprint": "f"}, {}, "plan"), {"kind": "none"}, columns)
+    finish_index(root, SPEC, receipts, columns)
     return columns
 
 

@@ -16,8 +16,8 @@ from edje_index.images.thumbnails import MAX_PHOTO_BYTES, read_thumbnails
 from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.rows import RowEntry, rows_table
-from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
+from tests.conftest import finish_index
 
 
 def jpeg(colour: tuple[int, int, int]) -> bytes:
@@ -40,7 +40,7 @@ def write_index(root, entries: list[RowEntry]):
         blocks, embeddings = np.ones((len(kept), 4, 8), np.float32), np.ones((len(kept), 6), np.float32)
         writer.put(kept, blocks.astype("bfloat16"), embeddings)
         receipt = writer.commit(rows_table(entries), "plan", {"write": 0.0})
-    finish_index(root, spec, [receipt], Provenance({"fingerprint": "f" * 64}, {}, "plan"), {"kind": "none"})
+    finish_index(root, spec, [receipt])
     return root
 
 
