@@ -108,7 +108,9 @@ class ModelBundle:
         """The text tower."""
         from edje_index.models.text_tower import TextTower
 
-        return TextTower(self.clip, self.text_tokenizer)
+        tower = TextTower(self.clip, self.text_tokenizer)
+        tower.canonical = self.joint.tokenizer.canonical
+        return tower
 
     @property
     def block_shape(self) -> tuple[int, int]:

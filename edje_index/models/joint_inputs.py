@@ -29,6 +29,7 @@ from edje_index.models.safety import check_tokenizer_folder, read_configuration
 IMAGE_TOKEN = "<image>"
 MAX_TEXT_TOKENS = 64  # limit for [CLS], the caption and both [SEP] together
 NUM_SPECIAL_TOKENS = 3
+MAX_CAPTION_TOKENS = MAX_TEXT_TOKENS - NUM_SPECIAL_TOKENS
 TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 OWN_CLASS = "PreTrainedTokenizerFast"  # the tokenizer class that `JointTokenizer.save` writes
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -131,8 +132,8 @@ class JointTokenizer:
         types, mask = is_image | (position == end), position <= end
         return JointInputs(*(torch.from_numpy(array.astype(np.int64, copy=False)) for array in (ids, types, mask)))
 
-    def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each caption, without special tokens. Long captions are truncated.
+    def caption_ids(self, captions: Sequence[str], longest: int = MAX_CAPTION_TOKENS) -> list[list[int]]:
+        """Return the token ids of each caption, without special tokens, truncated to `longest` tokens.
 
         A caption that occurs several times is tokenised once.
         """
@@ -141,11 +142,14 @@ class JointTokenizer:
         with tokenizing():
             encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         unknown = self.special_id("unk_token")
-        longest = MAX_TEXT_TOKENS - NUM_SPECIAL_TOKENS
-        kept = slice(-longest, None) if self.truncation_side == "left" else slice(longest)
-        ids = [[unknown if i == self.image_token_id else i for i in encoding.ids[kept]] for encoding in encoded]
+        placeholder = self.image_token_id
+        ids = [[unknown if i == placeholder else i for i in self.truncated(each.ids, longest)] for each in encoded]
         ids_of_caption = dict(zip(distinct, ids, strict=True))
         return [ids_of_caption[caption] for caption in captions]
+
+    def truncated(self, ids: list[int], longest: int = MAX_CAPTION_TOKENS) -> list[int]:
+        """Return the first `longest` of the token ids of a caption, or the last ones, see `truncation_side`."""
+        return ids[-longest:] if self.truncation_side == "left" else ids[:longest]
 
 
 @contextmanager

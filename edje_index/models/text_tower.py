@@ -23,7 +23,7 @@ from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.bert import Bert, BertWeights
 from edje_index.models.clip_config import HF_CONFIG_FILE, HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig
-from edje_index.models.joint_inputs import CLEANERS, TOKENIZER_FILE, TOKENIZER_SETTINGS, tokenizing
+from edje_index.models.joint_inputs import CLEANERS, TOKENIZER_FILE, TOKENIZER_SETTINGS, clean_canonicalize, tokenizing
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
 from edje_index.models.weights import read_weights
 from edje_index.progress import OnProgress
@@ -38,7 +38,14 @@ _TOKENIZER_CLASSES = frozenset({"BertTokenizer", "BertTokenizerFast"})
 
 
 class TextEncoder(ABC):
-    """Maps texts to L2-normalised embeddings in the space of the image embeddings."""
+    """Maps texts to L2-normalised embeddings in the space of the image embeddings.
+
+    Attributes:
+        canonical: whether texts are converted to lower case without punctuation first, as captions of the joint encoder
+            of the same bundle are.
+    """
+
+    canonical = False
 
     @abstractmethod
     def embed(self, texts: list[str]) -> torch.Tensor:
@@ -49,6 +56,8 @@ class TextEncoder(ABC):
         """Return the L2-normalised embeddings of ``texts``, float32 [len(texts), embed_dim]."""
         if isinstance(texts, str) or not texts:
             raise ValueError("texts must be a list of at least one string")
+        if self.canonical:
+            texts = [clean_canonicalize(text) for text in texts]
         # Texts of similar length share a batch, so that little padding is computed.
         order = sorted(range(len(texts)), key=lambda position: len(texts[position]))
         starts = range(0, len(texts), batch_size)

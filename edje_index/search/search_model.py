@@ -80,8 +80,10 @@ class SearchModel:
         """The text tower. The weights are read at the first use."""
         folder = self.info.path / VISION_FOLDER
         config = read_clip_config(folder, self.info.vision_name)
-        tower = load_bert_text_tower(folder, config, self._device)
-        return tower or load_clip_text_tower(self.info, config, self._device)
+        bert = load_bert_text_tower(folder, config, self._device)
+        tower = bert or load_clip_text_tower(self.info, config, self._device)
+        tower.canonical = self.info.canonical_captions
+        return tower
 
     @cached_property
     def image_encoder(self) -> ImageEncoder:

@@ -19,7 +19,7 @@ from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointInputs, Joi
 from edje_index.training.captions import TrainingData
 from edje_index.training.config import TrainConfig
 from edje_index.training.features import Features, Loaded, StoredFeatures, nothing_readable
-from edje_index.training.random_streams import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, ORDER, VIEW_CHOICE, stream
+from edje_index.training.random_streams import MASKING, ORDER, VIEW_CHOICE, stream
 from storage_formats.errors import UsageError
 
 TokenIds = list[int]
@@ -34,25 +34,19 @@ class Sampler:
     Attributes:
         data: images and captions to draw from.
         batch_size: pairs per batch, summed over all workers.
-        seed: seed of the random order.
-        epoch_of: "captions" if an epoch visits every caption once, in a new random order. "images" if an epoch visits
-            every image once, with one caption per image.
+        seed: seed of the random order, which is new in every epoch.
     """
 
     data: TrainingData
     batch_size: int
     seed: int
-    epoch_of: str = "captions"
 
     def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the image numbers and the caption numbers of one batch, int64 [batch_size] each.
 
-        `batch` is the batch number, counted from 0 over all epochs.
+        `batch` is the batch number, counted from 0 over all epochs. An epoch visits every caption once.
         """
-        if self.epoch_of == "images":
-            images, caption_sets = self.sets(batch, 1)
-            return images, caption_sets[0]
-        captions, _ = self._members(batch, self.data.pairs("captions"))
+        captions, _ = self._members(batch, len(self.data.caption_keys))
         return np.searchsorted(self.data.caption_starts, captions, side="right") - 1, captions
 
     def sets(self, batch: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -79,54 +73,30 @@ def _permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return stream(seed, ORDER, epoch).permutation(count)
 
 
-def draw_negatives(
-    similarities: NDArray[np.floating[Any]],
-    masked: NDArray[np.bool_],
-    first: int,
-    *,
-    count: int,
-    temperature: float,
-    mined: float,
-    rng: np.random.Generator,
-) -> NDArray[np.int64]:
-    """Draw `count` negatives for each of r rows of a batch of b pairs. Return the column numbers, int64 [r, count].
+def hard_negatives(similarities: NDArray[np.floating[Any]], masked: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+    """Return the `count` most similar candidates of each of r queries, best first, int64 [r, count].
 
-    The probabilities are softmax(similarity / temperature) over the columns that are not masked. With probability
-    1 - `mined`, all negatives of a row are drawn uniformly. If a row has fewer than `count` unmasked columns,
-    columns are repeated. The negatives of a row do not depend on which other rows are drawn.
+    Of equally similar candidates, the first comes first. If a query has fewer than `count` candidates, they are
+    repeated.
 
     Args:
-        similarities: similarity of each query with every candidate of the batch [r, b].
+        similarities: similarity of each query with each of b candidates [r, b].
         masked: which candidates cannot be negatives of each query, bool [r, b].
-        first: number of the first of the r rows in the batch.
-        count: number of negatives per row.
-        temperature: temperature of the softmax, at least 0; 0 selects the `count` most similar candidates.
-        mined: probability that the negatives of a row are mined, between 0 and 1.
-        rng: random number generator in its initial state.
+        count: number of negatives per query.
     """
-    rows, columns = similarities.shape
     free = (~masked).sum(axis=1)
     if not free.all():
         raise UsageError(
             "a pair has no possible negative, because all other pairs of its batch have the same image "
             "or the same words; raise loop.batch_size"
         )
-    keys = similarities
-    if temperature or mined < 1:
-        # Gumbel top-k: the largest values of log-weight + noise are a draw without replacement. Both terms are
-        # multiplied by the temperature. A batch has one random number per pair of row and column, then one per row.
-        rng.bit_generator.advance(first * columns)  # type: ignore[attr-defined]
-        noise = rng.gumbel(size=similarities.shape)
-        rng.bit_generator.advance((columns - first - rows) * columns)  # type: ignore[attr-defined]
-        is_random = np.asarray(rng.random(columns))[first : first + rows, None] >= mined
-        keys = np.where(is_random, noise, similarities + temperature * noise)
-    keys = np.where(masked, -np.inf, keys)
-    candidates = np.empty((rows, count), dtype=np.int64)
-    for place in range(count):  # a few passes are faster than sorting; of equal keys, the first column wins
-        candidates[:, place] = keys.argmax(axis=1)
-        keys[np.arange(rows), candidates[:, place]] = -np.inf
-    drawn: NDArray[np.int64] = np.take_along_axis(candidates, np.arange(count) % np.minimum(free, count)[:, None], 1)
-    return drawn
+    left = np.where(masked, -np.inf, similarities)
+    chosen = np.empty((len(left), count), dtype=np.int64)
+    for place in range(count):  # a few passes are faster than sorting
+        chosen[:, place] = left.argmax(axis=1)
+        left[np.arange(len(left)), chosen[:, place]] = -np.inf
+    repeated: NDArray[np.int64] = np.take_along_axis(chosen, np.arange(count) % np.minimum(free, count)[:, None], 1)
+    return repeated
 
 
 def text_rows(captions: Sequence[TokenIds], tokenizer: JointTokenizer) -> JointInputs:
@@ -234,7 +204,6 @@ class BatchSource:
         features: reads the features of the images.
         tokenizer: tokenizer of the joint encoder.
         image_tokens: number of image tokens per input row of the joint encoder.
-        temperature: temperature of the softmax that draws negatives; 0 selects the most similar candidates.
         config: training settings.
         rank: rank of this worker, counted from 0.
         world_size: number of workers.
@@ -250,7 +219,6 @@ class BatchSource:
     features: Features
     tokenizer: JointTokenizer
     image_tokens: int
-    temperature: float
     config: TrainConfig
     rank: int = 0
     world_size: int = 1
@@ -264,7 +232,7 @@ class BatchSource:
         A pair whose image cannot be read is replaced by another pair of the same part.
         """
         loop, objective, tokenizer = self.config.loop, self.config.objective, self.tokenizer
-        images, captions = Sampler(self.data, loop.batch_size, loop.seed, loop.epoch_of).pairs(number)
+        images, captions = Sampler(self.data, loop.batch_size, loop.seed).pairs(number)
         count, pairs = self.config.negatives.count, loop.batch_size // self.world_size
         part = np.arange(pairs) + self.rank * pairs
         patches, is_readable = self._load(images[part], _JOINT, number)
@@ -272,10 +240,11 @@ class BatchSource:
         if not len(readable):
             raise nothing_readable()
         chosen = readable[np.searchsorted(readable, np.arange(pairs)) % len(readable)]  # the next readable pair
-        own, (other_images, other_texts) = part[chosen], (n[chosen] for n in self.negatives(number, images, captions))
+        own, (other_images, other_texts) = part[chosen], (n[chosen] for n in self.negatives(images, captions))
         pair_images = np.concatenate([own, other_images.ravel(), np.repeat(own, count)])
         pair_captions = np.concatenate([captions[own], np.repeat(captions[own], count), captions[other_texts.ravel()]])
-        texts = [self.data.caption(caption) for caption in pair_captions]
+        whole = [self.data.caption(caption) for caption in pair_captions]
+        texts = [*map(tokenizer.truncated, whole)]
         rows, row_images, masked, text_inputs, teacher = texts, pair_images, None, None, None
         if objective.mlm_weight:
             rng = stream(loop.seed, MASKING, number, self.rank)
@@ -286,7 +255,7 @@ class BatchSource:
             masked = masked_targets(texts[:pairs], is_masked, inputs.input_ids.shape[1])
         if objective.recovery_weight:
             embeddings = torch.from_numpy(self.data.text_embeddings[pair_captions[:pairs]])
-            text_inputs = text_rows(texts[:pairs], tokenizer), embeddings
+            text_inputs = text_rows(whole[:pairs], tokenizer), embeddings
         if self.teacher_tokens:
             tokens = None if self.teacher is None else self.teacher[0].fetch(self.teacher[1][images[part]])[0]
             teacher = tokenizer.inputs_of_ids(texts, self.teacher_tokens), tokens
@@ -302,14 +271,13 @@ class BatchSource:
         )
 
     def negatives(
-        self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
+        self, images: NDArray[np.int64], captions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Draw the negatives of this worker's part of the batch `number`, within the whole batch.
+        """Mine the negatives of this worker's part of a batch, within the whole batch.
 
         Pairs with the same image, or with captions of the same words, are not negatives of each other.
 
         Args:
-            number: batch number.
             images: image number of each pair, int64 [batch_size].
             captions: caption number of each pair, int64 [batch_size].
 
@@ -317,29 +285,13 @@ class BatchSource:
             Negative images of each caption and negative texts of each image, int64 [b, k] each. The values are
             positions in the batch.
         """
-        settings, loop = self.config.negatives, self.config.loop
-        pairs = len(images) // self.world_size
+        pairs, count = len(images) // self.world_size, self.config.negatives.count
         own = slice(self.rank * pairs, (self.rank + 1) * pairs)
         texts, pictures = self.data.text_mining[captions], self.data.image_mining[images]
         image_keys, caption_keys = self.data.rows[images], self.data.caption_keys[captions]
         masked = (image_keys[own, None] == image_keys) | (caption_keys[own, None] == caption_keys)
-        step, curriculum = number // loop.accumulate, settings.curriculum_steps
-        drawn = [
-            draw_negatives(
-                queries[own] @ candidates.T,
-                masked,
-                own.start,
-                count=settings.count,
-                temperature=self.temperature,
-                mined=min(1.0, step / curriculum) if curriculum else 1.0,
-                rng=stream(loop.seed, purpose, number),
-            )
-            for queries, candidates, purpose in (
-                (texts, pictures, NEGATIVE_IMAGES),
-                (pictures, texts, NEGATIVE_TEXTS),
-            )
-        ]
-        return drawn[0], drawn[1]
+        of_captions = hard_negatives(texts[own] @ pictures.T, masked, count)
+        return of_captions, hard_negatives(pictures[own] @ texts.T, masked, count)
 
     def alignment(self, counted: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
         """Return a function that maps a batch number to this worker's part of the alignment-phase batch.

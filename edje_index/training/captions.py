@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import shutil
 import zipfile
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from edje_index.bundles.bundle import load_clip_text_tower
 from edje_index.bundles.info import JOINT_FOLDER, VISION_FOLDER, read_bundle_info, verify_files
 from edje_index.models.clip_config import read_clip_config
-from edje_index.models.joint_inputs import clean_canonicalize, load_joint_tokenizer
+from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, clean_canonicalize, load_joint_tokenizer
 from edje_index.models.text_tower import embed_texts
 from edje_index.training.workers import WorkerGroup
 from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
@@ -33,8 +34,9 @@ from storage_formats.errors import CorruptIndexError, TaskInterrupted
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 
-SHARD_CAPTIONS = 1 << 14
-"""Number of captions per shard. The embeddings depend on it by rounding errors, so it must not change."""
+SHARD_CAPTIONS = 256, 1 << 14
+"""Lowest and highest number of captions per shard. The embeddings depend on it by rounding errors."""
+_SHARDS = 32  # of few captions, so that several workers share the captions of a dev set evenly
 
 _TABLE, _PLAN = "captions.arrow", "plan"
 _SCHEMA = pa.schema(
@@ -57,10 +59,6 @@ class CaptionSet:
     rows: NDArray[np.int64]
     captions: Sequence[Sequence[str]]
 
-    def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch, which visits every caption ("captions") or image ("images") once."""
-        return len(self.rows) if epoch_of == "images" else sum(map(len, self.captions))
-
     def texts(self) -> list[str]:
         """Return all captions in one list, image by image."""
         return [text for group in self.captions for text in group]
@@ -76,8 +74,8 @@ class TrainingData:
             ``caption_starts[i]:caption_starts[i + 1]``.
         token_starts: offsets of the tokens of each caption, int64 [c + 1]. Caption i has the tokens
             ``tokens[token_starts[i]:token_starts[i + 1]]``.
-        tokens: token ids of all captions in order, without special tokens, int32. Captions longer than 64 tokens,
-            including special tokens, are truncated.
+        tokens: token ids of all captions in order, without special tokens, int32. Captions are truncated to the 62
+            tokens that a row without an image has room for.
         caption_keys: a number per caption, int64 [c]. Captions with the same words have the same number.
         text_embeddings: embeddings of the captions by the text tower, float32 [c, e].
         image_mining: embeddings of the images by the mining model, float32 [n, e'].
@@ -103,12 +101,8 @@ class TrainingData:
         """Number of images."""
         return len(self.rows)
 
-    def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch, which visits every caption ("captions") or image ("images") once."""
-        return self.images if epoch_of == "images" else len(self.caption_keys)
-
     def caption(self, number: int) -> list[int]:
-        """Return the token ids of caption `number`."""
+        """Return the at most 62 token ids of caption `number`. See `JointTokenizer.truncated` for a row with images."""
         part: list[int] = self.tokens[self.token_starts[number] : self.token_starts[number + 1]].tolist()
         return part
 
@@ -132,8 +126,10 @@ def write_caption_table(folder: Path, items: CaptionSet, mining_rows: NDArray[np
         for captions, row in zip(items.captions, mining_rows, strict=True)
         for position, caption in enumerate(captions)
     )
+    lowest, highest = SHARD_CAPTIONS
+    size = min(max(lowest, math.ceil(sum(map(len, items.captions)) / _SHARDS)), highest)
     with naming(temporary), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-        while batch := list(itertools.islice(lines, SHARD_CAPTIONS)):
+        while batch := list(itertools.islice(lines, size)):
             writer.write_batch(pa.record_batch([*map(list, zip(*batch, strict=True))], schema=_SCHEMA))
             digest.update(json.dumps(batch).encode())
     plan = root / _PLAN
@@ -184,14 +180,14 @@ def prepare_captions(
     group.any(False)  # a worker that finishes a shard now would change which shards are missing
     stopped = False
     if missing:
-        towers = {}
+        towers, canonical = {}, read_bundle_info(bundle).canonical_captions
         for name, path in (("text_embeddings", bundle), ("text_mining", miner)):
             if path is not None:
                 info = read_bundle_info(path)
                 verify_files(info)
                 config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
                 towers[name] = load_clip_text_tower(info, config, device)
-        canonical = read_bundle_info(bundle).canonical_captions
+                towers[name].canonical = canonical  # as in the published code, also for the mining model
         tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
 
         def check(_activity: str, _done: int, _total: int) -> None:
@@ -202,7 +198,7 @@ def prepare_captions(
             for number in missing:
                 batch, content = table.get_batch(number), io.BytesIO()
                 captions: list[str] = batch["caption"].to_pylist()
-                token_ids = tokenizer.caption_ids(captions)
+                token_ids = tokenizer.caption_ids(captions, MAX_TEXT_TOKENS - 2)
                 np.savez(
                     content,
                     tokens=np.array([token for caption in token_ids for token in caption], dtype=np.int32),

@@ -38,6 +38,7 @@ class TrainState:
         run: fingerprint of the settings, data and initial weights of the training run.
         stage: number of the phase, counted from 0.
         step: number of finished optimiser steps of this phase.
+        epochs: number of finished epochs, with those of the runs that this run continues.
         weights: weights of the module that this phase trains, by name.
         optimizer: state of the optimiser.
         skipped: number of steps without a finite gradient in the whole training run, and number of such steps in a row
@@ -47,6 +48,7 @@ class TrainState:
     run: str
     stage: int
     step: int
+    epochs: float
     weights: dict[str, Any]
     optimizer: dict[str, Any]
     skipped: tuple[int, int]

@@ -61,9 +61,7 @@ class ArchitectureConfig(Settings):
     word_embeddings: Literal["trained", "frozen"] = "trained"
     """Train or freeze the word embeddings. A packed model does not store frozen word embeddings."""
     dropout: Fraction | None = None
-    """Dropout of hidden states. None keeps the value of the language model."""
-    attention_dropout: Fraction | None = None
-    """Dropout of attention weights; slow on a CPU. None keeps the value of the language model."""
+    """Dropout of hidden states and attention weights. None keeps the values of the language model."""
 
 
 class AugmentationConfig(Settings):
@@ -92,15 +90,10 @@ class ObjectiveConfig(Settings):
 
 
 class NegativesConfig(Settings):
-    """Settings of hard-negative mining."""
+    """Settings of hard-negative mining, which selects the most similar candidates of a batch."""
 
     count: PositiveInt = 3
     """Negative images per caption, and negative captions per image."""
-    selection: Literal["top", "softmax"] = "top"
-    """Choice of negatives. top: the most similar candidates. softmax: random draws with softmax probabilities, at the
-    temperature of the mining model."""
-    curriculum_steps: NonNegativeInt = 0
-    """Steps over which the share of mined negatives grows from 0 to 1. Other negatives are random."""
 
 
 class AlignmentConfig(Settings):
@@ -128,8 +121,9 @@ class OptimizerConfig(Settings):
     """Factor that multiplies lr for the adapter; 0 freezes the adapter."""
     weight_decay: NonNegativeFloat = 0.05
     """Weight decay of AdamW."""
-    decayed: Literal["all", "matrices"] = "all"
-    """Parameters with weight decay. matrices: no decay of biases, norms and other vectors."""
+    continued: bool = False
+    """Continue the optimiser state and the number of epochs of the training run that made inputs.init, without
+    warm-up. Its run folder must be INIT.run."""
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up. With decay=epoch, warm-up ends after the first epoch at the latest."""
     warmup_lr: NonNegativeFloat = 1e-6
@@ -152,8 +146,6 @@ class LoopConfig(Settings):
     """Number of optimiser steps. Set either steps or epochs."""
     epochs: PositiveFloat | None = None
     """Number of epochs. Set either steps or epochs."""
-    epoch_of: Literal["captions", "images"] = "captions"
-    """What an epoch visits once: every caption, or every image with one of its captions."""
     batch_size: AtLeastTwo = 64
     """Pairs per forward pass, summed over all workers."""
     accumulate: PositiveInt = 1
@@ -304,6 +296,8 @@ class TrainSettings(TrainConfig):
             "the hubness correction are fitted to dev captions": (
                 fitting.pooled_dim + fitting.hubness_bank > 0 and inputs.dev is None
             ),
+            "optimizer.continued needs inputs.init: set optimizer.continued to false to start with a new optimiser "
+            "state and a warm-up": self.optimizer.continued and inputs.init is None,
             "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev captions": (
                 run.keep_best > 0 and inputs.dev is None
             ),
@@ -385,10 +379,13 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # The defaults: the first phase of the EDJE paper.
     "paper": {},
     # The second phase of the EDJE paper: starts from the bundle of the first phase, with the matching and
-    # distillation losses only.
-    "paper-finetune": {"objective": {"mlm_weight": 0.0, "recovery_weight": 0.0}, "optimizer": {"lr": 2e-5}},
-    # The recipe of the shipped model, for thousands of images and hours on a CPU. The adapter is aligned first and then
-    # frozen. The joint encoder is small and trained on the matching loss alone.
+    # distillation losses only. As in the published code, the state of Adam and the number of epochs go on.
+    "paper-finetune": {
+        "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
+        "optimizer": {"lr": 2e-5, "continued": True},
+    },
+    # Nearly the recipe of the shipped model, for thousands of images and hours on a CPU. The adapter is aligned first
+    # and then frozen. The joint encoder is small and trained on the matching loss alone.
     "small-data": {
         "architecture": {
             "canonical_captions": False,
@@ -396,21 +393,13 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "language_layers": 4,
             "word_embeddings": "frozen",
             "dropout": 0.1,
-            "attention_dropout": 0.0,
         },
         "augmentation": {"views": 4, "patch_dropout": 0.4, "step_tokens": 48},
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
-        "negatives": {"count": 1, "selection": "softmax", "curriculum_steps": 240},
+        "negatives": {"count": 1},
         "alignment": {"steps": 800, "batch_size": 128},
-        "optimizer": {
-            "lr": 2e-4,
-            "adapter_lr_factor": 0.0,
-            "decayed": "matrices",
-            "decay": "cosine",
-            "warmup_steps": 40,
-            "clip_norm": 1.0,
-        },
-        "loop": {"steps": 400, "epoch_of": "images", "batch_size": 32},
+        "optimizer": {"lr": 2e-4, "adapter_lr_factor": 0.0, "decay": "cosine", "warmup_steps": 40, "clip_norm": 1.0},
+        "loop": {"steps": 400, "batch_size": 32},
         "fitting": {"pooled_dim": 300, "hubness_bank": 2500, "dev_captions": 1000},
     },
 }

@@ -104,7 +104,8 @@ def make_hubness_bank(
         chunks = []
         for start in range(0, len(captions), _BATCH):
             on_progress(_ACTIVITY, start, total)
-            token_ids = [data.caption(caption) for caption in captions[start : start + _BATCH]]
+            batch = captions[start : start + _BATCH]
+            token_ids = [joint.tokenizer.truncated(data.caption(caption)) for caption in batch]
             sentences = joint.sentence_vectors(joint.tokenizer.inputs_of_ids(token_ids, 0))
             chunks.append(pooled.captions(token_ids, sentences).cpu())
         caption_vectors = torch.cat(chunks)

@@ -77,7 +77,6 @@ class TrainTask:
         data: folder of the `TrainingData`, see `captions.prepare_captions`.
         mining: index of the embeddings of the mining model.
         miner: path of the bundle of the mining model; None if the frozen towers mine hard negatives.
-        temperature: temperature of the softmax that draws negatives; 0 selects the most similar candidates.
         steps: number of optimiser steps of the joint phase.
         new_adapter: True if the adapter in `start` has random weights.
         inputs: file of an `edje_index.images.input_lists.InputTable` with the image of each row, for online features;
@@ -87,6 +86,8 @@ class TrainTask:
         teacher: path of the bundle of the teacher; None without distillation.
         teacher_tokens: index of the teacher's tokens, and the row of each training image, int64 [n]. None if the
             teacher's adapter reads the features of the batch.
+        continued: run folder, fingerprint and last step of the training run whose optimiser state and epochs go on;
+            None for a new optimiser.
         dev: dev captions, and the folder of their `TrainingData`; None without dev captions.
     """
 
@@ -96,7 +97,6 @@ class TrainTask:
     features: CommittedIndex
     data: Path
     mining: CommittedIndex
-    temperature: float
     steps: int
     new_adapter: bool = True
     miner: Path | None = None
@@ -104,6 +104,7 @@ class TrainTask:
     views: tuple[CommittedIndex, NDArray[np.int64]] | None = None
     teacher: Path | None = None
     teacher_tokens: tuple[CommittedIndex, NDArray[np.int64]] | None = None
+    continued: tuple[Path, str, int] | None = None
     dev: tuple[CaptionSet, Path] | None = None
 
 
@@ -126,9 +127,8 @@ def open_start(task: TrainTask, group: WorkerGroup) -> tuple[ModelBundle, BatchS
         frozen = build_adapter(adapter.features(vision.num_patches)).to(device)
         dtype = resolve_dtype(config.loop.dtype, device)
         encoder = ImageEncoder(start.info, vision, frozen, Preprocessor(start.clip_config), dtype)
-        # On a CPU, as many threads as the model has. On a GPU, the workers of a machine share its CPUs equally.
-        threads = config.run.threads if device.type == "cpu" else usable_cpus() // group.on_machine
-        pool = ThreadPoolExecutor(min(max(1, threads or usable_cpus()), _MAX_DECODE_THREADS), "edje-decode")
+        threads = config.run.threads or max(1, usable_cpus() // group.on_machine)  # workers share their machine
+        pool = ThreadPoolExecutor(min(threads, _MAX_DECODE_THREADS), "edje-decode")
         images = InputTable(task.inputs), encoder, config.run.folder, group.rank, pool
         features = OnlineFeatures(task.features, *images, compile=config.run.compile)
         if count := config.augmentation.views:
@@ -141,7 +141,6 @@ def open_start(task: TrainTask, group: WorkerGroup) -> tuple[ModelBundle, BatchS
         features=features,
         tokenizer=start.joint.tokenizer,
         image_tokens=min(config.augmentation.step_tokens or adapter.num_tokens, adapter.num_tokens),
-        temperature=task.temperature,
         config=config,
         rank=group.rank,
         world_size=group.size,
@@ -225,8 +224,12 @@ def run_worker(
             )
         if not config.optimizer.adapter_lr_factor:  # unused gradients would cost time and count in the norm
             start.adapter.requires_grad_(False)
-        epoch = steps_per_epoch(config.loop, source.data.pairs(config.loop.epoch_of))
+        epoch = steps_per_epoch(config.loop, len(source.data.caption_keys))
         every = config.run.evaluate_every
+        previous = None
+        if task.continued is not None:
+            folder, run, last = task.continued
+            previous = Checkpoints(folder, run).at(last)
         _run_phase(
             *common,
             state,
@@ -242,6 +245,7 @@ def run_worker(
             images=config.loop.batch_size * config.loop.accumulate,
             optimization=config.optimizer,
             epoch=epoch,
+            previous=previous,
             evaluate=evaluate,
             evaluate_every=0 if task.dev is None else max(1, round(epoch)) if every is None else every,
         )
@@ -266,6 +270,7 @@ def _run_phase(
     images: int,
     optimization: OptimizerConfig,
     epoch: float,
+    previous: TrainState | None = None,
     evaluate: Callable[[], dict[str, float]] = dict,
     evaluate_every: int = 0,
 ) -> tuple[int, int]:
@@ -279,6 +284,7 @@ def _run_phase(
         accumulate: number of batches per optimiser step.
         images: number of images per optimiser step, over all workers.
         epoch: number of optimiser steps per epoch, may be fractional.
+        previous: last checkpoint of the training run that this phase continues; None for a new optimiser.
         evaluate: returns recalls by name; called every `evaluate_every` steps, or never if that is 0.
     """
     run, loop, run_dir, first = task.config.run, task.config.loop, task.config.run.folder, 0
@@ -290,6 +296,10 @@ def _run_phase(
         return skipped
     module = module.to(device).train()
     optimizer = make_optimizer(module, optimization)
+    epochs_before = 0
+    if previous is not None:
+        epochs_before = int(previous.epochs)
+        continue_optimizer(optimizer, previous.optimizer)
     if resumed is not None:
         try:
             optimizer.load_state_dict(resumed.optimizer)
@@ -314,7 +324,7 @@ def _run_phase(
     batches = made_ahead(make_batch, range(first * accumulate, steps * accumulate))
     with contextlib.closing(batches), contextlib.nullcontext() if log is None else contextlib.closing(log):
         for step in range(first, steps):
-            rate = learning_rate(step, steps, epoch, optimization)
+            rate = learning_rate(step, steps, epoch, optimization, epochs_before)
             for parameters in optimizer.param_groups:
                 parameters["lr"] = rate * parameters["factor"]
             for part in range(accumulate):
@@ -380,7 +390,8 @@ def _run_phase(
                 if group.rank == 0:
                     weights = {key: tensor.detach().cpu() for key, tensor in module.state_dict().items()}
                     kept = best_steps(read_log(run_dir), run.keep_best) if run.keep_best else set()
-                    saved = TrainState(task.run, stage, done, weights, optimizer.state_dict(), skipped)
+                    epochs = round(epochs_before + done / epoch, 6)
+                    saved = TrainState(task.run, stage, done, epochs, weights, optimizer.state_dict(), skipped)
                     Checkpoints(run_dir, task.run).save(saved, kept)
                 group.any(False)
             if stop and done < steps:
@@ -393,24 +404,34 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
     Each parameter group has a ``factor``. The training loop multiplies the learning rate by this factor.
     """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            is_decayed = parameter.ndim > 1 or config.decayed == "all"
-            groups.setdefault((is_decayed, name.startswith("adapter.")), []).append(parameter)
+            factor = config.adapter_lr_factor if name.startswith("adapter.") else 1.0
+            groups.setdefault(factor, []).append((name, parameter))
     return torch.optim.AdamW(
-        [
-            {
-                "params": parameters,
-                "weight_decay": config.weight_decay if is_decayed else 0.0,
-                "factor": config.adapter_lr_factor if adapter else 1.0,
-            }
-            for (is_decayed, adapter), parameters in groups.items()
-        ],
+        [{"params": parameters, "factor": factor} for factor, parameters in groups.items()],
         lr=config.warmup_lr,
         betas=BETAS,
+        weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def continue_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Copy the moments of every parameter that has the same name and shape in `state`, another optimiser's state."""
+    numbers = {name: number for group in state["param_groups"] for name, number in _numbered(group)}
+    new = optimizer.state_dict()
+    for own, group in zip(optimizer.param_groups, new["param_groups"], strict=True):
+        for (name, number), parameter in zip(_numbered(group), own["params"], strict=True):
+            moments = state["state"].get(numbers.get(name))
+            if moments is not None and moments["exp_avg"].shape == parameter.shape:
+                new["state"][number] = moments
+    optimizer.load_state_dict(new)
+
+
+def _numbered(group: dict[str, Any]) -> list[tuple[str, int]]:
+    return list(zip(group["param_names"], group["params"], strict=True))
 
 
 def total_steps(config: LoopConfig, pairs: int) -> int:
@@ -421,7 +442,7 @@ def total_steps(config: LoopConfig, pairs: int) -> int:
         pairs: number of pairs per epoch.
     """
     if pairs < config.batch_size:
-        raise UsageError(f"{pairs} {config.epoch_of} do not fill a batch of {config.batch_size}; lower loop.batch_size")
+        raise UsageError(f"{pairs} captions do not fill a batch of {config.batch_size}; lower loop.batch_size")
     return config.steps or max(1, math.ceil((config.epochs or 0) * steps_per_epoch(config, pairs)))
 
 
@@ -430,21 +451,25 @@ def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
     return (pairs // config.batch_size) / config.accumulate
 
 
-def learning_rate(step: int, total_steps: int, steps_per_epoch: float, config: OptimizerConfig) -> float:
+def learning_rate(
+    step: int, total_steps: int, steps_per_epoch: float, config: OptimizerConfig, epochs_before: int = 0
+) -> float:
     """Return the learning rate of optimiser step `step`, counted from 0.
 
     During warm-up, the learning rate rises linearly from `config.warmup_lr` to `config.lr`. After warm-up,
     `config.decay` selects the learning rate:
 
-    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``.
+    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``, where `epochs_before` epochs of
+      a run that this run continues count too.
     - "cosine": falls along a cosine to `config.min_lr` at the last step.
     """
-    # As in the published code, warm-up with decay ``epoch`` ends with the first epoch.
-    if step < config.warmup_steps and (config.decay == "cosine" or step < steps_per_epoch):
+    epoch = epochs_before + int(step // steps_per_epoch)
+    # As in the published code, warm-up with decay ``epoch`` is in the first epoch only.
+    if step < config.warmup_steps and (epoch == 0 or (config.decay == "cosine" and not epochs_before)):
         return config.warmup_lr + (config.lr - config.warmup_lr) * step / config.warmup_steps
     floor = min(config.min_lr, config.lr)
     if config.decay == "epoch":
-        return max(floor, config.lr * config.decay_rate ** int(step // steps_per_epoch))
+        return max(floor, config.lr * config.decay_rate**epoch)
     done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 

@@ -56,7 +56,8 @@ def fit_pooled_similarity(
     image_of_caption = np.repeat(np.arange(len(chosen)), np.diff(data.caption_starts)[chosen])
     # The captions as vectors: the mean hidden state and the bag of words of each caption, centred and scaled. A bag has
     # the most frequent token ids in ascending order, weighted by their inverse document frequencies.
-    distinct = np.concatenate([np.unique(data.caption(caption)) for caption in captions])
+    texts = [joint.tokenizer.truncated(data.caption(caption)) for caption in captions]
+    distinct = np.concatenate([np.unique(text) for text in texts])
     token_ids, counts = np.unique(distinct, return_counts=True)
     kept = np.flatnonzero(counts >= MIN_CAPTIONS)
     kept = np.sort(kept[np.argsort(-counts[kept], kind="stable")[:MAX_WORDS]])
@@ -66,13 +67,13 @@ def fit_pooled_similarity(
     sentences = torch.empty(len(captions), joint.width, dtype=torch.float64)
     for start in range(0, len(order), _CAPTION_BATCH):
         batch = order[start : start + _CAPTION_BATCH]
-        inputs = joint.tokenizer.inputs_of_ids([data.caption(caption) for caption in captions[batch]], 0)
+        inputs = joint.tokenizer.inputs_of_ids([texts[caption] for caption in batch], 0)
         sentences[batch] = scorer.sentence_vectors(inputs).double().cpu()
     sentence_mean, sentence_scale = sentences.mean(dim=0), column_scale(sentences) * joint.width**0.5
     columns = torch.empty(len(captions), joint.width + len(word_ids), dtype=torch.float64)
     columns[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
     bags = columns[:, joint.width :]
-    bags.copy_(word_bags([data.caption(caption) for caption in captions], word_ids, word_weights))
+    bags.copy_(word_bags(texts, word_ids, word_weights))
     bag_mean = bags.mean(dim=0)
     bags.sub_(bag_mean).mul_(_WORDS_SHARE)
     mean_per_image = torch.zeros(len(chosen), columns.shape[1], dtype=torch.float64)

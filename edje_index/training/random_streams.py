@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT, CLUSTERING, VIEWS, VIEW_CHOICE, POOLING, BANK, DEV = range(11)
+ORDER, MASKING, DROPOUT, CLUSTERING, VIEWS, VIEW_CHOICE, POOLING, BANK, DEV = range(9)
 
 
 def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:

@@ -38,7 +38,7 @@ from edje_index.training.random_streams import CLUSTERING, stream
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
-_POOLER = {"bert.pooler.dense.weight": "0.dense.weight", "bert.pooler.dense.bias": "0.dense.bias"}
+_UNUSED = ("position_ids", "pooler.dense.weight", "pooler.dense.bias")  # the scoring head has a new pooler
 _HEAD = "cls.predictions."
 _SAMPLE_IMAGES = 300
 _SAMPLE_PATCHES = 20_000
@@ -137,8 +137,8 @@ def _language(source: Path, embed_dim: int) -> JointEncoder:
 def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
     """Return a joint encoder with the weights of the BERT model in `folder`, in float32.
 
-    ``<image>`` is appended to the vocabulary. The pooler becomes the first layer of the scoring head. A language-model
-    head in `folder` is loaded too. All other weights are random.
+    ``<image>`` is appended to the vocabulary. A language-model head in `folder` is loaded too. The scoring head, with
+    its pooler, is random, as in the published code.
 
     Args:
         folder: folder with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.
@@ -153,7 +153,7 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         )
     raw: State = read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
     named = {name if name.startswith(("bert.", "cls.")) else f"bert.{name}": tensor for name, tensor in raw.items()}
-    state = {name: tensor.float() for name, tensor in named.items() if not name.endswith("position_ids")}
+    state = {name: tensor.float() for name, tensor in named.items() if not name.endswith(_UNUSED)}
     if _WORD_EMBEDDINGS not in state or state[_WORD_EMBEDDINGS].shape != (config.vocab_size, config.hidden_size):
         raise ModelError(
             f"the weights in {folder} do not fit its config.json: {_WORD_EMBEDDINGS} is missing or has another shape; "
@@ -164,9 +164,6 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
     target = joint.language_model.state_dict()
     words = state[_WORD_EMBEDDINGS].shape[0]
     target[_WORD_EMBEDDINGS][:words] = state.pop(_WORD_EMBEDDINGS)
-    pooler = {_POOLER[name]: state.pop(name) for name in list(state) if name in _POOLER}
-    if len(pooler) == len(_POOLER):
-        joint.classification_head.load_state_dict(pooler, strict=False)
     for name, tensor in state.items():
         if name.startswith(_HEAD):
             if name == f"{_HEAD}bias":
@@ -198,11 +195,9 @@ def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device
     bundle.adapter.requires_grad_(True)
     bundle.joint.requires_grad_(True)
     bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
-    for name, module in bundle.joint.named_modules():
-        is_attention = name.endswith(".self.dropout")
-        probability = architecture.attention_dropout if is_attention else architecture.dropout
-        if isinstance(module, nn.Dropout) and probability is not None:
-            module.p = probability
+    for module in bundle.joint.modules():
+        if isinstance(module, nn.Dropout) and architecture.dropout is not None:
+            module.p = architecture.dropout
     # On a CPU, the backward pass of torch's fused attention is slow, so separate matrix products are used.
     if device.type == "cpu":
         bundle.joint.language_model.set_attn_implementation("eager")

@@ -248,6 +248,22 @@ def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkey
     assert not result["already_finished"]
 
 
+def test_the_second_phase_continues_the_run_of_its_initial_bundle(case, tmp_path):
+    """The run "calm" has 30 steps, which are five epochs. `OPTIONS` set the learning rate 1e-3."""
+    phase = ["--preset", "paper-finetune", "--set", "alignment.steps=0", "--steps", "1"]
+    result = run_here(*training(case, tmp_path / "out"), *phase, "--init", case / "calm")
+    assert result["last"]["lr"] == pytest.approx(1e-3 * 0.9**5)
+    assert not {"mlm", "recovery"} & result["last"].keys()
+    shutil.copytree(case / "calm", tmp_path / "copy")
+    fresh = [*training(case, tmp_path / "fresh"), *phase]
+    assert "optimizer.continued needs inputs.init" in run_here(*fresh, expect=2)["error"]
+    fresh += ["--init", tmp_path / "copy"]
+    error = run_here(*fresh, expect=2)["error"]
+    assert "copy.run is not the folder of a finished run" in error
+    assert "set optimizer.continued to false" in error
+    assert run_here(*fresh, "--set", "optimizer.continued=false")["last"]["lr"] == pytest.approx(1e-6)
+
+
 def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):
     lines = (case / "train.jsonl").read_text().splitlines(keepends=True)
     parts = [json.dumps({**json.loads(line), "split": "dev" if at < 4 else "train"}) for at, line in enumerate(lines)]
@@ -304,7 +320,7 @@ def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
 @pytest.mark.slow
 def test_two_workers_train_one_model(case, tmp_path):
     """Two ranks on Ray, stopped in between, take the steps of one: no chance is left but that of the batches."""
-    zero = ("architecture.dropout", "architecture.attention_dropout", "objective.mlm_weight", "alignment.steps")
+    zero = ("architecture.dropout", "objective.mlm_weight", "alignment.steps")
     still = ["--steps", "100", *(word for name in zero for word in ("--set", f"{name}=0"))]
     run_here(*training(case, tmp_path / "one"), *still)
     arguments = [*training(case, tmp_path / "two"), *still, "--workers", "2"]

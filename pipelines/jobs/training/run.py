@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from edje_index.training.workers import WorkerGroup
     from storage_formats.format.manifest import CommittedIndex
 
-FORMAT = 5  # of the record in `run.json`
+FORMAT = 6  # of the record in `run.json`
 BLANK_CAPTION = "blank-caption"
 """The key of `TrainResult.left_out` that counts blank captions instead of images."""
 _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
@@ -192,12 +192,13 @@ def _run(settings: TrainSettings, group: WorkerGroup | None, on_event: OnEvent, 
         dev_files = [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)] if inputs.dev else []
         dev_items = [item for part, _ in dev_files for item in part]
         check_apart(items, dev_items)
+        continued = last_step(inputs.init) if settings.optimizer.continued and inputs.init else None
         fingerprint = begin_run(folder, training_record(settings, given))
         if (finished := finished_result(settings, fingerprint)) is not None:
             return finished
         if run.out.exists():
             raise UsageError(f"{run.out} exists already; remove this folder, or set run.out to another folder")
-        task, counts = prepare_task(settings, fingerprint, given, items, dev_items, on_event, should_stop)
+        task, counts = prepare_task(settings, fingerprint, given, items, dev_items, continued, on_event, should_stop)
         if blank := sum(count for _, count in (*files, *dev_files)):
             on_event(StatusMessage(f"blank captions left out: {blank:,}"))
             counts["left_out"] = {**counts["left_out"], BLANK_CAPTION: blank}
@@ -212,6 +213,7 @@ def prepare_task(
     given: dict[str, CommittedIndex],
     items: list[CaptionedImage],
     dev_items: list[CaptionedImage],
+    continued: tuple[Path, str, int] | None,
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> tuple[TrainTask, dict[str, Any]]:
@@ -240,17 +242,14 @@ def prepare_task(
     else:
         features = stored_features(job, [*items, *dev_items], given.get("features"))
     kept, captions, dev, left_out, truncated = match_captions(features, items, dev_items, on_event)
-    steps, count = total_steps(settings.loop, captions.pairs(settings.loop.epoch_of)), captions.pairs("captions")
+    count = len(captions.texts())
+    steps = total_steps(settings.loop, count)
     mining, mining_rows, miner = features, captions.rows, start.info
     if inputs.miner is not None:
         miner = read_bundle_info(inputs.miner)
         sources = job.sources("miner.edje.jsonl", kept)
         mining = job.build("miner.edje", inputs.miner, sources, "embeddings for mining")
         mining_rows = rows_of_all(mining, kept)
-    temperature = 0.0
-    if settings.negatives.selection == "softmax":  # at the temperature of the mining model
-        clip = (start if inputs.miner is None else ModelBundle.load(inputs.miner)).clip
-        temperature = 1 / float(clip.get_parameter("logit_scale").exp())
     teacher_tokens = None
     if inputs.teacher is not None:
         teacher_tokens = _teacher_tokens(inputs.teacher, start, given.get("teacher_features"), features, kept)
@@ -274,7 +273,6 @@ def prepare_task(
         features=features,
         data=data,
         mining=mining,
-        temperature=temperature,
         steps=steps,
         new_adapter=inputs.init is None or read_bundle_info(inputs.init).adapter != start.info.adapter,
         miner=None if inputs.miner is None else inputs.miner.absolute(),  # a worker has another directory
@@ -282,6 +280,7 @@ def prepare_task(
         views=views,
         teacher=None if inputs.teacher is None else inputs.teacher.absolute(),
         teacher_tokens=teacher_tokens,
+        continued=continued,
         dev=None if dev is None else (dev, folder / "dev"),
     )
     return task, {"images": len(kept), "captions": count, "left_out": left_out, "truncated": truncated}
@@ -428,17 +427,7 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
     out, path = settings.run.out, settings.run.folder / "result.json"
     if not path.exists() or not out.exists():
         return None
-    try:
-        result = TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
-    except (OSError, ValidationError) as error:
-        problem = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors(include_url=False)[0]
-            problem = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
-        raise EdjeError(
-            f"cannot read {path}: {problem}; restore the file, or remove {out} to write the bundle again from the "
-            "last checkpoint"
-        ) from error
+    result = _read_result(path, f"remove {out} to write the bundle again from the last checkpoint")
     try:
         bundle = read_bundle_info(out).fingerprint
     except ModelError:
@@ -451,6 +440,34 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
             "write the bundle again from the last checkpoint, or set run.out to another folder"
         )
     return replace(result, already_finished=True)
+
+
+def _read_result(path: Path, remedy: str) -> TrainResult:
+    try:
+        return TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValidationError) as error:
+        problem = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            problem = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+        raise EdjeError(f"cannot read {path}: {problem}; restore the file, or {remedy}") from error
+
+
+def last_step(bundle: Path) -> tuple[Path, str, int]:
+    """Return the run folder, the fingerprint and the last step of the training run that made `bundle`.
+
+    Raises:
+        UsageError: the folder BUNDLE.run is missing, or belongs to the run of another bundle.
+    """
+    from edje_index.bundles.info import read_bundle_info
+
+    folder, remedy = bundle.absolute().with_name(f"{bundle.name}.run"), "set optimizer.continued to false"
+    if not (folder / "result.json").exists():
+        raise UsageError(f"{folder} is not the folder of a finished run, so its optimiser cannot continue; {remedy}")
+    result = _read_result(folder / "result.json", remedy)
+    if result.fingerprint != read_bundle_info(bundle).fingerprint:
+        raise UsageError(f"{folder} is not the run folder of {bundle}, so its optimiser cannot continue; {remedy}")
+    return folder, result.run, result.steps
 
 
 def match_captions(

@@ -75,15 +75,15 @@ class Case:
         start = run_dir / "start"
         if not start.exists():
             make_start(config.architecture, config.loop.seed, model=self.bundle).save(start)
-        steps = total_steps(config.loop, TrainingData.open(self.data).pairs(config.loop.epoch_of))
+        steps = total_steps(config.loop, len(TrainingData.open(self.data).caption_keys))
         dev_captions = (self.items, self.data) if dev else None
         index = CommittedIndex.open(self.features)
-        return TrainTask(config, "run", start, index, self.data, index, temperature=0.1, steps=steps, dev=dev_captions)
+        return TrainTask(config, "run", start, index, self.data, index, steps=steps, dev=dev_captions)
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
         data, features = TrainingData.open(self.data), StoredFeatures(CommittedIndex.open(self.features))
-        return BatchSource(data, features, bundle.joint.tokenizer, 4, 0.1, self.config(**settings), rank, world)
+        return BatchSource(data, features, bundle.joint.tokenizer, 4, self.config(**settings), rank, world)
 
 
 def prepare(

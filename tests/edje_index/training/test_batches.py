@@ -10,7 +10,6 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.batches import Sampler, mask_captions, masked_targets, text_rows
-from edje_index.training.captions import TrainingData
 from storage_formats.token_store import TokenStore
 from tests.edje_index.training.conftest import IMAGES
 
@@ -36,18 +35,6 @@ def test_text_rows_are_cls_caption_sep_and_masks_cover_caption_tokens_that_are_n
     assert torch.equal((rows.input_ids != plain.input_ids).flatten().nonzero()[:, 0], positions)
     assert unknown not in targets.tolist()
     assert len(positions) / (sum(map(len, texts)) - 100) == pytest.approx(0.5, abs=0.02)
-
-
-def test_an_epoch_of_images_shows_every_image_once_and_the_next_another_caption(case):
-    data = TrainingData.open(case.data)
-    sampler = Sampler(data, 8, seed=1, epoch_of="images")
-    epochs = [[sampler.pairs(3 * epoch + batch) for batch in range(3)] for epoch in range(2)]
-    first, second = (dict(zip(*map(np.concatenate, zip(*epoch, strict=True)), strict=True)) for epoch in epochs)
-    assert sorted(first) == sorted(second) == list(range(IMAGES))
-    assert list(first) != list(second)
-    for image in range(IMAGES):
-        both = range(data.caption_starts[image], data.caption_starts[image + 1])
-        assert sorted([first[image], second[image]]) == list(both)
 
 
 def rows_of(batch, source, patches):

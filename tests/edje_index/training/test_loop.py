@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,9 +78,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls
 
 def test_it_learns_and_leaves_the_tower(case, tmp_path):
     """The losses fall; the towers of the bundle that comes out are the ones that went in."""
-    task = case.task(
-        tmp_path, loop__steps=30, optimizer__lr=3e-3, architecture__dropout=0.0, architecture__attention_dropout=0.0
-    )
+    task = case.task(tmp_path, loop__steps=30, optimizer__lr=3e-3, architecture__dropout=0.0)
     run_worker(task, WorkerGroup(), never)
     log = read_log(tmp_path)
     assert log[-1]["recovery"] < 0.7 * log[0]["recovery"]
@@ -120,26 +119,22 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_pat
     )
 
 
-@pytest.mark.parametrize("decayed", ["all", "matrices"])
-def test_which_parameters_have_weight_decay(case, decayed):
-    config = case.config(optimizer__adapter_lr_factor=3.0, optimizer__decayed=decayed)
+def test_all_parameters_have_weight_decay(case):
+    config = case.config(optimizer__adapter_lr_factor=3.0)
     start = ModelBundle.load(case.bundle)
     module = JointObjective(start.adapter.requires_grad_(True), start.joint, config.objective, config.augmentation)
     groups = make_optimizer(module, config.optimizer).param_groups
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     assert sum(len(group["params"]) for group in groups) == len(trained)
     assert {group["factor"] for group in groups} == {1.0, 3.0}
-    for group in groups:
-        for parameter in group["params"]:
-            assert group["weight_decay"] == (0.05 if decayed == "all" or parameter.ndim > 1 else 0.0)
+    assert {group["weight_decay"] for group in groups} == {0.05}
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
     """Two steps, written out: gradients of the loss, clipped if asked, and torch's own AdamW over all parameters."""
     settings = {"optimizer__clip_norm": clip_norm, "loop__steps": 2, "optimizer__warmup_steps": 0}
-    still = {"architecture__dropout": 0.0, "architecture__attention_dropout": 0.0}
-    task = case.task(tmp_path, **settings, **still)
+    task = case.task(tmp_path, **settings, architecture__dropout=0.0)
     run_worker(task, WorkerGroup(), never)
     start, source, _ = open_start(task, WorkerGroup())
     make_trainable(start, task.config.architecture, torch.device("cpu"))
@@ -156,6 +151,8 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
         optimizer.step()
     trained = weights(tmp_path)
     for name, parameter in module.state_dict().items():
+        if name == "joint.classification_head.1.bias":  # the loss does not depend on it: its gradient is rounding error
+            continue
         torch.testing.assert_close(trained[name], parameter, atol=2e-5, rtol=1e-4, msg=name)
     before = ModelBundle.load(task.start).adapter.state_dict()
     assert not same({k.removeprefix("adapter."): v for k, v in trained.items() if k.startswith("adapter.")}, before)
@@ -165,10 +162,10 @@ PRETRAINING = OptimizerConfig()
 FINETUNING = validated(TrainConfig, PRESETS["paper-finetune"]).optimizer
 
 
-def published_rates(config: OptimizerConfig, epochs: int, steps_per_epoch: int) -> list[float]:
-    """A step schedule per epoch; the steps of the first epoch are warmed up."""
+def published_rates(config: OptimizerConfig, first: int, epochs: int, steps_per_epoch: int) -> list[float]:
+    """A step schedule per epoch; the steps of the first epoch are warmed up. `first` epochs are in the checkpoint."""
     rates = []
-    for epoch in range(epochs):
+    for epoch in range(first, epochs):
         rate = max(config.min_lr, config.lr * config.decay_rate**epoch)
         for step in range(steps_per_epoch):
             if epoch == 0:
@@ -178,13 +175,39 @@ def published_rates(config: OptimizerConfig, epochs: int, steps_per_epoch: int) 
     return rates
 
 
-@pytest.mark.parametrize("config", [PRETRAINING, FINETUNING], ids=["pretraining", "fine-tuning"])
+@pytest.mark.parametrize(("config", "first"), [(PRETRAINING, 0), (FINETUNING, 0), (FINETUNING, 5)])
 @pytest.mark.parametrize(("epochs", "steps_per_epoch"), [(60, 130), (12, 500), (8, 100), (9, 40)])
-def test_every_step_has_the_published_rate(config, epochs, steps_per_epoch):
-    """Also if the warm-up is longer than the first epoch, and down to the minimum."""
-    total = epochs * steps_per_epoch
-    rates = [learning_rate(step, total, float(steps_per_epoch), config) for step in range(total)]
-    assert rates == pytest.approx(published_rates(config, epochs, steps_per_epoch), rel=1e-12)
+def test_every_step_has_the_published_rate(config, first, epochs, steps_per_epoch):
+    """Also if the warm-up is longer than the first epoch, down to the minimum, and when a checkpoint goes on."""
+    total = (epochs - first) * steps_per_epoch
+    rates = [learning_rate(step, total, float(steps_per_epoch), config, first) for step in range(total)]
+    assert rates == pytest.approx(published_rates(config, first, epochs, steps_per_epoch), rel=1e-12)
+
+
+def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_path):
+    """The first step, written out: torch's own AdamW with the state of the checkpoint, at the next epoch's rate."""
+    first = case.task(tmp_path / "first", architecture__dropout=0.0)  # 6 steps, which are one epoch
+    run_worker(first, WorkerGroup(), never)
+    (tmp_path / "second").mkdir()
+    finish_model(first, None, lambda *report: None)[0].save(tmp_path / "second" / "start")
+    changes = {"objective__mlm_weight": 0.0, "objective__recovery_weight": 0.0, "loop__steps": 1}
+    task = case.task(tmp_path / "second", architecture__dropout=0.0, **changes)
+    run_worker(replace(task, continued=(tmp_path / "first", "run", 6)), WorkerGroup(), never)
+    start, source, _ = open_start(task, WorkerGroup())
+    make_trainable(start, task.config.architecture, torch.device("cpu"))
+    whole = first.config.objective, task.config.augmentation
+    module = JointObjective(start.adapter, start.joint, *whole).train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.05)
+    saved = Checkpoints(tmp_path / "first", "run").latest()
+    assert saved.epochs == 1
+    groups = [{**group, "lr": 1e-3 * 0.9} for group in saved.optimizer["param_groups"]]
+    optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
+    module(source.joint(0))["itm"].backward()
+    optimizer.step()
+    state = Checkpoints(tmp_path / "second", "run").latest()
+    assert state.epochs == pytest.approx(1 + 1 / 6, abs=1e-5)
+    for name, parameter in module.state_dict().items():
+        torch.testing.assert_close(state.weights[name], parameter, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_steps_follow_from_epochs(case):

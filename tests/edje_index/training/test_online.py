@@ -19,8 +19,11 @@ from edje_index.images.inputs import InputRef
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import build_adapter
+from edje_index.training import loop
 from edje_index.training.batches import BatchSource, Sampler
 from edje_index.training.features import OnlineFeatures, photo_view, unreadable_by_reason
+from edje_index.training.loop import open_start
+from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import EdjeError
 from storage_formats.format.manifest import CommittedIndex
 from tests.edje_index.training.conftest import IMAGES, Case
@@ -77,6 +80,16 @@ def test_features_are_those_of_a_build(photos):
     for row, values in zip(rows.tolist(), fetched.float(), strict=True):
         torch.testing.assert_close(values, alone(photos, row), rtol=0.01, atol=1e-4)
     torch.testing.assert_close(features.finish(features.load(rows)[0]), fetched)
+
+
+def test_the_workers_of_a_machine_share_its_cpus_for_decoding(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "usable_cpus", lambda: 8)
+    task = replace(photos.case.task(tmp_path / "run"), inputs=photos.folder / "inputs.arrow")
+    pools = []
+    for size, on_machine in ((1, 1), (4, 1), (4, 4), (32, 16)):
+        _, source, _ = open_start(task, WorkerGroup(0, size, on_machine))
+        pools.append(source.features._pool._max_workers)
+    assert pools == [8, 8, 2, 1]
 
 
 def test_views_are_the_crops_that_a_stored_view_has(photos):

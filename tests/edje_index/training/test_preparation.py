@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from open_clip.tokenizer import basic_clean, canonicalize_text
+from transformers import PreTrainedTokenizerFast
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training import captions as caption_shards
-from edje_index.training.captions import TrainingData
+from edje_index.training.batches import text_rows
+from edje_index.training.captions import CaptionSet, TrainingData
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.manifest import CommittedIndex
@@ -28,7 +31,7 @@ def check_equal(one: TrainingData, other: TrainingData) -> None:
 @pytest.fixture
 def small_shards(monkeypatch):
     """Five shards of the 48 captions."""
-    monkeypatch.setattr(caption_shards, "SHARD_CAPTIONS", 10)
+    monkeypatch.setattr(caption_shards, "SHARD_CAPTIONS", (10, 10))
 
 
 def test_the_data_are_those_of_the_models(case):
@@ -44,6 +47,29 @@ def test_the_data_are_those_of_the_models(case):
     assert data.rows.tolist() == case.items.rows.tolist()
     equal = {tuple(np.flatnonzero(data.caption_keys == key)) for key in data.caption_keys}
     assert (0, 2) in equal, "the captions 'A dog .' and 'a dog' have the same words"
+
+
+def test_captions_are_cleaned_and_cut_as_published(case, tmp_path):
+    """Towers read `pre_caption` of a caption, and a row without an image has the published tokenizer's 64 tokens."""
+    bundle = ModelBundle.load(case.bundle)
+    bundle.joint.tokenizer.canonical = True
+    bundle.save(tmp_path / "model")
+    texts = ["A DOG, running - in_the Snow!", "word " * 30 + "dog " * 80]
+    cleaned = [canonicalize_text(basic_clean(text)) for text in texts]
+    changed = replace(
+        case, bundle=tmp_path / "model", items=CaptionSet(case.items.rows[:2], [[text] for text in texts])
+    )
+    assert prepare(tmp_path / "data", changed, miner=case.bundle)
+    data, towers = TrainingData.open(tmp_path / "data"), ModelBundle.load(case.bundle).text
+    for embeddings in (data.text_embeddings, data.text_mining, ModelBundle.load(tmp_path / "model").text.encode(texts)):
+        np.testing.assert_allclose(embeddings, towers.encode(cleaned), rtol=0, atol=1e-6)
+    assert np.abs(towers.encode(texts) - towers.encode(cleaned)).max() > 1e-3
+    published = PreTrainedTokenizerFast.from_pretrained(case.bundle / "joint")
+    expected = published(cleaned, padding=True, truncation=True, max_length=64)["input_ids"]
+    recovery = text_rows([data.caption(0), data.caption(1)], bundle.joint.tokenizer)
+    assert recovery.input_ids.tolist() == expected
+    assert len(expected[1]) == 64
+    assert bundle.joint.tokenizer.truncated(data.caption(1)) == bundle.joint.tokenizer.caption_ids(texts)[1]
 
 
 def test_several_workers_and_another_mining_model_give_the_same_data(case, tmp_path, small_shards):

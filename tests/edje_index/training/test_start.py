@@ -61,7 +61,10 @@ def test_a_language_model_keeps_all_that_it_has(language):
         if name.startswith("pooler"):
             continue
         assert torch.equal(own[name][: len(tensor)], tensor), name
-    assert torch.equal(joint.classification_head[0].dense.weight, model.pooler.dense.weight)
+    pooler = joint.classification_head[0].dense.weight.detach()  # as published: that of a new torch.nn.Linear
+    assert pooler.abs().max() <= 24**-0.5
+    assert float(pooler.std()) == pytest.approx((24 * 3) ** -0.5, rel=0.1)
+    assert not torch.equal(pooler, model.pooler.dense.weight)
     decoder = joint.language_model.cls.predictions.decoder.weight
     assert decoder.data_ptr() == joint.text_embeddings.weight.data_ptr()
 
@@ -139,7 +142,7 @@ def test_positions_reach_to_the_last_image_token_and_are_trained(tiny_bundle, la
 
 
 def test_the_settings_decide_what_is_trained_and_how_captions_are_read(tiny_bundle):
-    config = SMALL.model_copy(update={"dropout": 0.3, "attention_dropout": 0.0, "canonical_captions": False})
+    config = SMALL.model_copy(update={"dropout": 0.3, "canonical_captions": False})
     start = make_start(config, 1, model=tiny_bundle)
     make_trainable(start, config, torch.device("cpu"))
     layer = start.joint.language_model.bert.encoder.layer[0]
@@ -148,6 +151,6 @@ def test_the_settings_decide_what_is_trained_and_how_captions_are_read(tiny_bund
         layer.attention.output.dropout,
         layer.output.dropout,
     ]
-    assert [module.p for module in (*dropouts, layer.attention.self.dropout)] == [0.3, 0.3, 0.3, 0.0]
+    assert [module.p for module in (*dropouts, layer.attention.self.dropout)] == [0.3] * 4
     assert not start.joint.tokenizer.canonical
     assert start.joint.config.max_position_embeddings == 512
