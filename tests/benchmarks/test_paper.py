@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -77,6 +78,28 @@ def test_every_listed_command_is_a_command_of_this_version(name, full_data, tmp_
     assert table["state"] == "needs data"  # nothing ran
 
 
+def test_embeddings_need_towers_and_other_models_need_nothing(full_data, tmp_path):
+    """Without a language model and photos to train on, rows of embeddings alone lack nothing."""
+    for name in ("flickr30k", "towers"):
+        (tmp_path / name).symlink_to(full_data / name)
+    study = Study(tmp_path, tmp_path / "out", lambda line: None, listing=True)
+    for name in ("zero-shot", "adapters"):
+        for row in measured(EXPERIMENTS[name], study)["rows"]:
+            assert bool(row["missing"]) == ("embeddings" not in row["label"])
+    for row in measured(EXPERIMENTS["prior-art"], study)["rows"]:
+        assert bool(row["missing"]) == (not row["label"].startswith(("ALBEF", "BLIP")))
+
+
+def test_the_figure_shows_published_and_measured_points():
+    rows = [
+        {"label": "a", "paper": {"ms": 100.0, "R@1": 80.0}, "own": {"ms": 10.0, "R@1": 90.0}},
+        {"label": "b", "paper": {"ms": 1.0}, "own": {}},
+    ]
+    circles = ElementTree.fromstring(experiments.scatter_plot(rows, "ms", "R@1")).findall("{*}circle")
+    places = [(float(c.get("cx")), float(c.get("cy")), c.get("fill")) for c in circles]
+    assert places == [(480, 360, "none"), (40, 60, "black")]
+
+
 def test_missing_data_are_named_with_their_remedy_and_what_is_no_experiment_is_refused(run, tmp_path):
     options = ["--data", tmp_path, "--out", tmp_path / "o"]
     code, out, _ = run("bench", "paper", "prior-art", "io-test", *options, "--commands")
@@ -143,6 +166,11 @@ def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeyp
     assert states == {name: partial.get(name, "complete") for name in EXPERIMENTS}
     for name in EXPERIMENTS:
         assert (tmp_path / "o" / f"{name}.md").read_text().startswith("## ")
+    assert "<circle" in (tmp_path / "o" / "prior-art.svg").read_text()
+    tokens = [row["own"]["tokens"] for row in tables["alignment"]["rows"]]
+    assert (
+        tokens == [row["own"]["tokens"] for row in tables["words"]["rows"]] == [64, 64]
+    )  # the tiny tower has 64 patches
     code, again, err = run(*command, "--json")
     assert (code, again) == (0, out)
     assert "edje-index" not in err, "a finished step ran again"
