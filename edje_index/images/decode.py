@@ -148,16 +148,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         ImageError: the image cannot be decoded, or has too many pixels.
         MemoryError: there is too little memory.
     """
-    if not data:
-        raise ImageError(reason="empty", detail="0 bytes")
-    # `warnings.catch_warnings` around each call would not be thread-safe.
-    if not warnings.filters or warnings.filters[0] != _WARNINGS:
-        warnings.filterwarnings("ignore", module=r"PIL\.")
-    name = image_format(data[:HEAD_BYTES])
-    if name is None:
-        if (unsupported := undecoded_format(data[:HEAD_BYTES])) is not None:
-            raise ImageError(reason="unsupported-image", detail=f"the image format {unsupported} is not supported")
-        raise ImageError(reason="not-an-image", detail=f"the first bytes, {data[:8]!r}, match no image format")
+    name = _format_to_decode(data)
     try:
         image = _pillow_formats()[name][0](CountedReads(data), "")
         check_size(image.size, max_pixels)
@@ -181,6 +172,33 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         message = f"{error}" or type(error).__name__
         matching = (reason for pattern, reason in _REASONS_OF_MESSAGES if re.search(pattern, message, re.IGNORECASE))
         raise ImageError(reason=next(matching, "corrupt"), detail=f"{name}: {message}") from error
+
+
+def _format_to_decode(data: bytes) -> str:
+    """Return Pillow's name of the format of an image file. Raise ImageError if this package does not decode it."""
+    if not data:
+        raise ImageError(reason="empty", detail="0 bytes")
+    # `warnings.catch_warnings` around each call would not be thread-safe.
+    if not warnings.filters or warnings.filters[0] != _WARNINGS:
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+    name = image_format(data[:HEAD_BYTES])
+    if name is None:
+        if (unsupported := undecoded_format(data[:HEAD_BYTES])) is not None:
+            raise ImageError(reason="unsupported-image", detail=f"the image format {unsupported} is not supported")
+        raise ImageError(reason="not-an-image", detail=f"the first bytes, {data[:8]!r}, match no image format")
+    return name
+
+
+def declared_pixels(data: bytes) -> int:
+    """Return the number of pixels that the header of an image file declares; 0 if `decode_rgb` cannot read the header.
+
+    No pixels are decoded. Thread-safe.
+    """
+    try:
+        image = _pillow_formats()[_format_to_decode(data)][0](CountedReads(data), "")
+    except Exception:  # decoders raise any exception on damaged input
+        return 0
+    return int(image.width * image.height)
 
 
 def decode_partial(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[Image.Image, str | None]:

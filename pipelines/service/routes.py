@@ -21,7 +21,7 @@ from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 
 from edje_index import __version__
-from edje_index.images.decode import ImageError, decode_rgb
+from edje_index.images.decode import ImageError, declared_pixels, decode_rgb
 from edje_index.images.thumbnails import PHOTO_COLUMNS, PHOTO_ERRORS, describe_photo_error, read_photo, read_thumbnails
 from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
@@ -108,20 +108,25 @@ class ServiceState:
             run: function that the model runs: takes images as the vision tower reads them, returns their results.
             pairs: number of pairs that `run` scores besides its images.
         """
-        encoder, left, small = index.model.image_encoder, self.limits.request_pixels, []
+        encoder, limits, small = index.model.image_encoder, self.limits, []
+        pixels = await self.in_thread(lambda: [declared_pixels(data) for data in images])
+        if max(pixels) > limits.image_pixels or sum(pixels) > limits.request_pixels:
+            raise HTTPException(
+                413,
+                f"send smaller or fewer images: {max(pixels)} pixels in one and {sum(pixels)} in all are over the "
+                f"limits of {limits.image_pixels} and {limits.request_pixels}",
+            )
         async with self.image_requests:
             for data in images:
-                max_pixels = min(self.limits.image_pixels, left)
                 try:
-                    image, pixels = await asyncio.get_running_loop().run_in_executor(
-                        self.decoding, _decode, data, max_pixels, encoder.preprocess.resize
+                    small.append(
+                        await asyncio.get_running_loop().run_in_executor(
+                            self.decoding, _decode, data, limits.image_pixels, encoder.preprocess.resize
+                        )
                     )
                 except ImageError as error:
-                    is_large = error.reason == "too-many-pixels"
-                    hint = f"; all images of a request may have {self.limits.request_pixels} pixels" if is_large else ""
-                    raise HTTPException(413 if is_large else 422, f"cannot read an image: {error}{hint}") from error
-                small.append(image)
-                left -= pixels
+                    status = 413 if error.reason == "too-many-pixels" else 422
+                    raise HTTPException(status, f"cannot read an image: {error}") from error
             # On a CPU, one image takes about 0.3 s. Each image is submitted alone, so that searches run in between.
             at_once = 1 if encoder.device.type == "cpu" else len(small)
             results: list[Any] = []
@@ -133,10 +138,9 @@ class ServiceState:
         return results, timing
 
 
-def _decode(data: bytes, max_pixels: int, resize: Callable[[Image.Image], Image.Image]) -> tuple[Image.Image, int]:
-    """Return an image as the vision tower reads it, and the number of pixels that were decoded."""
-    image = decode_rgb(data, max_pixels)
-    return resize(image), image.width * image.height
+def _decode(data: bytes, max_pixels: int, resize: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Return an image as the vision tower reads it."""
+    return resize(decode_rgb(data, max_pixels))
 
 
 def _image_bytes(text: str) -> bytes:
@@ -178,6 +182,7 @@ async def info(state: State) -> dict[str, Any]:
         "name": state.name,
         "rows": manifest.spec.rows,
         "indexed": manifest.counts.indexed,
+        "deleted": manifest.snapshot.deleted_rows,
         "block_shape": list(manifest.spec.block_shape),
         "embed_dim": manifest.spec.embed_dim,
         "precisions": list(manifest.spec.precisions),

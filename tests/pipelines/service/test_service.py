@@ -198,6 +198,13 @@ def test_info_describes_the_index_and_the_limits(client, library):
     assert value["limits"]["documents"] == 1000
 
 
+def header_only() -> dict[str, str]:
+    """A PNG of 6,300 x 6,300 pixels that ends after its header."""
+    out = io.BytesIO()
+    Image.new("1", (6300, 6300)).save(out, "PNG")
+    return {"image": base64.b64encode(out.getvalue()[:60]).decode()}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -233,6 +240,10 @@ def test_info_describes_the_index_and_the_limits(client, library):
         ("/rerank", {"query": "a", "documents": [{"image": "AAAA"}] * 17}, 413, "send fewer images: 17 are"),
         ("/embed", {"inputs": [3]}, 422, "inputs"),
         ("/embed", {"inputs": ["a", {"image": "AAAA"}]}, 422, "either texts or images"),
+        # Pixels are counted before anything is decoded, so what follows the headers plays no part.
+        ("/embed", {"inputs": [header_only()] * 3}, 413, "119070000 in all are over the limits"),
+        ("/rerank", {"query": "a", "documents": [header_only()] * 3}, 413, "119070000 in all are over the limits"),
+        ("/embed", {"inputs": [header_only()] * 2}, 422, "cannot read an image: truncated"),
         ("/embed", {"inputs": ["a"] * 1001}, 413, "1001 inputs: send at most"),
     ],
 )
