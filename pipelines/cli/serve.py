@@ -142,5 +142,6 @@ def show(folder: Path, model: Path | None) -> None:
         update_index(root, model=model, **job) if is_built else build_index(folder, root, str(model), **job)
     with listen("127.0.0.1", 0) as listener:
         print_line(address_of(listener))
+        note("opening the page at this address; Ctrl-C ends it")
         opening = threading.Thread(target=webbrowser.open, args=(address_of(listener),), daemon=True)
         run_service(open_warm(root, model), Limits(), listener, opening.start, allowed_hosts=_LOCAL_NAMES)

@@ -13,7 +13,9 @@ export function useKey(value) {
 export async function ask(path, options = {}) {
   const headers = new Headers(options.headers);
   if (key()) headers.set("Authorization", `Bearer ${key()}`);
-  const answer = await fetch(path, { ...options, headers });
+  const answer = await fetch(path, { ...options, headers }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("The service cannot be reached. Is it still running?");
+  });
   if (answer.ok) return answer;
   let message = `the service answered with status ${answer.status}`;
   try {

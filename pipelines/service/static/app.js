@@ -134,7 +134,10 @@ async function search() {
     compare(result, wanted, performance.now() - started);
     more();
   } catch (error) {
-    if (error.name !== "AbortError") asked = null;
+    if (error.name !== "AbortError") {
+      asked = null;
+      show([]); // the photos of the query before
+    }
     report(error);
   } finally {
     if (running === mine) document.body.classList.remove("busy");
@@ -144,6 +147,7 @@ async function search() {
 function heading(wanted) {
   if (!hits.length) return wanted.where === undefined ? "There are no photos." : "No photo passes the filter.";
   const isAll = wanted.score !== undefined && wanted.where === undefined;
+  if (isAll && index.deleted) return `All photos in ${index.name}.`; // some of the deleted rows may have no photo
   const count = isAll ? index.indexed.toLocaleString("en") : `${hits.length}${isLast ? "" : "+"}`;
   const order = wanted.score !== undefined ? "" : wanted.query === undefined ? ", most similar first" : ", best first";
   return `${count} ${count === "1" ? "photo" : "photos"}${wanted.score === undefined ? "" : ` in ${index.name}`}${order}.`;

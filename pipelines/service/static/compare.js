@@ -15,7 +15,7 @@ let last = null; // the latest answer, with what was asked
 
 export function showFormula(index) {
   byId("formula").textContent =
-    `Score = ${index.score}. It orders the hits of one query and cannot be compared between queries.`;
+    `Score = ${index.score}. It orders the hits of one query. The relevance estimates the probability that the text describes the photo.`;
 }
 
 export function compare(result, asked, milliseconds) {
@@ -80,7 +80,7 @@ function showMovement(element, hit, kind) {
 
 function showParts(details, hit, weights) {
   details.hidden = false;
-  details.querySelector("summary").textContent = `score ${hit.score.toFixed(2)}`;
+  details.querySelector("summary").textContent = `relevance ${hit.relevance.toFixed(2)}, score ${hit.score.toFixed(2)}`;
   const rows = Object.entries(weights).map(([part, weight]) => {
     const row = document.createElement("tr");
     const name = document.createElement("th");

@@ -24,7 +24,7 @@ export function open(hit, at) {
     size: width && height ? `${width} x ${height} pixels` : null,
     ...columns,
     rank: at < 0 ? null : `${at + 1}`,
-    score: hit.score.toFixed(2),
+    relevance: hit.relevance?.toFixed(2) ?? null,
     row: `${hit.row_id}`,
   };
   const rows = Object.entries(values).filter(([, value]) => value !== null);
