@@ -61,13 +61,12 @@ def append_index(
     """Add new images to an index, as `edje-index append` does.
 
     Images that the index already contains are skipped. Call the function again with the same arguments to resume a
-    stopped append.
+    stopped append. The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index. Its rows keep their ids.
         sources: directories, archives, lists of paths or image files, as in `build_index`.
         model: directory of the model bundle; None selects the bundle that built the index.
-        engine, workers, address, column, max_failed, on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError, ModelError: the request is invalid, or the index was not made by a build.
@@ -77,7 +76,7 @@ def append_index(
             is unchanged.
         MissingExtraError: a package of the extra `build` is not installed.
 
-    Example:
+    Examples:
         >>> from pipelines import append_index
         >>> result = append_index("photos.edje", "photos", engine="inline")
         >>> result.indexed, result.duplicates, result.rows, result.snapshot
@@ -137,7 +136,7 @@ def update_index(
 
     New and changed files get new rows. The old rows of changed files and the rows of missing files are deleted.
     Unchanged files are not encoded again. Call the function again with the same arguments to resume a stopped update:
-    its finished shards count if the same inputs must be encoded.
+    its finished shards count if the same inputs must be encoded. The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index. Unchanged rows keep their ids.
@@ -148,7 +147,6 @@ def update_index(
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1. If the share is larger, the update
             ends with an error.
         model: directory of the model bundle; None selects the bundle that built the index.
-        engine, workers, address, column, max_failed, on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError, ModelError: the request is invalid, or `sources` is empty and the index does not record its sources.
@@ -159,7 +157,7 @@ def update_index(
             failed.
         MissingExtraError: a package of the extra `build` is not installed.
 
-    Example:
+    Examples:
         >>> from pipelines import update_index
         >>> result = update_index("photos.edje", engine="inline")
         >>> result.inputs, result.failed, result.vanished

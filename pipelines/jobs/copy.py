@@ -73,7 +73,7 @@ class CopyResult:
         copied_files: number of files that this run wrote. The other files were already in the destination.
         copied_bytes: length of the written files in bytes.
 
-    Example:
+    Examples:
         >>> from pipelines import compact_index, copy_index, delete_rows
         >>> result = copy_index("photos.edje", "backup.edje")
         >>> result.snapshot, result.files
@@ -110,12 +110,12 @@ def compact_index(
 
     The copied rows get new ids. `storage_formats.TokenStore.translate` maps old row ids to new row ids. If no row is
     deleted, the index does not change. Call the function again to resume a stopped compaction.
+    The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index. The index can be read during the compaction.
         only_shards_with_deleted: True to copy only the rows of shards with deleted rows, and of shards with
             duplicates of these rows. The other rows keep their ids.
-        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`, all rows are deleted, or the disk is too small.
@@ -124,7 +124,7 @@ def compact_index(
         EdjeError: another process is changing the index.
         MissingExtraError: FAISS is not installed, but the index has a nearest-neighbour index.
 
-    Example:
+    Examples:
         >>> from pipelines import compact_index, delete_rows
         >>> from storage_formats import TokenStore
         >>> _ = delete_rows("pages.edje", rows=[0, 1, 2])
@@ -256,6 +256,7 @@ def copy_index(
 
     With `rows` or `where`, only these rows are copied, to a directory. They get the row ids from 0. No token is
     decoded, and the model is not needed. Call the function again with the same arguments to resume a stopped copy.
+    The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index, or its URL.
@@ -264,7 +265,6 @@ def copy_index(
         replace: True to remove an index at the URL `out` first.
         rows: ids of the rows to copy.
         where: filter such as "licence is null", see `edje_index.search.where`. The rows that pass it are copied.
-        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`, `out` is not free, no row is selected, or an argument is invalid.
@@ -273,7 +273,7 @@ def copy_index(
         CorruptIndexError: a file of the index is missing or damaged.
         EdjeError: another writer changes the index at `out`.
 
-    Example:
+    Examples:
         >>> from pipelines import copy_index
         >>> copy_index("photos.edje", "part.edje", rows=[1, 3]).rows
         2

@@ -45,11 +45,11 @@ def merge_indexes(
 
     The row ids of the first index stay the same, and those of each further index grow by a constant. If an earlier
     index has an image with the same content, the row is deleted. Call the function again to resume a stopped merge.
+    The other arguments are those of `build_index`.
 
     Args:
         indexes: directories of the indexes, in the order of their rows.
         out: directory of the new index.
-        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: an index does not exist, the indexes differ in model, block shape, shard size, precisions or frames
@@ -58,7 +58,7 @@ def merge_indexes(
         EdjeError: another process is writing to `out`.
         MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour index.
 
-    Example:
+    Examples:
         >>> import shutil
         >>> from pipelines import merge_indexes
         >>> _ = shutil.copytree("photos.edje", "copy.edje")

@@ -41,7 +41,7 @@ class QuantizeResult:
         bytes_per_image: length of a record in bytes, by precision.
         seconds: wall time of this run.
 
-    Example:
+    Examples:
         >>> from pipelines import quantize_index
         >>> result = quantize_index("photos.edje", ["int8"])
         >>> result.source, result.added, result.dropped
@@ -73,6 +73,7 @@ def quantize_index(
     """Add and remove precisions of the stored tokens, as `edje-index quantize` does.
 
     Call the function again with the same arguments to resume a stopped conversion.
+    The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index. The index can be read during the conversion.
@@ -82,7 +83,6 @@ def quantize_index(
             in `to` may have a higher fidelity than the source.
         workers: number of Ray workers; None converts in this process.
         address: address of the Ray cluster to join; None starts Ray on this machine.
-        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`, a precision is unknown, or the disk is too small.
@@ -92,7 +92,7 @@ def quantize_index(
         EdjeError: another process is changing the index.
         MissingExtraError: `workers` is given and Ray is not installed.
 
-    Example:
+    Examples:
         >>> from pipelines import quantize_index
         >>> result = quantize_index("photos.edje", ["fp8", "nvfp4"])
         >>> result.precisions, result.bytes_per_image["nvfp4"]
@@ -183,7 +183,8 @@ def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> 
     """
     stored = manifest.spec.precisions
     if requested is None:
-        return min(stored, key=lambda name: (_rank(_least_accurate(manifest, name)), len(_origin(manifest, name))))
+        origins = manifest.encoded_from
+        return min(stored, key=lambda name: (_rank(_least_accurate(manifest, name)), len(origins.get(name, ()))))
     if requested not in stored:
         raise UsageError(
             f"{root} does not have precision '{requested}'; convert from one of {', '.join(stored)}",
@@ -192,13 +193,9 @@ def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> 
     return requested
 
 
-def _origin(manifest: Manifest, name: str) -> tuple[str, ...]:
-    return manifest.encoded_from.get(name, ())
-
-
 def _least_accurate(manifest: Manifest, name: str) -> str:
     """Return the least accurate precision in the chain of conversions that ends at `name`."""
-    return max((name, *_origin(manifest, name)), key=_rank)
+    return max((name, *manifest.encoded_from.get(name, ())), key=_rank)
 
 
 def _rank(name: str) -> int:

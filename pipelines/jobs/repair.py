@@ -55,7 +55,7 @@ class RepairResult:
         repaired: files that were repaired.
         left: problems that remain.
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> from pipelines import repair_index
         >>> Path("photos.edje/ann/index.faiss").unlink()
@@ -78,12 +78,11 @@ def repair_index(
     """Verify an index, and rebuild damaged files from its other files, as `edje-index repair` does.
 
     Tokens that no other file determines are encoded again from the sources. A rebuilt file takes its place only if it
-    has the committed checksum.
+    has the committed checksum. The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index.
         model: directory of the model bundle; None selects the bundle that built the index.
-        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`.
@@ -93,7 +92,7 @@ def repair_index(
         JobStopped: `should_stop()` returned True. Files that were repaired stay repaired.
         OSError: the index cannot be written.
 
-    Example:
+    Examples:
         >>> from pipelines import repair_index
         >>> repair_index("photos.edje").repaired
         ()
