@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from storage_formats.format.rows import DUPLICATE, RowEntry, rows_table
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
+from tests.object_store import FaultyProxy, s3_server, use_endpoint
 
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
@@ -177,3 +178,18 @@ def one_faiss_thread():
     faiss.omp_set_num_threads(1)
     yield
     faiss.omp_set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The URL of an S3-compatible server."""
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy in front of the server, which `s3://` URLs lead to."""
+    with FaultyProxy(server).running() as running:
+        use_endpoint(monkeypatch, running.url)
+        yield running

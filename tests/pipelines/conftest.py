@@ -14,6 +14,8 @@ from PIL import Image
 
 from pipelines.jobs.build import BuildResult, build_index
 from pipelines.progress.events import Event, JobStopped, OnEvent, Progress, ShouldStop, ignore, never
+from storage_formats.format.layout import IndexSpec
+from tests.conftest import write_random_index
 
 _PARAMETERS = inspect.signature(build_index).parameters.values()
 Request = dataclasses.make_dataclass(
@@ -28,6 +30,8 @@ Request = dataclasses.make_dataclass(
     frozen=True,
 )
 """The arguments of `build_index`."""
+
+SMALL = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
 
 
 def run_build(request: Any, on_event: OnEvent = ignore, should_stop: ShouldStop = never) -> BuildResult:
@@ -51,6 +55,18 @@ def write_photo(path: Path, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 255, (24, 32, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path, "JPEG")
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    write_random_index(tmp_path / "photos.edje", SMALL, failed=frozenset({5}), seed=1)
+    return tmp_path / "photos.edje"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    write_random_index(tmp_path / "other.edje", SMALL, seed=2)
+    return tmp_path / "other.edje"
 
 
 @pytest.fixture

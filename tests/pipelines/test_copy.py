@@ -6,26 +6,26 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipelines import JobStopped, copy_index, delete_rows
-from storage_formats import CorruptIndexError, IncompleteIndexError, IndexSpec, TokenStore, UsageError, verify_index
+from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore, UsageError, verify_index
 from storage_formats.change import write_array_shapes
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
 from tests.command_line import environment
 from tests.conftest import write_random_index
-
-SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+from tests.pipelines.conftest import SMALL
 
 
 @pytest.fixture
 def index(tmp_path):
-    write_random_index(tmp_path / "photos.edje", SPEC, failed=frozenset({5}))
+    write_random_index(tmp_path / "photos.edje", SMALL, failed=frozenset({5}))
     delete_rows(tmp_path / "photos.edje", rows=[3])
     return tmp_path / "photos.edje"
 
@@ -42,6 +42,14 @@ def contents(root: Path) -> dict[str, bytes]:
     """The bytes of every file of an index, without earlier snapshots."""
     files = (path for path in root.rglob("*") if path.is_file() and "snapshots" not in path.parts)
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+
+
+def check_equal(index: Path, url: str) -> None:
+    """The index at `url` has the same files as the directory `index`."""
+    back = Path(tempfile.mkdtemp(dir=index.parent)) / "back"
+    copy_index(url, back)
+    assert contents(back) == contents(index)
+    assert verify_index(back) == verify_index(url) == []
 
 
 def test_a_copy_has_the_same_files(index, tmp_path):
@@ -77,7 +85,7 @@ def test_a_stopped_copy_is_resumed(index, tmp_path):
 
 def test_a_copy_during_an_append_describes_its_own_rows(index, tmp_path):
     expected = contents(index)
-    write_array_shapes(Layout(index), replace(SPEC, rows=1000))  # an append does so before it writes index.json
+    write_array_shapes(Layout(index), replace(SMALL, rows=1000))  # an append does so before it writes index.json
     copy_index(index, tmp_path / "copy")
     assert contents(tmp_path / "copy") == expected
     assert verify_index(tmp_path / "copy") == []

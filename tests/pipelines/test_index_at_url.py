@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ from edje_index import add_ann
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest
 from pipelines import JobStopped, compact_index, copy_index, delete_rows, quantize_index, repair_index
 from pipelines.jobs.snapshots import history, remove_snapshots
-from storage_formats import CorruptIndexError, EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
+from storage_formats import CorruptIndexError, EdjeError, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format import object_store
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
@@ -24,14 +23,11 @@ from storage_formats.format.remote import open_index
 from storage_formats.format.rows import read_index_rows
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
 from storage_formats.writing.index_copy import begin_remote_copy
-from tests.conftest import write_random_index
-from tests.pipelines.test_copy import contents
+from tests.pipelines.test_copy import check_equal, contents
 
 obstore_store = pytest.importorskip("obstore.store")
-SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
 CLAIM = "build/claim.json"
 URL = "s3://bucket/photos.edje"
-numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -47,32 +43,12 @@ def folder():
     return ObjectFolder.open(URL)
 
 
-@pytest.fixture
-def index(tmp_path):
-    write_random_index(tmp_path / "photos.edje", SPEC, failed=frozenset({5}), seed=1)
-    return tmp_path / "photos.edje"
-
-
-@pytest.fixture
-def other(tmp_path):
-    write_random_index(tmp_path / "other.edje", SPEC, seed=2)
-    return tmp_path / "other.edje"
-
-
 def put(key: str, data: bytes, **metadata: str) -> None:
     ObjectFolder.open(URL).put(key, lambda: [data], length=len(data), metadata=metadata)
 
 
 def flipped(data: bytes, offset: int) -> bytes:
     return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
-
-
-def check_equal(index, tmp_path, url=URL) -> None:
-    """The index at `url` has the same files as the directory `index`."""
-    back = tmp_path / f"back-{next(numbers)}"
-    copy_index(url, back)
-    assert contents(back) == contents(index)
-    assert verify_index(back) == verify_index(url) == []
 
 
 def test_an_index_returns_unchanged_and_only_changes_are_copied(index, tmp_path, folder):
@@ -82,11 +58,11 @@ def test_an_index_returns_unchanged_and_only_changes_are_copied(index, tmp_path,
     assert set(folder.list_sizes()) == set(contents(index))
     delete_rows(index, rows=[3])
     assert copy_index(index, URL).copied_files == 1  # the tombstones
-    check_equal(index, tmp_path)
+    check_equal(index, URL)
     assert len(TokenStore.open(URL, snapshot=0).fetch([3])) == 1
     assert [entry.kind for entry in history(URL)] == ["build", "delete"]
     copy_index(URL, f"{URL}-2")
-    check_equal(index, tmp_path, f"{URL}-2")
+    check_equal(index, f"{URL}-2")
 
 
 def test_another_index_is_refused_or_replaced_on_request(index, other, tmp_path, folder):
@@ -98,9 +74,9 @@ def test_another_index_is_refused_or_replaced_on_request(index, other, tmp_path,
     copy_index(other, URL)
     with pytest.raises(UsageError, match=r"is at snapshot 1, which .* does not have"):
         copy_index(index, URL)
-    check_equal(other, tmp_path)
+    check_equal(other, URL)
     copy_index(index, URL, replace=True)
-    check_equal(index, tmp_path)
+    check_equal(index, URL)
     assert set(folder.list_sizes()) == set(contents(index))
 
 
@@ -131,7 +107,7 @@ def test_a_stopped_copy_is_resumed(index, other, tmp_path, folder):
     assert CLAIM not in folder.list_sizes()
     result = copy_index(index, URL)
     assert 0 < result.copied_files < result.files
-    check_equal(index, tmp_path)
+    check_equal(index, URL)
 
 
 def test_one_writer_at_a_time(index, other, folder):
@@ -158,7 +134,7 @@ def test_a_commit_never_takes_the_place_of_another(index, other, tmp_path, folde
         copy_index(index, URL)
         with pytest.raises(EdjeError, match=r"another writer removed .*claim.json during the copy, so the copy did"):
             begun.commit()
-    check_equal(index, tmp_path)
+    check_equal(index, URL)
 
 
 def test_damage_is_not_copied(index, tmp_path, folder):

@@ -9,22 +9,21 @@ import pytest
 from edje_index import TokenIndex
 from pipelines import copy_index, delete_rows
 from tests.edje_index.search.indexes import build_photos
-from tests.object_store import s3_server, use_endpoint
+from tests.object_store import use_endpoint
 
 pytestmark = pytest.mark.slow  # they start a server
 URL = "s3://bucket/photos.edje"
 
 
 @pytest.fixture
-def remote(tmp_path, monkeypatch):
+def remote(tmp_path, monkeypatch, server):
     """A directory with an index of photos, and the index at `URL`."""
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "search").mkdir()
     root, _ = build_photos(tmp_path / "search")
-    with s3_server() as endpoint:
-        use_endpoint(monkeypatch, endpoint)
-        copy_index(root, URL)
-        yield root
+    use_endpoint(monkeypatch, server)
+    copy_index(root, URL)
+    return root
 
 
 def test_hits_equal_those_of_the_local_index(remote, run):

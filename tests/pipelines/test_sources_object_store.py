@@ -19,7 +19,7 @@ from pipelines.sources import iter_all, open_sources
 from storage_formats import TokenStore, UsageError
 from storage_formats.format import object_store
 from storage_formats.format.object_store import ObjectFolder
-from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
+from tests.object_store import FaultyProxy, every
 from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_packed import _pack
 
@@ -27,21 +27,12 @@ pytestmark = pytest.mark.slow  # they start a server
 BUCKET = "images"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with s3_server() as endpoint:
-        yield endpoint
-
-
 @pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """A proxy in front of the server, which `s3://` URLs lead to."""
+def proxy(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     monkeypatch.setattr(object_store, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
-    with FaultyProxy(server).running() as running:
-        use_endpoint(monkeypatch, running.url)
-        remote._bucket.cache_clear()
-        yield running
+    remote._bucket.cache_clear()
+    yield proxy
     remote._bucket.cache_clear()
 
 

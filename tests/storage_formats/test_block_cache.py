@@ -21,7 +21,7 @@ from storage_formats.reading import block_cache
 from storage_formats.reading.block_cache import CacheFiles, cache_bytes, cache_files
 from tests.command_line import environment
 from tests.conftest import same_bits, write_random_index
-from tests.object_store import FaultyProxy, s3_server, use_endpoint
+from tests.object_store import use_endpoint
 from tests.storage_formats.reading_cases import SPEC
 
 URL = "s3://bucket/photos.edje"
@@ -29,12 +29,6 @@ LARGER, LESS = "s3://bucket/larger.edje", "600000"
 TOKENS = "tokens/bf16/c."
 numbers = itertools.count()
 slow = pytest.mark.slow  # they start a server
-
-
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as endpoint:
-        yield endpoint
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +40,12 @@ def stored(server, built):
 
 
 @pytest.fixture
-def proxy(stored, server, monkeypatch, tmp_path):
+def proxy(stored, proxy, monkeypatch, tmp_path):
     """An empty cache, and a proxy that counts the requests."""
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("EDJE_CACHE_BYTES", raising=False)
     cache_files.cache_clear()
-    with FaultyProxy(server).running() as running:
-        use_endpoint(monkeypatch, running.url)
-        yield running
+    yield proxy
     cache_files.cache_clear()
 
 

@@ -19,19 +19,13 @@ from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
 from storage_formats.format.remote import open_index
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits
-from tests.object_store import FaultyProxy, every, s3_server, use_endpoint
+from tests.object_store import every, use_endpoint
 from tests.storage_formats.reading_cases import SPEC
 
 pytestmark = pytest.mark.slow  # they start a server
 BUCKET = "bucket"
 URL = f"s3://{BUCKET}/photos.edje"
 TOKENS = "tokens/bf16/c."
-
-
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as endpoint:
-        yield endpoint
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +44,6 @@ def cache(tmp_path, monkeypatch, server):
     monkeypatch.setenv("EDJE_CACHE_BYTES", "0")
     use_endpoint(monkeypatch, server)
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def proxy(server, monkeypatch):
-    with FaultyProxy(server).running() as running:
-        use_endpoint(monkeypatch, running.url)
-        yield running
 
 
 numbers = itertools.count()
