@@ -8,7 +8,7 @@ from storage_formats.errors import EdjeError
 class ModelError(EdjeError):
     """A model, bundle, checkpoint or tokenizer cannot be used.
 
-    Example:
+    Examples:
         >>> from edje_index import ModelError, read_bundle_info
         >>> try:
         ...     read_bundle_info("photos")
@@ -31,7 +31,7 @@ class BundleNotFoundError(ModelError):
 class HubUnreachableError(ModelError):
     """Model files are not in the local cache, and the model hub cannot be reached to download them.
 
-    Example:
+    Examples:
         >>> from edje_index import HubUnreachableError, ModelError
         >>> issubclass(HubUnreachableError, ModelError)
         True

@@ -16,7 +16,7 @@ class EdjeError(Exception):
         parameter: name of the parameter with the wrong value. None if no single parameter is wrong. The command line
             adds the name of the matching option to the message.
 
-    Example:
+    Examples:
         >>> from storage_formats import EdjeError, TokenStore
         >>> try:
         ...     TokenStore.open("nowhere.edje")
@@ -35,7 +35,7 @@ class EdjeError(Exception):
 class UsageError(EdjeError):
     """The request is not possible, for example because an argument is wrong. Exit code 2.
 
-    Example:
+    Examples:
         >>> from storage_formats import UsageError, codec
         >>> try:
         ...     codec("fp7")
@@ -50,7 +50,7 @@ class UsageError(EdjeError):
 class RowIdError(UsageError, IndexError):
     """A row id is out of range or belongs to no input. This error is also an `IndexError`.
 
-    Example:
+    Examples:
         >>> from storage_formats import RowIdError, TokenStore
         >>> try:
         ...     TokenStore.open("photos.edje").fetch([6])
@@ -66,7 +66,7 @@ class DeletedRowError(RowIdError):
     Attributes:
         row_ids: row ids of the requested rows that are deleted.
 
-    Example:
+    Examples:
         >>> from pipelines import delete_rows
         >>> from storage_formats import DeletedRowError, TokenStore
         >>> _ = delete_rows("pages.edje", rows=[2])
@@ -92,7 +92,7 @@ class IncompleteIndexError(EdjeError):
     To resume an interrupted build, run the same build command again. An `IndexWriter` cannot resume: write the index
     again from the start.
 
-    Example:
+    Examples:
         >>> from storage_formats import IncompleteIndexError, IndexWriter, TokenStore
         >>> writer = IndexWriter.create("begun.edje", block_shape=(4, 16), embed_dim=8)
         >>> try:
@@ -110,7 +110,7 @@ class CorruptIndexError(EdjeError):
     Attributes:
         row_ids: row ids of the blocks that were found damaged. Other blocks may be damaged too.
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> from storage_formats import CorruptIndexError, TokenStore
         >>> _ = Path("photos.edje/index.json").write_text("damaged")

@@ -51,7 +51,7 @@ _DISTRIBUTIONS = {
 class MissingExtraError(EdjeError, ImportError):
     """An optional package is not installed. The message contains the command that installs the package.
 
-    Example:
+    Examples:
         >>> from storage_formats.extras import missing_extra
         >>> str(missing_extra(ModuleNotFoundError("No module named 'onnx'", name="onnx")))
         "this needs the package onnx, which is not installed; run: pip install 'edje-index[towers]'"

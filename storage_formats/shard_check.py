@@ -34,7 +34,7 @@ class Problem:
         code: kind of problem, for use in programs, for example `missing-file`.
         message: description of the problem, to print after the path, for example "cannot be read: ...".
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> from storage_formats import verify_index
         >>> Path("photos.edje/rows/00000000.parquet").unlink()

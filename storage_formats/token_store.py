@@ -55,7 +55,7 @@ class TokenStore:
         precision: see `TokenStore.open`, which also describes the errors.
         engine: see `TokenStore.open`.
 
-    Example:
+    Examples:
         >>> from storage_formats import TokenStore
         >>> with TokenStore.open("photos.edje", precision="bf16") as store:
         ...     blocks = store.fetch([3, 1, 3])
@@ -98,7 +98,7 @@ class TokenStore:
             ObjectStoreError: the object store refused a request or cannot be reached. `fetch` raises it too.
             MissingExtraError: obstore, which a URL needs, is not installed.
 
-        Example:
+        Examples:
             >>> from storage_formats import TokenStore
             >>> store = TokenStore.open("photos.edje")
             >>> len(store), store.block_shape, store.precision
@@ -115,7 +115,7 @@ class TokenStore:
             UsageError: the index no longer has the precision, or another index has replaced the index.
             CorruptIndexError: see `open`.
 
-        Example:
+        Examples:
             >>> from pipelines import delete_rows
             >>> from storage_formats import TokenStore
             >>> store = TokenStore.open("photos.edje")
@@ -135,7 +135,7 @@ class TokenStore:
     def row_ids(self) -> NDArray[np.int64]:
         """Return the row ids of all rows that are not deleted, int64 [n], ascending. Some of the rows may be holes.
 
-        Example:
+        Examples:
             >>> from storage_formats import TokenStore
             >>> TokenStore.open("photos.edje").row_ids()
             array([0, 1, 2, 3, 4, 5])
@@ -156,7 +156,7 @@ class TokenStore:
             UsageError: `row_ids` is not a flat sequence of integers.
             CorruptIndexError: a row map of the index is damaged.
 
-        Example:
+        Examples:
             >>> from pipelines import compact_index, delete_rows
             >>> from storage_formats import TokenStore
             >>> _ = delete_rows("photos.edje", rows=[2])
@@ -207,7 +207,7 @@ class TokenStore:
             CorruptIndexError: a shard file is missing or too short, or a block is damaged. The attribute `row_ids` of
                 the error lists rows with damaged blocks. After an error, the contents of `out` are arbitrary.
 
-        Example:
+        Examples:
             >>> from storage_formats import TokenStore
             >>> store = TokenStore.open("photos.edje")
             >>> store.fetch([5, 0, 5]).shape
@@ -243,7 +243,7 @@ class TokenStore:
         Raises:
             RowIdError, UsageError, CorruptIndexError: see `fetch`.
 
-        Example:
+        Examples:
             >>> from storage_formats import TokenStore
             >>> TokenStore.open("photos.edje").fetch_records([2, 4]).shape
             (2, 128)
@@ -281,7 +281,7 @@ class TokenStore:
 
         The array starts at a page boundary, so that `fetch` can read `bf16` blocks directly into the array.
 
-        Example:
+        Examples:
             >>> from storage_formats import TokenStore
             >>> TokenStore.open("photos.edje").empty(100).shape
             (100, 4, 16)
@@ -303,7 +303,7 @@ class TokenStore:
         Raises:
             RowIdError, UsageError, CorruptIndexError: see `fetch`.
 
-        Example:
+        Examples:
             >>> from storage_formats import TokenStore
             >>> store = TokenStore.open("photos.edje")
             >>> [len(blocks) for blocks in store.iter_fetch([[0, 1, 2], [3], []])]
@@ -316,7 +316,7 @@ class TokenStore:
     async def aiter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> AsyncIterator[Blocks]:
         """Yield blocks like `iter_fetch`, for use with `async for`. Does not block the event loop.
 
-        Example:
+        Examples:
             >>> import asyncio
             >>> from storage_formats import TokenStore
             >>> async def count_blocks():
@@ -347,7 +347,7 @@ class TokenStore:
     def holes(self, blocks: Blocks) -> NDArray[np.bool_]:
         """Return which of the fetched `blocks` [k, m, d] are holes, bool [k].
 
-        Example:
+        Examples:
             >>> from storage_formats import TokenStore
             >>> store = TokenStore.open("photos.edje")
             >>> store.holes(store.fetch([0, 5]))

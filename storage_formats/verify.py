@@ -67,7 +67,7 @@ def verify_index(
         IncompleteIndexError: the build of the index has not finished.
         ObjectStoreError: the object store refused a request or cannot be reached.
 
-    Example:
+    Examples:
         >>> from storage_formats import verify_index
         >>> verify_index("photos.edje")
         []

@@ -76,7 +76,7 @@ class ModelBundle:
         info: content of the ``bundle.json`` that was loaded, with the fingerprints of the files; None for a bundle made
             in memory.
 
-    Example:
+    Examples:
         >>> from edje_index import ModelBundle
         >>> bundle = ModelBundle.load("model")
         >>> bundle.block_shape, bundle.embed_dim, bundle.trained

@@ -77,7 +77,7 @@ class PublishedModel:
         joint: joint encoder. The published evaluation code converts captions to lower case without punctuation before
             it calls the model. To do the same, apply `edje_index.models.joint_inputs.clean_canonicalize` to captions.
 
-    Example:
+    Examples:
         >>> from edje_index import load_published_checkpoint
         >>> load_published_checkpoint("checkpoint.pth", "tokenizer", vision_heads=2).joint.width
         16
@@ -111,7 +111,7 @@ def load_published_checkpoint(
         ModelError: the file is not a checkpoint of the published training code, its parts do not fit each other, a
             weight is NaN or infinite, or the tokenizer cannot be read.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from edje_index import load_published_checkpoint
         >>> model = load_published_checkpoint("checkpoint.pth", "tokenizer", vision_heads=2)
@@ -224,7 +224,7 @@ def import_checkpoint(
         ModelError: a file is missing, the parts do not fit each other, or the checkpoint contains other towers than
             ``vision``.
 
-    Example:
+    Examples:
         >>> from edje_index import import_checkpoint
         >>> info = import_checkpoint("checkpoint.pth", "local-dir:model/vision", "imported")
         >>> info.block_shape, info.trained

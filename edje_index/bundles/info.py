@@ -72,7 +72,7 @@ class BundleInfo:
         fingerprint: SHA-256 of everything that affects an output.
         encoder_fingerprint: SHA-256 of everything that affects the stored tokens and embeddings.
 
-    Example:
+    Examples:
         >>> from edje_index import read_bundle_info
         >>> read_bundle_info("model").path
         PosixPath('model')
@@ -164,7 +164,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
         ModelError: the directory is not a bundle, the format version is not supported, the directory contains code, or
             ``bundle.json`` is damaged or was edited.
 
-    Example:
+    Examples:
         >>> from edje_index import read_bundle_info
         >>> info = read_bundle_info("model")
         >>> info.block_shape, info.embed_dim, info.trained

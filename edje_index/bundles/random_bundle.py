@@ -84,7 +84,7 @@ def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedS
     Raises:
         ModelError: ``out`` exists.
 
-    Example:
+    Examples:
         >>> from edje_index import create_untrained_bundle
         >>> from edje_index.bundles.random_bundle import TINY
         >>> create_untrained_bundle("tiny", sizes=TINY).block_shape

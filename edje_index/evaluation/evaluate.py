@@ -183,7 +183,7 @@ def evaluate(
         cache: directory for computed scores, from which an interrupted evaluation resumes; None stores no scores.
         on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> from edje_index import evaluate
         >>> evaluation = evaluate("photos.edje", "captions.jsonl", images=Path("photos"), pools=(3,), resamples=0)

@@ -382,7 +382,7 @@ def _attention(
 def content_words(caption: str) -> str:
     """Return the words of a caption without stop words and punctuation, in lower case, separated by spaces.
 
-    Example:
+    Examples:
         >>> from edje_index.evaluation.explain import content_words
         >>> content_words("A child playing in the ocean.")
         'child playing ocean'

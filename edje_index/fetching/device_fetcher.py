@@ -29,7 +29,7 @@ class DeviceFetcher:
     Raises:
         ModelError: the device does not exist.
 
-    Example:
+    Examples:
         >>> from edje_index import DeviceFetcher, TokenStore
         >>> fetcher = DeviceFetcher(TokenStore.open("photos.edje"), device="cpu")
         >>> fetcher.fetch([0, 3]).shape

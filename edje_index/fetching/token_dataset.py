@@ -26,7 +26,7 @@ class TokenDataset(Dataset[torch.Tensor]):
     Raises:
         UsageError, IncompleteIndexError, CorruptIndexError: as for `TokenStore.open`.
 
-    Example:
+    Examples:
         >>> from torch.utils.data import DataLoader
         >>> from edje_index import TokenDataset
         >>> loader = DataLoader(TokenDataset("photos.edje"), batch_size=4)

@@ -95,7 +95,7 @@ def default_position(manifest: Manifest) -> int | None:
 def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: OnProgress | None = None) -> Manifest:
     """Build the nearest-neighbour index of a finished index, and commit the result.
 
-    Example:
+    Examples:
         >>> from edje_index import add_ann
         >>> add_ann("pages.edje").ann["kind"]
         'flat'

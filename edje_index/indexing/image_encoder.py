@@ -36,7 +36,7 @@ class ImageEncoder:
         preprocess: thread-safe function that converts a PIL image (RGB) to float32 [3, height, width], bit for bit as
             the evaluation transform of open_clip.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from PIL import Image
         >>> from edje_index import ImageEncoder

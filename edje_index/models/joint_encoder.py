@@ -37,7 +37,7 @@ class JointEncoder(nn.Module):
         tokenizer: tokenizer of the captions.
         compute_dtype: data type of matrix products in :meth:`forward` and :meth:`score`.
 
-    Example:
+    Examples:
         >>> from edje_index import ModelBundle, TokenStore
         >>> joint = ModelBundle.load("model").joint
         >>> joint.score("a dog", TokenStore.open("photos.edje").fetch([0, 1, 2])).shape

@@ -91,7 +91,7 @@ def embed_texts(
 class TextTower(TextEncoder):
     """The frozen text tower of an open_clip model, with a tokenizer.
 
-    Example:
+    Examples:
         >>> from edje_index import ModelBundle
         >>> ModelBundle.load("model").text.encode(["a dog", "two cats"]).shape
         (2, 24)

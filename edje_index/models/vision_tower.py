@@ -38,7 +38,7 @@ class VisionTower(torch.nn.Module, ABC):
         layer_norm_eps: epsilon of the final layer norm. Published adapters use the same epsilon.
         image_size: (height, width) of the images that ``encode`` expects, in pixels.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from edje_index import ModelBundle
         >>> vision = ModelBundle.load("model").vision

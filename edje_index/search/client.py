@@ -31,7 +31,7 @@ class ServiceError(EdjeError):
         status: HTTP status of the response; None if the service cannot be reached.
         retry_after: seconds to wait before sending the request again; None if the response has no such value.
 
-    Example:
+    Examples:
         >>> from edje_index import ServiceError
         >>> ServiceError("64 requests are waiting", status=429, retry_after=2.0).status
         429
@@ -53,7 +53,7 @@ class Client:
         api_key: API key to send; None to send no key.
         timeout: seconds without a response after which a request fails.
 
-    Example:
+    Examples:
         >>> from edje_index import Client
         >>> with Client("http://127.0.0.1:8000") as client:
         ...     client.url  # client.search("a red canoe", k=5) asks the service

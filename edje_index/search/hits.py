@@ -39,7 +39,7 @@ class Hit:
             `edje_index.scoring.weights.PART_NAMES`.
         columns: captions of the image, or values of the chosen columns of the rows table, by column name.
 
-    Example:
+    Examples:
         >>> from edje_index import TokenIndex
         >>> hit = TokenIndex.open("photos.edje").search("a dog", k=1, pool=4)[0]
         >>> sorted(hit.parts), hit.score == hit.joint_score == hit.parts["logit"]
@@ -77,7 +77,7 @@ class TextHit:
         relevance: a number between 0 and 1 that never decreases with the score, as for `Hit`.
         parts: values of the parts of the final score, without weights, by part name.
 
-    Example:
+    Examples:
         >>> from edje_index import TokenIndex
         >>> index = TokenIndex.open("photos.edje")
         >>> hit = index.search_texts(2, ["a dog", "a canoe"], k=1)[0]
@@ -102,7 +102,7 @@ class Hits(list[Hit]):
         stages: duration of each stage of the search in seconds, see `Stages`. If one call searches several queries, the
             durations are for the whole call.
 
-    Example:
+    Examples:
         >>> from edje_index import TokenIndex
         >>> hits = TokenIndex.open("photos.edje").search("a dog", k=2)
         >>> hits._repr_html_().count("data:image/jpeg")

@@ -31,7 +31,7 @@ _PRODUCT_ROWS = 4  # BLAS computes such small products in the calling thread; it
 class LateInteractionSearch:
     """Ranks the rows of an index by MaxSim with the vectors of a query.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from edje_index import LateInteractionSearch
         >>> index = LateInteractionSearch.open("pages.edje")
@@ -128,7 +128,7 @@ def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:
         query: query vectors [q, d].
         blocks: token blocks [k, m, d].
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from edje_index import max_sim
         >>> query = np.array([[1, 0], [0, 1]], dtype=np.float32)

@@ -89,7 +89,7 @@ class ScoredCandidates(NamedTuple):
 class TokenIndex:
     """An open index and the model bundle that built it.
 
-    Example:
+    Examples:
         >>> from edje_index import TokenIndex
         >>> index = TokenIndex.open("photos.edje")
         >>> hits = index.search("two dogs play in the snow", k=3)
@@ -196,7 +196,7 @@ class TokenIndex:
             UsageError: the index was built again with another model.
             CorruptIndexError: a file of the index is damaged.
 
-        Example:
+        Examples:
             >>> from pipelines import delete_rows
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
@@ -288,7 +288,7 @@ class TokenIndex:
             ModelError: the bundle has no model for a part of `score`, or `score` needs adapter tokens but the index
                 stores patch features.
 
-        Example:
+        Examples:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje", score="logit=1,embedding=20")
             >>> [sorted(hit.parts) for hit in index.search("a dog", k=2, pool=6)]
@@ -464,7 +464,7 @@ class TokenIndex:
             CorruptIndexError: the tokens of a row are damaged.
             ModelError: as for `search`.
 
-        Example:
+        Examples:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
             >>> sorted(hit.row_id for hit in index.rerank("a dog", [4, 0, 2]))
@@ -548,7 +548,7 @@ class TokenIndex:
         Raises:
             UsageError: the image cannot be read, the row has no tokens, `k` is out of range, or `where` is invalid.
 
-        Example:
+        Examples:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
             >>> index.search_image(index.search("a dog", k=1)[0].uri, k=1)[0].embedding_score > 0.999
@@ -601,7 +601,7 @@ class TokenIndex:
                 the row has no tokens, or the image cannot be read.
             ModelError: as for `search`.
 
-        Example:
+        Examples:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
             >>> len(index.search_texts("photos/3.jpg", ["a dog", "a canoe", "two cats"], k=2))

@@ -313,7 +313,7 @@ def make_config(values: Mapping[str, Any]) -> TrainConfig:
 
     Missing settings get their default values.
 
-    Example:
+    Examples:
         >>> make_config({"loop": {"steps": 1000}}).loop.steps
         1000
     """

@@ -73,9 +73,6 @@ dry_run_option = click.option(
     is_flag=True,
     help="Show what the command would do, and the disk space and memory that it needs. Write nothing.",
 )
-seed_option = click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all random numbers."
-)
 
 model_option = click.option(
     "--model", type=PATH, help="Directory of the model bundle.  [default: the bundle that built INDEX]"

@@ -81,7 +81,7 @@ class BuildResult:
         dry_run: True if the update was only tried and nothing was changed. `failed` then counts only inputs that cannot
             be read; other inputs may fail when they are decoded.
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> from pipelines import build_index, update_index
         >>> result = build_index("photos", "new.edje", "model", engine="inline")
@@ -222,7 +222,7 @@ def build_index(
             `max_failed` allows.
         MissingExtraError: a package of the extra `build` is not installed.
 
-    Example:
+    Examples:
         >>> from pipelines import build_index
         >>> result = build_index("photos", "new.edje", "model", engine="inline", precisions=["fp8"])
         >>> result.inputs, result.indexed, result.failed

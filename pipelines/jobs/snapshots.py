@@ -36,7 +36,7 @@ class DeleteResult:
         dry_run: True if the deletion was only tried and nothing was changed.
         erased: number of deleted rows whose data was removed.
 
-    Example:
+    Examples:
         >>> from pipelines import delete_rows
         >>> result = delete_rows("photos.edje", uri="*/[01].jpg", dry_run=True)
         >>> result.deleted, result.left, result.snapshot
@@ -82,7 +82,7 @@ def delete_rows(
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
 
-    Example:
+    Examples:
         >>> from pipelines import delete_rows
         >>> result = delete_rows("photos.edje", rows=[1, 3])
         >>> result.deleted, result.left, result.snapshot

@@ -143,7 +143,7 @@ class ShardMeter:
 class JobStopped(EdjeError):
     """The job stopped early, on request or because of an error. Finished work is kept.
 
-    Example:
+    Examples:
         >>> from pipelines import JobStopped, build_index
         >>> try:
         ...     build_index("photos", "new.edje", "model", engine="inline", should_stop=lambda: True)

@@ -28,7 +28,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: `text` is not a size.
 
-    Example:
+    Examples:
         >>> from pipelines.progress.wording import parse_bytes
         >>> parse_bytes("1.5G"), parse_bytes("500 MB"), parse_bytes("4GiB")
         (1500000000, 500000000, 4294967296)

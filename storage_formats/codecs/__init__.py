@@ -18,7 +18,7 @@ DEFAULT_BLOCK_SHAPE = (64, 384)
 def precisions() -> tuple[str, ...]:
     """Return the names of all supported precisions, most accurate first.
 
-    Example:
+    Examples:
         >>> from storage_formats import precisions
         >>> precisions()
         ('bf16', 'fp16', 'int8', 'fp8', 'mxfp8', 'nvfp4', 'mxfp4', 'sign1')
@@ -46,7 +46,7 @@ def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Code
     Raises:
         UsageError: the name is unknown, or d is not a multiple of the group size of the precision.
 
-    Example:
+    Examples:
         >>> import ml_dtypes, numpy as np
         >>> from storage_formats import codec
         >>> blocks = np.linspace(-1, 1, 2 * 64 * 384).reshape(2, 64, 384).astype(ml_dtypes.bfloat16)

@@ -49,7 +49,7 @@ class Codec(ABC):
         zarr_dtype: Zarr v3 data type of the Zarr array.
         fill_value: fill value of the Zarr array. A record of fill values decodes to NaN.
 
-    Example:
+    Examples:
         >>> import ml_dtypes, numpy as np
         >>> from storage_formats import codec
         >>> fp8 = codec("fp8", block_shape=(2, 4))

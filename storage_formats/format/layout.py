@@ -54,7 +54,7 @@ class IndexSpec:
         UsageError: a number is not positive; or the segments overlap, do not ascend, or do not match `rows` and
             `shard_size`.
 
-    Example:
+    Examples:
         >>> from storage_formats import IndexSpec
         >>> spec = IndexSpec(rows=2500, shard_size=1024, block_shape=(64, 384), embed_dim=512, precisions=("fp8",))
         >>> spec.shards, spec.shard_rows(2)

@@ -151,7 +151,7 @@ class Manifest:
         columns: source columns of the rows table.
         row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
 
-    Example:
+    Examples:
         >>> from storage_formats import Manifest
         >>> manifest = Manifest.load("photos.edje")
         >>> manifest.spec.block_shape, manifest.counts.indexed, manifest.counts.failed

@@ -215,7 +215,7 @@ def read_rows(root: IndexLocation, row_ids: RowIds | None = None, columns: list[
         IncompleteIndexError: the build of the index has not finished.
         CorruptIndexError: `index.json` or a file with requested rows is damaged.
 
-    Example:
+    Examples:
         >>> from storage_formats import read_rows
         >>> read_rows("photos.edje", [5, 0], columns=["row_id", "status"]).to_pylist()
         [{'row_id': 5, 'status': 'indexed'}, {'row_id': 0, 'status': 'indexed'}]

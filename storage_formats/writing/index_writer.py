@@ -44,7 +44,7 @@ class IndexWriter:
     written files. The writer buffers at most one shard in memory. To add a nearest-neighbour index, call
     `edje_index.add_ann`.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from storage_formats import IndexWriter, TokenStore
         >>> rng = np.random.default_rng(0)

@@ -72,7 +72,7 @@ class TrainResult:
         truncated: number of training images that could be decoded only in part.
         already_finished: True if an earlier run had finished the training run. Nothing was done in this case.
 
-    Example:
+    Examples:
         >>> from pipelines import TrainResult
         >>> TrainResult("model", "f" * 64, "e" * 64, images=6, captions=6, left_out={}, steps=2, seconds=1.5).steps
         2
@@ -123,7 +123,7 @@ def train(
         JobStopped: the training run stopped early. The last checkpoint is kept.
         MissingExtraError: a package of the extra `train` is not installed.
 
-    Example:
+    Examples:
         >>> from pipelines import train
         >>> result = train(
         ...     "captions.jsonl",
