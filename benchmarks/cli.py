@@ -332,16 +332,23 @@ def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool
 @click.option("--folder", type=PATH, required=True, help="New directory for the files of all systems.")
 @_several("--system", "systems", str, "System to measure; repeatable.  [default: all]")
 @click.option("--queries", type=POSITIVE, default=200, show_default=True, help="Number of captions to search for.")
+@click.option(
+    "--rows",
+    type=POSITIVE,
+    help="Repeat the images with noise up to this number of rows. Searches get memory for a quarter of the tokens.",
+)
+@click.option("--limit", type=POSITIVE, metavar="SECONDS", help="Time for building one system and all its searches.")
 @_report_option
 @json_option
 def end_to_end_command(index: Path, captions: Path, report: Path | None, as_json: bool, **options: Any) -> None:
     """Compare whole search systems on the same images: recall, latency, memory and bytes per image.
 
     All systems get the embeddings and tokens of INDEX. The queries are the captions in the file CAPTIONS. Systems that
-    are not installed are left out.
+    are not installed are left out. The report names a system that stops, and why.
 
-    These systems rank by late interaction: this package in two precisions, FAISS with np.memmap, a multivector column
-    of Lance, and Qdrant Edge. The last system is the search of this package with the joint encoder.
+    These systems rank by late interaction: this package in four precisions, FAISS with np.memmap or TensorStore, a
+    multivector column of Lance with and without an index, Qdrant Edge, and fast-plaid. The last systems are the search
+    of this package with the joint encoder.
 
     \b
     Example:

@@ -65,6 +65,7 @@ class BundleInfo:
             ``canonical_captions``: True if captions are converted to lower case without punctuation.
             ``pooled_similarity``, ``hubness_bank``: sizes of these parts, if the bundle has them. ``logit_range``:
             smallest and largest logit on the dev captions that the weights of the final score were fitted to.
+            ``bfloat16_recall_change``: see the property of this name.
         score: weights of the final score.
         trained: False if the weights are random.
         notes: origin of the weights, as free text.
@@ -133,6 +134,12 @@ class BundleInfo:
         if not -math.inf < lowest <= highest < math.inf:
             raise ValueError(f"the range of the logits {value} is not ascending")
         return lowest, highest
+
+    @property
+    def bfloat16_recall_change(self) -> float | None:
+        """Largest change of R@1, R@5 and R@10 on dev captions with logits in bfloat16, in points. None if unknown."""
+        value = self.joint.get("bfloat16_recall_change")
+        return None if value is None else float(value)
 
     @property
     def encoder_weights_bytes(self) -> int:
@@ -210,6 +217,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
         _ = info.pooled_similarity, info.hubness_bank, info.logit_range  # raises ValueError for invalid numbers
+        _ = info.bfloat16_recall_change
         fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{file} is damaged ({error!r}): restore this file, or make the bundle again") from error

@@ -417,17 +417,22 @@ class ScoreModels:
                 its_scales = None if scales is None else scales[batch]
                 values[batch] = _numpy(late_interaction(ids, tokens, words, content, mean=mean, scales=its_scales))
             return values
-        if name == POOLED:
-            return _numpy((self._caption_vectors_of(pairs) * self._image_vectors_of(pairs)).sum(dim=1))
         if name == EMBEDDING:
             assert pairs.similarities is not None
             return pairs.similarities
         images = direction == TEXT_TO_IMAGE
-        if terms is not None and images:
+        if name == HUBNESS and images and terms is not None:
             return -_numpy(terms[:, -1])
+        reads_images, caption_vectors = name == POOLED or images, pairs.caption_vectors
+        if caption_vectors is None and (name == POOLED or not images):
+            caption_vectors = self.caption_vectors(pairs.captions)
+        vectors = self._image_vectors_of(pairs) if reads_images else caption_vectors
+        assert vectors is not None
+        if name == POOLED:
+            assert caption_vectors is not None
+            return _numpy((vectors * caption_vectors).sum(dim=1))
         assert self.bank is not None
         assert pairs.candidate_embeddings is not None
-        vectors = self._image_vectors_of(pairs) if images else self._caption_vectors_of(pairs)
         embeddings = torch.from_numpy(pairs.candidate_embeddings).to(vectors.device)
         return -_numpy(self.bank.hubness(embeddings, vectors, weights.hubness_similarity, direction))
 
@@ -481,9 +486,6 @@ class ScoreModels:
             return self.image_vectors(pairs.token_tensor)
         dim = 0 if self.pooled is None else self.pooled.sizes["dim"]
         return torch.from_numpy(pairs.image_terms[:, :dim]).to(self.joint.device)
-
-    def _caption_vectors_of(self, pairs: Pairs) -> torch.Tensor:
-        return self.caption_vectors(pairs.captions) if pairs.caption_vectors is None else pairs.caption_vectors
 
 
 def reads_tokens(parts: Sequence[str], direction: str) -> bool:

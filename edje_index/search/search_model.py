@@ -31,6 +31,8 @@ from storage_formats.cpus import has_bfloat16
 if TYPE_CHECKING:
     from edje_index.indexing.image_encoder import ImageEncoder
 
+_RECALL_CHANGE = 0.1  # points
+
 
 class SearchModel:
     """The parts of a model bundle that a search uses: text tower, joint encoder, and other parts of the final score.
@@ -52,14 +54,17 @@ class SearchModel:
             device: device of the text tower and the joint encoder: "auto", "cpu", "cuda" or "cuda:N".
             dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes
                 less time than float32 on processors with bfloat16 instructions, and more time on others. "auto" is
-                bfloat16 on CUDA and on such processors.
+                bfloat16 on CUDA and on such processors, if the bundle says that recall changes by less than 0.1 points.
 
         Raises:
             ModelError: a file of the bundle is missing or damaged, or `device` or `dtype` is not available.
         """
         self.info = info
         self._device = resolve_device(device)
-        compute_dtype = resolve_dtype("bfloat16" if dtype == "auto" and has_bfloat16() else dtype, self._device)
+        if dtype == "auto":
+            change, is_fast = info.bfloat16_recall_change, self._device.type == "cuda" or has_bfloat16()
+            dtype = "bfloat16" if is_fast and change is not None and abs(change) < _RECALL_CHANGE else "float32"
+        compute_dtype = resolve_dtype(dtype, self._device)
         verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
         self.joint = load_scorer(info, compute_dtype, self._device)
         pooled, bank = load_pooled_similarity(info, self.joint.width), load_hubness_bank(info)

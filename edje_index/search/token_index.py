@@ -159,7 +159,7 @@ class TokenIndex:
         score: str | ScoreWeights = BUNDLE_SCORE,
         columns: Sequence[str] | None = None,
         device: str = "auto",
-        dtype: str = "float32",
+        dtype: str = "auto",
     ) -> TokenIndex:
         """Open the index at `root`.
 

@@ -87,10 +87,11 @@ device_option = click.option(
 dtype_option = click.option(
     "--dtype",
     type=DTYPE,
-    default="float32",
+    default="auto",
     show_default=True,
     help="Data type of the joint encoder's matrix products. bfloat16 is faster than float32 only on "
-    "processors with bfloat16 instructions. auto is bfloat16 on these and on cuda, and float32 elsewhere.",
+    "processors with bfloat16 instructions. auto is bfloat16 on these and on cuda if the model bundle says that recall "
+    "stays the same, else float32.",
 )
 read_precision_option = click.option(
     "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: the highest fidelity stored]"

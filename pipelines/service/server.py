@@ -49,7 +49,7 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def open_warm(path: Path, model: Path | None = None, *, device: str = "auto", dtype: str = "float32") -> TokenIndex:
+def open_warm(path: Path, model: Path | None = None, *, device: str = "auto", dtype: str = "auto") -> TokenIndex:
     """Open the index at `path`, load the whole model and run it once, so that the first request is as fast as others.
 
     The arguments and errors are those of `TokenIndex.open`.

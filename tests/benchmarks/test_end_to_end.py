@@ -40,7 +40,20 @@ def test_the_vectors_rank_as_late_interaction(index, collection):
         np.testing.assert_allclose(ranked, sorted(ranked, reverse=True), atol=5e-3)  # tokens are rounded to bfloat16
 
 
-@pytest.mark.parametrize("name", ["edje-index bf16", "FAISS and np.memmap", "Qdrant Edge"])
+def test_repeated_images_have_noise(index, collection, tmp_path):
+    count = len(collection.tokens)
+    write_collection(tmp_path, index, [(TEXTS[0], int(collection.row_ids[0]))], rows=2 * count)
+    repeated = Collection.open(tmp_path)
+    for values in (repeated.tokens.astype(np.float32), repeated.embeddings):
+        cosines = (values[:count] * values[count:]).sum(axis=-1)
+        np.testing.assert_allclose(np.square(values).sum(axis=-1), 1, atol=0.02)
+        assert 0.8 < cosines.min() <= cosines.max() < 0.999
+    np.testing.assert_array_equal(repeated.tokens[:count], collection.tokens)
+
+
+@pytest.mark.parametrize(
+    "name", ["edje-index bf16", "FAISS and np.memmap", "FAISS and TensorStore", "Qdrant Edge", "Lance exact"]
+)
 def test_a_whole_pool_gives_the_exact_order(collection, tmp_path, name):
     pytest.importorskip(SYSTEMS[name].package)
     system = SYSTEMS[name](tmp_path, collection)
@@ -54,10 +67,10 @@ def test_a_whole_pool_gives_the_exact_order(collection, tmp_path, name):
 
 @pytest.mark.slow  # starts six processes
 def test_the_report_has_a_row_for_each_effort(tmp_path, monkeypatch):
-    systems = ("edje-index bf16", "edje-index, joint encoder")
+    systems = ("edje-index bf16", "edje-index bf16, joint encoder")
     for name in systems:
         monkeypatch.setattr(SYSTEMS[name], "efforts", (4, 8))
-    options = {"images": "/photos", "model": GOLDEN / "model", "systems": systems, "queries": 4}
+    options = {"images": "/photos", "model": GOLDEN / "model", "systems": systems, "queries": 4, "limit": 300}
     report = bench_end_to_end(GOLDEN / "index", GOLDEN / "captions.jsonl", tmp_path / "systems", print, **options)
     assert [[run["effort"] for run in system["runs"]] for system in report["systems"]] == [[4, 8], [4, 8]]
     assert all(run["memory_bytes"] > 0 for system in report["systems"] for run in system["runs"])

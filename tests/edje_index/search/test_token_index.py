@@ -14,9 +14,11 @@ from PIL import Image
 
 from edje_index import Hit, Hits, TokenIndex
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.info import read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.weights import PART_NAMES
+from edje_index.search import search_model
 from storage_formats import Manifest, RowIdError, TokenStore, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -134,6 +136,18 @@ def test_the_joint_encoder_scores_only_what_may_come_first(monkeypatch, width):
         )
     assert index.search(texts, 6, 9, where="row_id < 0") == [[], [], []]
     check_same(index.search(texts, 9, 9), full)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_fast", "chosen"),
+    [(0.0, True, "bfloat16"), (0.0, False, "float32"), (0.2, True, "float32"), (None, True, "float32")],
+)
+def test_bfloat16_needs_a_fast_processor_and_a_bundle_that_keeps_its_recall(monkeypatch, change, is_fast, chosen):
+    monkeypatch.setattr(search_model, "has_bfloat16", lambda: is_fast)
+    info = read_bundle_info(GOLDEN / "model")
+    joint = {**info.joint, "bfloat16_recall_change": change}
+    model = search_model.SearchModel(replace(info, joint=joint), dtype="auto")
+    assert str(model.joint.compute_dtype) == f"torch.{chosen}"
 
 
 def test_scores_that_a_bundle_cannot_compute_are_refused(built):
