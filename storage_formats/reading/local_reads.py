@@ -212,12 +212,15 @@ def cache_room() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         limits = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))]
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-        folder = Path("/sys/fs/cgroup") / next(line[3:] for line in groups if line.startswith("0::")).lstrip("/")
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except (OSError, StopIteration):
         return 0
-    while folder.is_relative_to("/sys/fs/cgroup"):
-        with contextlib.suppress(OSError, ValueError):  # the root group has no such file; other files may contain "max"
-            limits.append(int((folder / "memory.max").read_text()))
-        folder = folder.parent
+    for _, controllers, path in groups:  # version 2 has one group without controllers
+        if controllers in ("", "memory"):
+            root = Path("/sys/fs/cgroup", controllers)
+            folder, name = root / path.lstrip("/"), "memory.limit_in_bytes" if controllers else "memory.max"
+            while folder.is_relative_to(root):
+                with contextlib.suppress(OSError, ValueError):  # the root group has no such file; it may contain "max"
+                    limits.append(int((folder / name).read_text()))
+                folder = folder.parent
     return min(limits) // 2
