@@ -29,7 +29,7 @@ from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
-from edje_index.models.weights import State, check_finite, read_checkpoint, read_weights, save_weights
+from edje_index.models.weights import assign_weights, check_finite, read_checkpoint, read_weights, save_weights
 from edje_index.scoring.weights import DirectionWeights
 from edje_index.training.captions import TrainingData
 from edje_index.training.config import ArchitectureConfig
@@ -38,8 +38,9 @@ from edje_index.training.random_streams import CLUSTERING, stream
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
-_UNUSED = ("position_ids", "pooler.dense.weight", "pooler.dense.bias")  # the scoring head has a new pooler
-_HEAD = "cls.predictions."
+# The scoring head has a new pooler, and the decoder shares the word embeddings.
+_UNUSED = ("position_ids", "pooler.dense.weight", "pooler.dense.bias", "decoder.weight", "decoder.bias")
+_HEAD_BIAS = "cls.predictions.bias"
 _SAMPLE_IMAGES = 300
 _SAMPLE_PATCHES = 20_000
 _SHARPNESS = 4.0  # standard deviation of attention scores over patches; one deviation gives e**4 times the weight
@@ -151,38 +152,19 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         raise ModelError(
             f"there are no weights in {folder}, neither {' nor '.join(_WEIGHTS)}; give the directory of a BERT model"
         )
-    raw: State = read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
-    named = {name if name.startswith(("bert.", "cls.")) else f"bert.{name}": tensor for name, tensor in raw.items()}
-    state = {name: tensor.float() for name, tensor in named.items() if not name.endswith(_UNUSED)}
-    if _WORD_EMBEDDINGS not in state or state[_WORD_EMBEDDINGS].shape != (config.vocab_size, config.hidden_size):
-        raise ModelError(
-            f"the weights in {folder} do not fit its config.json: {_WORD_EMBEDDINGS} is missing or has another shape; "
-            "give another directory"
-        )
     vocabulary = max(int(config.vocab_size), len(tokenizer))
     joint = JointEncoder(bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim)
     target = joint.language_model.state_dict()
-    words = state[_WORD_EMBEDDINGS].shape[0]
-    target[_WORD_EMBEDDINGS][:words] = state.pop(_WORD_EMBEDDINGS)
-    for name, tensor in state.items():
-        if name.startswith(_HEAD):
-            if name == f"{_HEAD}bias":
-                target[name][:words] = tensor
-            elif ".transform." in name:
-                target[name].copy_(tensor)
-        elif name in target and target[name].shape == tensor.shape:
-            target[name].copy_(tensor)
-        elif name.startswith("bert."):
-            raise ModelError(
-                f"the weights in {folder} do not fit its config.json: {name} has the shape {list(tensor.shape)}; "
-                "give another directory"
-            )
-    missing = [name for name in target if name.startswith("bert.") and name not in state and name != _WORD_EMBEDDINGS]
-    if missing:
-        raise ModelError(
-            f"the weights in {folder} lack {len(missing)} tensors of the language model, for example "
-            f"{missing[0]}; give another directory"
-        )
+    state = {
+        name: tensor for name, tensor in target.items() if name.startswith("cls.")
+    }  # stays without a head in `path`
+    for short, tensor in (read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)).items():
+        name = short if short.startswith(("bert.", "cls.")) else f"bert.{short}"
+        if name.endswith(_UNUSED) or (name.startswith("cls.") and name not in target):
+            continue
+        has_words = name in (_WORD_EMBEDDINGS, _HEAD_BIAS) and len(tensor) == config.vocab_size
+        state[name] = torch.cat([tensor.float(), target[name][len(tensor) :]]) if has_words else tensor.float()
+    assign_weights(joint.language_model, state, str(path))
     check_finite(joint.state_dict(), str(folder))
     return joint
 
