@@ -51,7 +51,7 @@ from edje_index.scoring.weights import DirectionWeights, check_parts
 
 if TYPE_CHECKING:
     from edje_index.models.joint_encoder import JointEncoder
-    from edje_index.models.text_tower import TextTower
+    from edje_index.models.text_tower import TextEncoder, TextTower
     from edje_index.models.vision_tower import VisionTower
 
 POOLED = "pooled."
@@ -269,12 +269,16 @@ def load_clip_towers(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
     return load_module(info.path / VISION_WEIGHTS, lambda: build_clip(config, hf_text)).requires_grad_(False)
 
 
-def load_clip_text_tower(info: BundleInfo, config: ClipConfig, device: torch.device) -> TextTower:
-    """Load the text tower of a bundle onto `device`."""
-    from edje_index.models.text_tower import TextTower, text_tokenizer
+def load_text_tower(info: BundleInfo, device: torch.device) -> TextEncoder:
+    """Load the text tower of a bundle onto `device`. A BERT text tower is loaded without open_clip."""
+    from edje_index.models.text_tower import TextTower, load_bert_text_tower, text_tokenizer
 
-    tokenizer = text_tokenizer(config, info.path / VISION_FOLDER)
-    return TextTower(load_clip_towers(info, config).to(device), tokenizer)
+    folder = info.path / VISION_FOLDER
+    config = read_clip_config(folder, info.vision_name)
+    tower: TextEncoder | None = load_bert_text_tower(folder, config, device)
+    tower = tower or TextTower(load_clip_towers(info, config).to(device), text_tokenizer(config, folder))
+    tower.canonical = info.canonical_captions
+    return tower
 
 
 def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:

@@ -7,23 +7,21 @@ from typing import TYPE_CHECKING
 
 from edje_index.bundles.bundle import (
     check_scorer_fit,
-    load_clip_text_tower,
     load_hubness_bank,
     load_pooled_similarity,
     load_scorer,
+    load_text_tower,
 )
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
     INFO_FILE,
-    VISION_FOLDER,
     BundleInfo,
     verify_files,
 )
 from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
-from edje_index.models.clip_config import read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
-from edje_index.models.text_tower import TextEncoder, load_bert_text_tower
+from edje_index.models.text_tower import TextEncoder
 from edje_index.scoring.parts import ScoreModels
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights, check_parts, parse_score
 from storage_formats.cpus import has_bfloat16
@@ -83,12 +81,7 @@ class SearchModel:
     @cached_property
     def text(self) -> TextEncoder:
         """The text tower. The weights are read at the first use."""
-        folder = self.info.path / VISION_FOLDER
-        config = read_clip_config(folder, self.info.vision_name)
-        bert = load_bert_text_tower(folder, config, self._device)
-        tower = bert or load_clip_text_tower(self.info, config, self._device)
-        tower.canonical = self.info.canonical_captions
-        return tower
+        return load_text_tower(self.info, self._device)
 
     @cached_property
     def image_encoder(self) -> ImageEncoder:

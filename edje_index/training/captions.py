@@ -23,9 +23,8 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from edje_index.bundles.bundle import load_clip_text_tower
-from edje_index.bundles.info import JOINT_FOLDER, VISION_FOLDER, read_bundle_info, verify_files
-from edje_index.models.clip_config import read_clip_config
+from edje_index.bundles.bundle import load_text_tower
+from edje_index.bundles.info import JOINT_FOLDER, read_bundle_info, verify_files
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, clean_canonicalize, load_joint_tokenizer
 from edje_index.models.text_tower import embed_texts
 from edje_index.training.workers import WorkerGroup
@@ -185,8 +184,7 @@ def prepare_captions(
             if path is not None:
                 info = read_bundle_info(path)
                 verify_files(info)
-                config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
-                towers[name] = load_clip_text_tower(info, config, device)
+                towers[name] = load_text_tower(info, device)
                 towers[name].canonical = canonical  # as in the published code, also for the mining model
         tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
 
