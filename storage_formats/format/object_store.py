@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import errno
 import functools
@@ -424,7 +425,7 @@ class ObjectFolder:
             reason, advice = _reason(error), "check the URL, the network, and the credentials in the environment"
             if "169.254.169.254" in reason:  # the last place that S3 clients look at, which answers only on EC2
                 reason, advice = "there are no credentials", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-                advice += ", or AWS_SKIP_SIGNATURE=true for a public bucket"
+                advice += ", AWS_PROFILE for a profile of ~/.aws, or AWS_SKIP_SIGNATURE=true for a public bucket"
             raise ObjectStoreError(
                 f"a request for {self.url_of(key)} failed: {reason}; {advice}, then try again"
             ) from error
@@ -446,7 +447,8 @@ def _open_store(url: str) -> ObjectStore:
     if "@" in host:  # messages and results contain the URL and must not show credentials
         place = f"{scheme}://{host.rpartition('@')[2]}"
         raise UsageError(f"the URL at {place} contains a user name or a password; put credentials in the environment")
-    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))), "")
+    profile: Any = _aws_profile() if scheme == "s3" else {}
+    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))), profile.get("endpoint", ""))
     client: Any = {
         "timeout": _REQUEST_TIMEOUT,
         "read_timeout": _READ_TIMEOUT,
@@ -458,9 +460,40 @@ def _open_store(url: str) -> ObjectStore:
         "backoff": {"init_backoff": timedelta(seconds=_FIRST_WAIT), "max_backoff": timedelta(seconds=5), "base": 2},
     }
     try:
-        return obstore.store.from_url(url, client_options=client, retry_config=retry)
+        return obstore.store.from_url(url, config=profile, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise UsageError(
             f"cannot use the URL {url}: {_reason(error)}; check the URL, and the variables of the environment, such as "
             f"{_ACCOUNTS.get(scheme, 'HTTPS_PROXY')}"
         ) from error
+
+
+def _aws_profile() -> dict[str, str]:
+    """Return keys, region and endpoint of the profile in `~/.aws` that `AWS_PROFILE` names, as settings of obstore.
+
+    Variables of the environment have priority: with keys there, no profile is read.
+    """
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        return {}
+    name = os.environ.get("AWS_PROFILE", "default")
+    values: dict[str, str] = {}
+    for variable, file in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
+        path = Path(os.environ.get(variable) or f"~/.aws/{file}").expanduser()
+        parser = configparser.ConfigParser(interpolation=None, strict=False)
+        try:
+            parser.read(path)
+        except (OSError, ValueError, configparser.Error) as error:
+            raise UsageError(
+                f"cannot read {path}: {_reason(error)}; correct the file, or set AWS_ACCESS_KEY_ID"
+            ) from error
+        for section in (name, f"profile {name}"):
+            values |= dict(parser[section]) if section in parser else {}
+    if not values and "AWS_PROFILE" in os.environ:
+        raise UsageError(f"there is no profile {name} in ~/.aws; correct AWS_PROFILE, or set AWS_ACCESS_KEY_ID")
+    names = ("access_key_id", "secret_access_key", "session_token", "region", "endpoint_url")
+    settings = {each: values.get(f"aws_{each}", values.get(each)) for each in names}
+    settings["endpoint"] = settings.pop("endpoint_url")
+    variables = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": _ENDPOINTS["s3"]}
+    return {
+        key: value for key, value in settings.items() if value and not any(map(os.environ.get, variables.get(key, ())))
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -80,6 +81,24 @@ def test_an_index_opens_by_plain_http(built, server, whole):
     copy_index(built[0], "s3://public/photos.edje")
     with TokenStore.open(f"{server}/public/photos.edje") as store:
         assert same_bits(store.fetch([1, 200]), whole["bf16"][[1, 200]])
+
+
+def test_profiles_of_the_aws_tools_are_read(stored, server, whole, tmp_path, monkeypatch):
+    config = f"[profile lab]\nregion = us-east-1\nendpoint_url = {server}\n"
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "config").write_text(config)
+    keys = f"aws_access_key_id = {os.environ['AWS_ACCESS_KEY_ID']}\n"
+    keys += f"aws_secret_access_key = {os.environ['AWS_SECRET_ACCESS_KEY']}\n"
+    (tmp_path / ".aws" / "credentials").write_text(f"[default]\naws_access_key_id = other\n[lab]\n{keys}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    with TokenStore.open(URL) as store:
+        assert same_bits(store.fetch([1, 200]), whole["bf16"][[1, 200]])
+    monkeypatch.setenv("AWS_PROFILE", "lob")
+    with pytest.raises(UsageError, match="no profile lob"):
+        TokenStore.open(URL)
 
 
 @pytest.mark.parametrize("fault", ["reset", "503", "slow", "truncate", "lost"])
