@@ -4,7 +4,7 @@
 #   make docs      build the site of the documentation in site/, and check its links
 #   make release   build wheel and sdist in dist/, and try them with each extra
 #   make image     build the container image of the service with docker, and try it
-# They create the virtual environment .venv and install the extras that they need.
+# They create the virtual environment .venv and install the extras that they need; pip shows each package as it comes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,23 +22,23 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
-	@echo "installing the packages of 'demo' into $(VENV), once; this can take some minutes"
-	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	@echo "installing into $(VENV), once: torch, Ray, FAISS and others"
+	$(BIN)/python -m pip install --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
-	@echo "installing the packages of 'test' into $(VENV), once; this can take some minutes"
-	$(BIN)/python -m pip install --quiet --editable '.[demo,test]'
+	@echo "installing into $(VENV), once: torch, Ray, FAISS, linters, oracles"
+	$(BIN)/python -m pip install --editable '.[demo,test]'
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
-	@echo "installing the packages of 'docs' into $(VENV), once; this can take some minutes"
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@echo "installing into $(VENV), once: MkDocs and others"
+	$(BIN)/python -m pip install --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.release: pyproject.toml | $(VENV)/bin/python
-	@echo "installing the packages of 'release' into $(VENV), once; this can take some minutes"
-	$(BIN)/python -m pip install --quiet --editable '.[release]'
+	@echo "installing into $(VENV), once: build, twine, uv"
+	$(BIN)/python -m pip install --editable '.[release]'
 	@touch $@
 
 docs: $(VENV)/.docs

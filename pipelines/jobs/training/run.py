@@ -73,7 +73,7 @@ class TrainResult:
         already_finished: True if an earlier run had finished the training run. Nothing was done in this case.
 
     Examples:
-        >>> from pipelines import TrainResult
+        >>> from edje_index import TrainResult
         >>> TrainResult("model", "f" * 64, "e" * 64, images=6, captions=6, left_out={}, steps=2, seconds=1.5).steps
         2
     """
@@ -124,7 +124,7 @@ def train(
         MissingExtraError: a package of the extra `train` is not installed.
 
     Examples:
-        >>> from pipelines import train
+        >>> from edje_index import train
         >>> result = train(
         ...     "captions.jsonl",
         ...     "trained",
@@ -198,6 +198,8 @@ def _run(settings: TrainSettings, group: WorkerGroup | None, on_event: OnEvent, 
             return finished
         if run.out.exists():
             raise UsageError(f"{run.out} exists already; remove this folder, or set run.out to another folder")
+        for line in describe_phases(settings, len(items), sum(len(item.captions) for item in items), len(dev_items)):
+            on_event(StatusMessage(line))
         task, counts = prepare_task(settings, fingerprint, given, items, dev_items, continued, on_event, should_stop)
         if blank := sum(count for _, count in (*files, *dev_files)):
             on_event(StatusMessage(f"blank captions left out: {blank:,}"))
@@ -205,6 +207,27 @@ def _run(settings: TrainSettings, group: WorkerGroup | None, on_event: OnEvent, 
         if run.export_step is None:
             run_steps(task, group, on_event, should_stop)
         return write_bundle(task, counts, started, on_event, should_stop)
+
+
+def describe_phases(settings: TrainSettings, images: int, captions: int, dev_images: int) -> list[str]:
+    """Return one line per phase of the run, with its work and the settings that change it."""
+    from edje_index.training.loop import total_steps
+
+    loop, alignment, views = settings.loop, settings.alignment, settings.augmentation.views
+    steps = total_steps(loop, captions if loop.epoch_of == "captions" else images)
+    lines = [f"phase features: {counted(images + dev_images, 'image')} through the vision tower"]
+    if views and settings.inputs.features != ONLINE:
+        lines[0] += f", and {views} random crops of each training image (augmentation.views)"
+    if alignment.steps:
+        size = f"{alignment.batch_size} images with {alignment.captions} captions"
+        lines.append(
+            f"phase alignment: {counted(alignment.steps, 'step')} of {size} (alignment.steps, 0 leaves it out)"
+        )
+    lines.append(f"phase joint: {counted(steps, 'step')} of {loop.batch_size * loop.accumulate} pairs (loop.steps)")
+    if dev_images:
+        queries = f"at most {settings.fitting.dev_captions} captions and images (fitting.dev_captions)"
+        lines.append(f"phase score: {queries}, {settings.fitting.dev_pool} candidates each (fitting.dev_pool)")
+    return [*lines, "each phase shows its time left once it runs; smaller settings in brackets shorten it"]
 
 
 def prepare_task(
