@@ -1,7 +1,7 @@
 """The EDJE feature index: models, indexing, search, evaluation, and fetching of token blocks.
 
-The names in `__all__` are the public interface. Importing this package imports no heavy libraries. The
-first use of a name imports what the name needs.
+The names in `__all__` are the public interface, with the jobs of `pipelines` and the errors of `storage_formats`.
+Importing this package imports no heavy libraries. The first use of a name imports what the name needs.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ if TYPE_CHECKING:
     from edje_index.search.late_interaction_search import LateInteractionSearch as LateInteractionSearch
     from edje_index.search.late_interaction_search import max_sim as max_sim
     from edje_index.search.token_index import TokenIndex as TokenIndex
+    from storage_formats.codecs import codec as codec
+    from storage_formats.codecs import precisions as precisions
+    from storage_formats.errors import CorruptIndexError as CorruptIndexError
+    from storage_formats.errors import DeletedRowError as DeletedRowError
+    from storage_formats.errors import EdjeError as EdjeError
+    from storage_formats.errors import IncompleteIndexError as IncompleteIndexError
+    from storage_formats.errors import RowIdError as RowIdError
+    from storage_formats.errors import UsageError as UsageError
     from storage_formats.extras import MissingExtraError as MissingExtraError
     from storage_formats.format.rows import read_rows as read_rows
     from storage_formats.token_store import TokenStore as TokenStore
@@ -61,13 +69,27 @@ _NAMES = {
     "edje_index.search.hits": "Hit Hits TextHit",
     "edje_index.search.late_interaction_search": "LateInteractionSearch max_sim",
     "edje_index.search.token_index": "TokenIndex",
+    "storage_formats.codecs": "codec precisions",
+    "storage_formats.errors": "CorruptIndexError DeletedRowError EdjeError IncompleteIndexError RowIdError UsageError",
     "storage_formats.extras": "MissingExtraError",
     "storage_formats.format.rows": "read_rows",
     "storage_formats.token_store": "TokenStore",
     "storage_formats.verify": "verify_index",
     "storage_formats.writing.index_writer": "IndexWriter",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+JOBS = {
+    "pipelines.jobs.add_rows": "append_index update_index",
+    "pipelines.jobs.build": "BuildResult build_index",
+    "pipelines.jobs.copy": "CopyResult compact_index copy_index",
+    "pipelines.jobs.merge": "merge_indexes",
+    "pipelines.jobs.quantize": "QuantizeResult quantize_index",
+    "pipelines.jobs.repair": "RepairResult repair_index",
+    "pipelines.jobs.snapshots": "DeleteResult delete_rows",
+    "pipelines.jobs.training.run": "TrainResult train",
+    "pipelines.progress.events": "JobStopped",
+}
+"""The public names of `pipelines` by module."""
+_MODULES = {name: module for module, names in (_NAMES | JOBS).items() for name in names.split()}
 
 __all__ = sorted([*_MODULES, "__version__"])
 
@@ -76,8 +98,12 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from storage_formats.extras import name_missing_extra
+    from storage_formats.launch import share_package
 
-    with name_missing_extra():
+    is_job = _MODULES[name] in JOBS
+    with name_missing_extra("build" if is_job else ""):
+        if is_job:
+            share_package("pipelines")
         return getattr(importlib.import_module(_MODULES[name]), name)
 
 

@@ -1,12 +1,13 @@
 """The application: sources of images, execution engines, jobs, and the command line.
 
-The names in `__all__` are the public Python interface: each job is a function that takes keyword arguments.
+Each job is a function that takes keyword arguments. `edje_index` exports the names in `__all__` too.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+import edje_index
 
 if TYPE_CHECKING:
     from pipelines.jobs.add_rows import append_index as append_index
@@ -27,30 +28,14 @@ if TYPE_CHECKING:
     from pipelines.jobs.training.run import train as train
     from pipelines.progress.events import JobStopped as JobStopped
 
-_NAMES = {
-    "pipelines.jobs.add_rows": "append_index update_index",
-    "pipelines.jobs.build": "BuildResult build_index",
-    "pipelines.jobs.copy": "CopyResult compact_index copy_index",
-    "pipelines.jobs.merge": "merge_indexes",
-    "pipelines.jobs.quantize": "QuantizeResult quantize_index",
-    "pipelines.jobs.repair": "RepairResult repair_index",
-    "pipelines.jobs.snapshots": "DeleteResult delete_rows",
-    "pipelines.jobs.training.run": "TrainResult train",
-    "pipelines.progress.events": "JobStopped",
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = sorted(_MODULES)
+__all__ = sorted(name for names in edje_index.JOBS.values() for name in names.split())
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from storage_formats.extras import name_missing_extra
-
-    with name_missing_extra("build"):
-        return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(edje_index, name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -67,7 +67,7 @@ class DeletedRowError(RowIdError):
         row_ids: row ids of the requested rows that are deleted.
 
     Examples:
-        >>> from pipelines import delete_rows
+        >>> from edje_index import delete_rows
         >>> from storage_formats import DeletedRowError, TokenStore
         >>> _ = delete_rows("pages.edje", rows=[2])
         >>> try:

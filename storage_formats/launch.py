@@ -1,4 +1,4 @@
-"""Entry point of the command `edje-index`.
+"""Entry point of the command `edje-index`, and modules whose package another project has too.
 
 The entry point ensures that Python imports `pipelines` and `benchmarks` from this project, not other packages with
 these names.
@@ -29,6 +29,26 @@ def main() -> int:
             break
     # Not an import statement: this package must not depend on those above it.
     return int(importlib.import_module("pipelines.cli").main())
+
+
+def share_package(name: str = "pipelines") -> None:
+    """Let Python find the modules of this project's package `name` where the package of another project hides them.
+
+    They are then found in the other package, after its own modules.
+
+    Raises:
+        ImportError: the other package has a module or a directory with the name of one of this project.
+    """
+    package = importlib.import_module(name)
+    folders = [Path(folder).resolve() for folder in getattr(package, "__path__", [])]
+    if HOME / name in folders:
+        return
+    ours = {path.stem for path in (HOME / name).iterdir()} - {"__init__", "__pycache__"}
+    if hidden := next((path for folder in folders for path in sorted(folder.iterdir()) if path.stem in ours), None):
+        raise ImportError(
+            f"{hidden} has the name of a module of edje-index, which cannot be imported beside it; rename it"
+        )
+    package.__path__ = [*map(str, folders), str(HOME / name)]
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class TokenStore:
             CorruptIndexError: see `open`.
 
         Examples:
-            >>> from pipelines import delete_rows
+            >>> from edje_index import delete_rows
             >>> from storage_formats import TokenStore
             >>> store = TokenStore.open("photos.edje")
             >>> _ = delete_rows("photos.edje", rows=[2])
@@ -157,7 +157,7 @@ class TokenStore:
             CorruptIndexError: a row map of the index is damaged.
 
         Examples:
-            >>> from pipelines import compact_index, delete_rows
+            >>> from edje_index import compact_index, delete_rows
             >>> from storage_formats import TokenStore
             >>> _ = delete_rows("photos.edje", rows=[2])
             >>> _ = compact_index("photos.edje")
@@ -169,6 +169,10 @@ class TokenStore:
     def __len__(self) -> int:
         """Return the number of row ids, including holes and deleted rows."""
         return self._view.index.manifest.spec.rows
+
+    def __repr__(self) -> str:
+        shape = f"{len(self):,} rows, {self.precision}, blocks of {self.block_shape}"
+        return f"{type(self).__name__}({self._view.index.location}, {shape})"
 
     @property
     def record_bytes(self) -> int:

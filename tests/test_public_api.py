@@ -83,6 +83,7 @@ def test_every_name_is_described_by_an_example(package, name):
     description = inspect.getdoc(value) or ""
     assert doctest.DocTestParser().get_examples(description), f"the docstring of {name} has no example"
     assert list(undescribed_members(value) if inspect.isclass(value) else []) == []
+    assert not inspect.isclass(value) or value.__repr__ is not object.__repr__
     assert value.__module__ in MODULES, f"no test runs the example of {name}"
 
 

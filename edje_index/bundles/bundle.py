@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 POOLED = "pooled."
 
 
-@dataclass
+@dataclass(repr=False)
 class ModelBundle:
     """A model bundle in memory: towers, adapter, joint encoder and the other parts of the final score.
 
@@ -111,6 +111,9 @@ class ModelBundle:
         tower = TextTower(self.clip, self.text_tokenizer)
         tower.canonical = self.joint.tokenizer.canonical
         return tower
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.info and self.info.path}, blocks of {self.block_shape}, {self.notes})"
 
     @property
     def block_shape(self) -> tuple[int, int]:

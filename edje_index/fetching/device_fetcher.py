@@ -46,6 +46,9 @@ class DeviceFetcher:
         self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._store!r}, {self.device})"
+
     def fetch(self, row_ids: RowIds) -> torch.Tensor:
         """Fetch the blocks of `row_ids`, bfloat16 [k, m, d] on the device.
 

@@ -41,6 +41,9 @@ class TokenDataset(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self._length
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._store!r})"
+
     def __getitem__(self, row_id: int) -> torch.Tensor:
         if not -len(self) <= row_id < len(self):
             raise RowIdError(f"row id {row_id} is out of range; the index has the row ids 0 to {len(self) - 1}")

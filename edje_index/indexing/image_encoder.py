@@ -100,6 +100,9 @@ class ImageEncoder:
             replace_linear_layers(encoder.vision, encoder.dtype)
         return encoder
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.info.path}, blocks of {self.block_shape}, {self.dtype}, {self.device})"
+
     @property
     def block_shape(self) -> tuple[int, int]:
         """Shape (m, d) of a block: tokens per block, values per token."""

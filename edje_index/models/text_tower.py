@@ -101,6 +101,9 @@ class TextTower(TextEncoder):
         self.clip = clip
         self.tokenizer = tokenizer
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.clip).__name__})"
+
     def embed(self, texts: list[str]) -> torch.Tensor:
         from open_clip.hf_model import HFTextEncoder
 

@@ -68,6 +68,9 @@ class Client:
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self.url = url.rstrip("/")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
     def __enter__(self) -> Self:
         return self
 

@@ -47,6 +47,9 @@ class LateInteractionSearch:
         self.store = store
         self._rows = IndexRows(index)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.store!r})"
+
     @classmethod
     def open(cls, root: str | Path, precision: str | None = None) -> Self:
         """Open the index at `root`.

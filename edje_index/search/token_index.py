@@ -118,6 +118,9 @@ class TokenIndex:
         self._buffers = BufferPool()
         self._terms: dict[tuple[str, HubnessSimilarity | None], TermCache] = {}
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.store!r}, {self.model.info.path})"
+
     @property
     def root(self) -> IndexLocation:
         """Absolute path or URL of the index."""
@@ -197,7 +200,7 @@ class TokenIndex:
             CorruptIndexError: a file of the index is damaged.
 
         Examples:
-            >>> from pipelines import delete_rows
+            >>> from edje_index import delete_rows
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
             >>> _ = delete_rows("photos.edje", rows=[5])

@@ -31,6 +31,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pipelines
 from pipelines.engines.base import (
     CLUSTER,
     EngineUnavailableError,
@@ -437,7 +438,13 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **options)
+        # A worker finds the modules of this project first where its driver finds a package of the same name first.
+        hook = (
+            {"worker_process_setup_hook": "storage_formats.launch.share_package"}
+            if len(pipelines.__path__) > 1
+            else None
+        )
+        ray.init(log_to_driver=False, logging_level=logging.CRITICAL, runtime_env=hook, **options)
     finally:
         if threading.current_thread() is threading.main_thread():  # ray.init replaces the handler there
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)

@@ -77,7 +77,7 @@ def append_index(
         MissingExtraError: a package of the extra `build` is not installed.
 
     Examples:
-        >>> from pipelines import append_index
+        >>> from edje_index import append_index
         >>> result = append_index("photos.edje", "photos", engine="inline")
         >>> result.indexed, result.duplicates, result.rows, result.snapshot
         (0, 6, 0, 0)
@@ -158,7 +158,7 @@ def update_index(
         MissingExtraError: a package of the extra `build` is not installed.
 
     Examples:
-        >>> from pipelines import update_index
+        >>> from edje_index import update_index
         >>> result = update_index("photos.edje", engine="inline")
         >>> result.inputs, result.failed, result.vanished
         (6, 0, 0)

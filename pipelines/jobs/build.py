@@ -83,7 +83,7 @@ class BuildResult:
 
     Examples:
         >>> from pathlib import Path
-        >>> from pipelines import build_index, update_index
+        >>> from edje_index import build_index, update_index
         >>> result = build_index("photos", "new.edje", "model", engine="inline")
         >>> result.inputs == result.indexed + result.duplicates + result.failed == 6
         True
@@ -223,7 +223,7 @@ def build_index(
         MissingExtraError: a package of the extra `build` is not installed.
 
     Examples:
-        >>> from pipelines import build_index
+        >>> from edje_index import build_index
         >>> result = build_index("photos", "new.edje", "model", engine="inline", precisions=["fp8"])
         >>> result.inputs, result.indexed, result.failed
         (6, 6, 0)

@@ -74,7 +74,7 @@ class CopyResult:
         copied_bytes: length of the written files in bytes.
 
     Examples:
-        >>> from pipelines import compact_index, copy_index, delete_rows
+        >>> from edje_index import compact_index, copy_index, delete_rows
         >>> result = copy_index("photos.edje", "backup.edje")
         >>> result.snapshot, result.files
         (0, 9)
@@ -125,7 +125,7 @@ def compact_index(
         MissingExtraError: FAISS is not installed, but the index has a nearest-neighbour index.
 
     Examples:
-        >>> from pipelines import compact_index, delete_rows
+        >>> from edje_index import compact_index, delete_rows
         >>> from storage_formats import TokenStore
         >>> _ = delete_rows("pages.edje", rows=[0, 1, 2])
         >>> compact_index("pages.edje").rows
@@ -274,7 +274,7 @@ def copy_index(
         EdjeError: another writer changes the index at `out`.
 
     Examples:
-        >>> from pipelines import copy_index
+        >>> from edje_index import copy_index
         >>> copy_index("photos.edje", "part.edje", rows=[1, 3]).rows
         2
     """

@@ -60,7 +60,7 @@ def merge_indexes(
 
     Examples:
         >>> import shutil
-        >>> from pipelines import merge_indexes
+        >>> from edje_index import merge_indexes
         >>> _ = shutil.copytree("photos.edje", "copy.edje")
         >>> merge_indexes(["photos.edje", "copy.edje"], "all.edje").duplicates
         6

@@ -42,7 +42,7 @@ class QuantizeResult:
         seconds: wall time of this run.
 
     Examples:
-        >>> from pipelines import quantize_index
+        >>> from edje_index import quantize_index
         >>> result = quantize_index("photos.edje", ["int8"])
         >>> result.source, result.added, result.dropped
         ('bf16', ('int8',), ())
@@ -93,7 +93,7 @@ def quantize_index(
         MissingExtraError: `workers` is given and Ray is not installed.
 
     Examples:
-        >>> from pipelines import quantize_index
+        >>> from edje_index import quantize_index
         >>> result = quantize_index("photos.edje", ["fp8", "nvfp4"])
         >>> result.precisions, result.bytes_per_image["nvfp4"]
         (('bf16', 'fp8', 'nvfp4'), 36)

@@ -57,7 +57,7 @@ class RepairResult:
 
     Examples:
         >>> from pathlib import Path
-        >>> from pipelines import repair_index
+        >>> from edje_index import repair_index
         >>> Path("photos.edje/ann/index.faiss").unlink()
         >>> result = repair_index("photos.edje")
         >>> [(file.path, file.source) for file in result.repaired], result.left
@@ -93,7 +93,7 @@ def repair_index(
         OSError: the index cannot be written.
 
     Examples:
-        >>> from pipelines import repair_index
+        >>> from edje_index import repair_index
         >>> repair_index("photos.edje").repaired
         ()
     """

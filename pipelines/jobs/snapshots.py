@@ -37,7 +37,7 @@ class DeleteResult:
         erased: number of deleted rows whose data was removed.
 
     Examples:
-        >>> from pipelines import delete_rows
+        >>> from edje_index import delete_rows
         >>> result = delete_rows("photos.edje", uri="*/[01].jpg", dry_run=True)
         >>> result.deleted, result.left, result.snapshot
         ((0, 1), 4, 0)
@@ -83,7 +83,7 @@ def delete_rows(
         EdjeError: another process is changing the index.
 
     Examples:
-        >>> from pipelines import delete_rows
+        >>> from edje_index import delete_rows
         >>> result = delete_rows("photos.edje", rows=[1, 3])
         >>> result.deleted, result.left, result.snapshot
         ((1, 3), 4, 1)

@@ -144,7 +144,7 @@ class JobStopped(EdjeError):
     """The job stopped early, on request or because of an error. Finished work is kept.
 
     Examples:
-        >>> from pipelines import JobStopped, build_index
+        >>> from edje_index import JobStopped, build_index
         >>> try:
         ...     build_index("photos", "new.edje", "model", engine="inline", should_stop=lambda: True)
         ... except JobStopped:

@@ -80,6 +80,9 @@ class Codec(ABC):
         self.record_shape: tuple[int, ...] = (record_bytes,) if self.zarr_dtype == "uint8" else block_shape
         self._geometry = (self.values, width, multiple if multiple > 1 else width)  # see `kernels`
 
+    def __repr__(self) -> str:
+        return f"codec({self.name!r}, {self.block_shape})"
+
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         """Encode the blocks with the indices `range(*span)`."""
         raise NotImplementedError

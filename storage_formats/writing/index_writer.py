@@ -114,6 +114,9 @@ class IndexWriter:
         writer._change = writer._held_change.enter_context(change)
         return writer
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._layout.root!s}, {len(self):,} rows, {self._spec})"
+
     def __len__(self) -> int:
         """Return the number of rows that were appended."""
         return len(self._receipts) * self._spec.shard_size + self._held

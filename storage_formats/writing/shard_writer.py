@@ -39,6 +39,11 @@ class ShardWriter:
         self._embeddings = np.full((spec.shard_size, spec.embed_dim), np.nan, dtype="<f4")
         self._files = [self._staged.open_tokens(spec, name) for name in spec.precisions]
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self._layout.root!s}, shard {self._shard}, {self._next} of {len(self._rows)} rows)"
+        )
+
     def put(self, positions: NDArray[np.int64], tokens: Blocks, embeddings: NDArray[np.float32]) -> None:
         """Add blocks and embeddings to the shard. Skipped positions become holes.
 
