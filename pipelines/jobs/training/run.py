@@ -214,7 +214,7 @@ def describe_phases(settings: TrainSettings, images: int, captions: int, dev_ima
     from edje_index.training.loop import total_steps
 
     loop, alignment, views = settings.loop, settings.alignment, settings.augmentation.views
-    steps = total_steps(loop, captions if loop.epoch_of == "captions" else images)
+    steps = total_steps(loop, captions)
     lines = [f"phase features: {counted(images + dev_images, 'image')} through the vision tower"]
     if views and settings.inputs.features != ONLINE:
         lines[0] += f", and {views} random crops of each training image (augmentation.views)"
