@@ -107,5 +107,4 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_MODULES[name]), name)
 
 
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -37,5 +37,4 @@ def __getattr__(name: str) -> Any:
     return getattr(edje_index, name)
 
 
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

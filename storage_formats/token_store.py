@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from storage_formats.arguments import as_text
 from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record, finest
 from storage_formats.codecs.base import check_out
+from storage_formats.describe import repr_of
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.index_files import check_inside
@@ -170,9 +171,7 @@ class TokenStore:
         """Return the number of row ids, including holes and deleted rows."""
         return self._view.index.manifest.spec.rows
 
-    def __repr__(self) -> str:
-        shape = f"{len(self):,} rows, {self.precision}, blocks of {self.block_shape}"
-        return f"{type(self).__name__}({self._view.index.location}, {shape})"
+    __repr__ = repr_of("_view.index.location", "_view.index.manifest.spec.rows", "precision", "block_shape")
 
     @property
     def record_bytes(self) -> int:

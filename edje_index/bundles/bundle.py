@@ -48,6 +48,7 @@ from edje_index.models.weights import (
 )
 from edje_index.scoring.parts import HubnessBank, PooledSimilarity, ScoreModels
 from edje_index.scoring.weights import DirectionWeights, check_parts
+from storage_formats.describe import repr_of
 
 if TYPE_CHECKING:
     from edje_index.models.joint_encoder import JointEncoder
@@ -112,8 +113,7 @@ class ModelBundle:
         tower.canonical = self.joint.tokenizer.canonical
         return tower
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.info and self.info.path}, blocks of {self.block_shape}, {self.notes})"
+    __repr__ = repr_of("block_shape", "embed_dim", "trained", "notes")
 
     @property
     def block_shape(self) -> tuple[int, int]:

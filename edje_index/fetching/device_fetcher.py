@@ -12,6 +12,7 @@ import torch
 
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.models.devices import resolve_device
+from storage_formats.describe import repr_of
 from storage_formats.token_store import RowIds, TokenStore
 
 _BUFFER_BYTES = 16 << 20  # takes about 10 ms to read, much longer than starting a copy to the device
@@ -46,8 +47,7 @@ class DeviceFetcher:
         self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._store!r}, {self.device})"
+    __repr__ = repr_of("_store", "device")
 
     def fetch(self, row_ids: RowIds) -> torch.Tensor:
         """Fetch the blocks of `row_ids`, bfloat16 [k, m, d] on the device.

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
+from storage_formats.describe import repr_of
 from storage_formats.errors import RowIdError
 from storage_formats.token_store import TokenStore
 
@@ -41,8 +42,7 @@ class TokenDataset(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self._length
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._store!r})"
+    __repr__ = repr_of("_store")
 
     def __getitem__(self, row_id: int) -> torch.Tensor:
         if not -len(self) <= row_id < len(self):

@@ -20,6 +20,7 @@ from edje_index.models.adapter import COMPRESSED, Adapter
 from edje_index.models.devices import autocast, resolve_device, resolve_dtype, to_bf16_array
 from edje_index.models.linear import replace_linear_layers
 from edje_index.models.vision_tower import VisionTower
+from storage_formats.describe import repr_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -100,8 +101,7 @@ class ImageEncoder:
             replace_linear_layers(encoder.vision, encoder.dtype)
         return encoder
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.info.path}, blocks of {self.block_shape}, {self.dtype}, {self.device})"
+    __repr__ = repr_of("info.path", "block_shape", "dtype", "device")
 
     @property
     def block_shape(self) -> tuple[int, int]:

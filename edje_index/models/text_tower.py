@@ -27,6 +27,7 @@ from edje_index.models.joint_inputs import CLEANERS, TOKENIZER_FILE, TOKENIZER_S
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
 from edje_index.models.weights import read_weights
 from edje_index.progress import OnProgress
+from storage_formats.describe import repr_of
 
 TEXTS_PER_REPORT = 1024
 ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")  # where a tokenizer was read from
@@ -101,8 +102,7 @@ class TextTower(TextEncoder):
         self.clip = clip
         self.tokenizer = tokenizer
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({type(self.clip).__name__})"
+    __repr__ = repr_of("clip.__class__.__name__")
 
     def embed(self, texts: list[str]) -> torch.Tensor:
         from open_clip.hf_model import HFTextEncoder

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.arguments import as_count, as_list
+from storage_formats.describe import repr_of
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 
@@ -68,8 +69,7 @@ class Client:
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self.url = url.rstrip("/")
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
+    __repr__ = repr_of("url")
 
     def __enter__(self) -> Self:
         return self

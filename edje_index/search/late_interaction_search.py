@@ -20,6 +20,7 @@ from edje_index.search.hits import Hit, Hits
 from edje_index.search.rows import IndexRows
 from storage_formats.arguments import as_count
 from storage_formats.codecs import Blocks
+from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
@@ -47,8 +48,7 @@ class LateInteractionSearch:
         self.store = store
         self._rows = IndexRows(index)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.store!r})"
+    __repr__ = repr_of("store")
 
     @classmethod
     def open(cls, root: str | Path, precision: str | None = None) -> Self:

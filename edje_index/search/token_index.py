@@ -43,6 +43,7 @@ from edje_index.search.rows import IndexRows
 from edje_index.search.search_model import SearchModel
 from storage_formats.arguments import as_count, as_list, as_text, shown
 from storage_formats.codecs import BF16, Blocks
+from storage_formats.describe import repr_of
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
@@ -118,8 +119,7 @@ class TokenIndex:
         self._buffers = BufferPool()
         self._terms: dict[tuple[str, HubnessSimilarity | None], TermCache] = {}
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.store!r}, {self.model.info.path})"
+    __repr__ = repr_of("store", "model.info.path")
 
     @property
     def root(self) -> IndexLocation:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.minifloat import NAN_CODE
+from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
 from storage_formats.threads import run_chunks
 
@@ -80,8 +81,7 @@ class Codec(ABC):
         self.record_shape: tuple[int, ...] = (record_bytes,) if self.zarr_dtype == "uint8" else block_shape
         self._geometry = (self.values, width, multiple if multiple > 1 else width)  # see `kernels`
 
-    def __repr__(self) -> str:
-        return f"codec({self.name!r}, {self.block_shape})"
+    __repr__ = repr_of("name", "block_shape")
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         """Encode the blocks with the indices `range(*span)`."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from storage_formats.change import Change, begin_change, begin_index
 from storage_formats.codecs import BF16, Blocks, codec
+from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
@@ -114,8 +115,7 @@ class IndexWriter:
         writer._change = writer._held_change.enter_context(change)
         return writer
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._layout.root!s}, {len(self):,} rows, {self._spec})"
+    __repr__ = repr_of("_layout.root", "_spec")
 
     def __len__(self) -> int:
         """Return the number of rows that were appended."""

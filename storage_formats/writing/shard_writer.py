@@ -11,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage_formats.codecs import Blocks
+from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
@@ -39,10 +40,7 @@ class ShardWriter:
         self._embeddings = np.full((spec.shard_size, spec.embed_dim), np.nan, dtype="<f4")
         self._files = [self._staged.open_tokens(spec, name) for name in spec.precisions]
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self._layout.root!s}, shard {self._shard}, {self._next} of {len(self._rows)} rows)"
-        )
+    __repr__ = repr_of("_layout.root", "_shard", "_spec")
 
     def put(self, positions: NDArray[np.int64], tokens: Blocks, embeddings: NDArray[np.float32]) -> None:
         """Add blocks and embeddings to the shard. Skipped positions become holes.

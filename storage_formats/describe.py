@@ -1,0 +1,14 @@
+"""What objects print as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+
+def repr_of(*paths: str) -> Callable[[object], str]:
+    """Return a method `__repr__` that shows the type of an object and its attributes, such as `info.path`."""
+    readers = {path.rpartition(".")[2].strip("_"): attrgetter(path) for path in paths}
+    return lambda shown: (
+        f"{type(shown).__name__}({', '.join(f'{name}={read(shown)}' for name, read in readers.items())})"
+    )
