@@ -336,6 +336,12 @@ def write_bundle(
     )
     left_out = dict(Counter(counts["left_out"]) + Counter(unreadable_by_reason(folder)))
     log = read_log(folder)
+    # By what is ranked: images in text-to-image search, captions in image-to-text search.
+    dev = {
+        ranked: {**asdict(choices[direction]), "weights": choices[direction].weights.to_json()}
+        for ranked, direction in (("images", "t2i"), ("captions", "i2t"))
+        if choices
+    }
 
     def result(info: BundleInfo) -> TrainResult:
         return TrainResult(
@@ -347,8 +353,7 @@ def write_bundle(
             last=log[-1] if log else {},
             score=bundle.score.to_json(),
             fitting=settings.fitting.model_dump(),
-            # By what is ranked: images in text-to-image search, captions in image-to-text search.
-            dev={"images": asdict(choices["t2i"]), "captions": asdict(choices["i2t"])} if choices else None,
+            dev=dev or None,
             **{**counts, "left_out": left_out},
         )
 
