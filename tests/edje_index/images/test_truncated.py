@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from edje_index.images.decode import ImageError, decode_partial, decode_rgb, loading_truncated
+from tests.edje_index.image_cases import encoded
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)
-KINDS = {"baseline": ("JPEG", {}), "progressive": ("JPEG", {"progressive": True}), "png": ("PNG", {})}
-
-
-def encoded(kind: str) -> bytes:
-    name, options = KINDS[kind]
-    file = io.BytesIO()
-    Image.fromarray(PIXELS).save(file, name, **options)
-    return file.getvalue()
+KINDS = {
+    "baseline": encoded(Image.fromarray(PIXELS), "JPEG"),
+    "progressive": encoded(Image.fromarray(PIXELS), "JPEG", progressive=True),
+    "png": encoded(Image.fromarray(PIXELS), "PNG"),
+}
 
 
 def by_pillow(data: bytes) -> np.ndarray:
@@ -35,8 +33,7 @@ def by_pillow(data: bytes) -> np.ndarray:
 @settings(max_examples=15)
 @given(kept=st.floats(0.2, 0.95))
 def test_the_loaded_part_is_that_of_the_published_code(kind, kept):
-    whole = encoded(kind)
-    data = whole[: int(len(whole) * kept)]
+    data = KINDS[kind][: int(len(KINDS[kind]) * kept)]
     with pytest.raises(ImageError, match="truncated"):
         decode_rgb(data)
     decoded, truncation = decode_partial(data)
@@ -46,7 +43,7 @@ def test_the_loaded_part_is_that_of_the_published_code(kind, kept):
 
 
 def test_other_damage_is_not_loaded():
-    data = bytearray(encoded("png"))
+    data = bytearray(KINDS["png"])
     data[len(data) // 2] ^= 0xFF
     with pytest.raises(ImageError, match="corrupt"):
         decode_partial(bytes(data))
@@ -55,7 +52,7 @@ def test_other_damage_is_not_loaded():
 
 
 def test_other_threads_still_refuse_truncated_files():
-    data = encoded("baseline")[:-500]
+    data = KINDS["baseline"][:-500]
     with loading_truncated(), ThreadPoolExecutor(1) as pool:
         decode_rgb(data)
         with pytest.raises(ImageError, match="truncated"):
