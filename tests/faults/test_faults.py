@@ -79,7 +79,7 @@ def test_every_crash_state(request_bench):
 
 @pytest.mark.slow
 def test_a_second_cut_during_the_recovery(request_bench):
-    counts = {name: request_bench(name, "recoveries", starts=12, most=30) for name in CASES}
+    counts = {name: request_bench(name, "recoveries", starts=8, most=20) for name in CASES}
     print("crash states of recoveries:", sum(each["count"] for each in counts.values()), counts)
     assert all(each["count"] > 0 for each in counts.values())
 
