@@ -12,6 +12,8 @@ from typing import Any
 import click
 from mkdocs.structure.files import File, Files
 
+import edje_index
+import storage_formats
 from pipelines.cli.main import SECTIONS, cli
 
 HELP_WIDTH = 98  # what click prints on a terminal of 100 columns
@@ -43,12 +45,12 @@ def package_page(package: str) -> str:
     """Markdown page with a directive of mkdocstrings for each public name of a package."""
     module = importlib.import_module(package)
     parts = [f"# {package}\n", inspect.getdoc(module) or "", ""]
-    homes: dict[str, str] = module._MODULES
-    of_formats = importlib.import_module(PACKAGES[0]).__all__
-    for name in sorted(homes, key=str.lower):
+    homes: dict[str, str] = storage_formats._MODULES | edje_index._MODULES
+    for name in sorted(homes.keys() & set(module.__all__), key=str.lower):
         home = homes[name]
-        if package != PACKAGES[0] and home.startswith(PACKAGES[0]) and name in of_formats:
-            parts.append(f"## {name}\n\nSee [storage_formats.{name}][{home}.{name}].\n")
+        owner = home.partition(".")[0]
+        if package != owner and name in importlib.import_module(owner).__all__:
+            parts.append(f"## {name}\n\nSee [{owner}.{name}][{home}.{name}].\n")
         else:
             parts.append(f"::: {home}.{name}\n")
     return "\n".join(parts)
