@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from edje_index.models.vision_tower import VisionTower as VisionTower
     from edje_index.search.client import Client as Client
     from edje_index.search.client import ServiceError as ServiceError
+    from edje_index.search.cross_encoder import CrossEncoder as CrossEncoder
     from edje_index.search.hits import Hit as Hit
     from edje_index.search.hits import Hits as Hits
     from edje_index.search.hits import TextHit as TextHit
@@ -66,6 +67,7 @@ _NAMES = {
     "edje_index.models.text_tower": "TextTower",
     "edje_index.models.vision_tower": "VisionTower",
     "edje_index.search.client": "Client ServiceError",
+    "edje_index.search.cross_encoder": "CrossEncoder",
     "edje_index.search.hits": "Hit Hits TextHit",
     "edje_index.search.late_interaction_search": "LateInteractionSearch max_sim",
     "edje_index.search.token_index": "TokenIndex",
@@ -78,7 +80,7 @@ _NAMES = {
     "storage_formats.writing.index_writer": "IndexWriter",
 }
 JOBS = {
-    "pipelines.jobs.add_rows": "append_index update_index",
+    "pipelines.jobs.add_rows": "add_images append_index update_index",
     "pipelines.jobs.build": "BuildResult build_index",
     "pipelines.jobs.copy": "CopyResult compact_index copy_index",
     "pipelines.jobs.merge": "merge_indexes",

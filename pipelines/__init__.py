@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import edje_index
 
 if TYPE_CHECKING:
+    from pipelines.jobs.add_rows import add_images as add_images
     from pipelines.jobs.add_rows import append_index as append_index
     from pipelines.jobs.add_rows import update_index as update_index
     from pipelines.jobs.build import BuildResult as BuildResult

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edje_index.errors import BundleNotFoundError
 from edje_index.evaluation.pool_scores import TokenSource
+from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.progress import OnProgress
 from edje_index.search.query import read_queries
 from storage_formats.codecs import Blocks, codec, precisions
@@ -228,7 +229,8 @@ def measure_precisions(
     if opened is not None:
         weights = opened.model.weights("t2i")
         activity = f"re-ranking at {len(sources) + 1} precisions, queries"
-        for done, (text, candidates) in enumerate(zip(texts, opened.nearest(texts, pool), strict=True)):
+        nearest = AnnIndex(opened.committed).nearest_to_each(opened.model.text.encode(texts), pool)
+        for done, (text, candidates) in enumerate(zip(texts, nearest, strict=True)):
             on_progress(activity, done, len(texts))
             if len(candidates[0]) < 2:
                 continue

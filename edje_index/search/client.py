@@ -47,7 +47,9 @@ class ServiceError(EdjeError):
 class Client:
     """Sends searches and re-ranking requests to the service over HTTP.
 
-    Several threads may share a client. At the end of a `with` block, the client is closed.
+    Several threads may share a client. At the end of a `with` block, the client is closed. A method raises
+    `ServiceError` if the service refuses its request or cannot be reached, and `UsageError` if an argument cannot be
+    sent.
 
     Args:
         url: address of the service.
@@ -105,18 +107,13 @@ class Client:
                 the index.
             k: number of hits.
             pool: number of candidates to re-rank, at least `k`.
-            score: as in `TokenIndex.search`.
-            where: as in `TokenIndex.search`.
+            score, where: as in `TokenIndex.search`.
             precision: precision of the tokens to re-rank with; None selects the default of the service.
             columns: columns of the rows that every hit brings; None selects the captions, if there are any.
-
-        Raises:
-            UsageError: an argument cannot be sent.
-            ServiceError: the service refused the request or cannot be reached.
         """
         from edje_index.search.hits import Hit
 
-        by = {"image": _base64(query)} if isinstance(query, bytes) else {"query": query}
+        by = {"image": base64.b64encode(query).decode()} if isinstance(query, bytes) else {"query": query}
         options = {"score": score, "where": where, "precision": precision, "columns": columns}
         answer = self._json("POST", "/search", {**by, "k": k, "pool": pool, **options})
         names = [field.name for field in fields(Hit)]
@@ -133,14 +130,10 @@ class Client:
             k: number of hits.
             pool: number of texts to re-rank, at least `k`.
             precision: precision of the tokens of the row; None selects the default of the service.
-
-        Raises:
-            UsageError: an argument cannot be sent.
-            ServiceError: the service refused the request or cannot be reached.
         """
         from edje_index.search.hits import TextHit
 
-        by = {"image": _base64(image)} if isinstance(image, bytes) else {"row_id": image}
+        by = {"image": base64.b64encode(image).decode()} if isinstance(image, bytes) else {"row_id": image}
         body = {**by, "texts": as_list(texts, "texts", "strings"), "k": k, "pool": pool, "precision": precision}
         return [TextHit(**hit) for hit in self._json("POST", "/search/texts", body)["hits"]]
 
@@ -151,13 +144,9 @@ class Client:
             query: text of the query.
             documents: row ids, uris of rows, or bytes of image files.
             top_n: number of pairs to return; None returns one pair per document.
-
-        Raises:
-            UsageError: an argument cannot be sent.
-            ServiceError: the service refused the request or cannot be reached.
         """
         sent = [
-            {"image": _base64(document)}
+            {"image": base64.b64encode(document).decode()}
             if isinstance(document, bytes)
             else {"uri" if isinstance(document, str) else "row_id": document}
             for document in as_list(documents, "documents", "row ids, uris and images")
@@ -170,22 +159,13 @@ class Client:
 
         Args:
             inputs: n texts, or the bytes of n image files.
-
-        Raises:
-            UsageError: an argument cannot be sent.
-            ServiceError: the service refused the request or cannot be reached.
         """
         values = as_list(inputs, "inputs", "texts or images")
-        sent = [{"image": _base64(value)} if isinstance(value, bytes) else value for value in values]
+        sent = [{"image": base64.b64encode(value).decode()} if isinstance(value, bytes) else value for value in values]
         return np.array(self._json("POST", "/embed", {"inputs": sent}), dtype=np.float32)
 
     def thumbnail(self, row_id: int) -> bytes:
-        """Return a thumbnail of the image of row `row_id`, as the bytes of a JPEG file.
-
-        Raises:
-            UsageError: an argument has a wrong type or value.
-            ServiceError: the service has no thumbnail of the row, refused the request, or cannot be reached.
-        """
+        """Return a thumbnail of the image of row `row_id`, as the bytes of a JPEG file."""
         return self._send("GET", f"/thumbnails/{as_count(row_id, 'row_id', least=0)}")
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
@@ -215,7 +195,3 @@ class Client:
         except (ValueError, KeyError, TypeError):  # the answer of another server, such as a proxy
             message = f"HTTP status {answer.status_code}: {answer.text[:200]}"
         raise ServiceError(message, status=answer.status_code, retry_after=float(wait) if wait.isdecimal() else None)
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()

@@ -90,6 +90,10 @@ class ScoredCandidates(NamedTuple):
 class TokenIndex:
     """An open index and the model bundle that built it.
 
+    Searches raise `UsageError` or `RowIdError` for a wrong argument, for example an empty text or an unknown row;
+    `ModelError` if the bundle has no model for a part of the score, or if the score needs adapter tokens but the index
+    stores patch features; and `CorruptIndexError` if a file of the index is damaged.
+
     Examples:
         >>> from edje_index import TokenIndex
         >>> index = TokenIndex.open("photos.edje")
@@ -113,7 +117,7 @@ class TokenIndex:
         self._ann = AnnIndex(index)
         self.store = TokenStore(index, precision)
         self._stores = {self.store.precision: self.store}
-        self._score = score
+        self.score = score
         self._columns = columns
         self._refreshing = threading.Lock()
         self._buffers = BufferPool()
@@ -226,7 +230,7 @@ class TokenIndex:
         if index.manifest.model.get("fingerprint") != self.manifest.model.get("fingerprint"):
             raise UsageError(f"{self.committed.location} was built again with another model; open the index again")
         precision = self.precision if self.precision in index.manifest.spec.precisions else None
-        return TokenIndex(index, self.model, precision=precision, score=self._score, columns=self._columns)
+        return TokenIndex(index, self.model, precision=precision, score=self.score, columns=self._columns)
 
     @overload
     def search(
@@ -286,11 +290,6 @@ class TokenIndex:
             The hits of the query; for several queries, one list of hits per query. `Hits.stages` contains the durations
             of the stages.
 
-        Raises:
-            UsageError: a query is empty, `k` or `pool` is out of range, or `score` or `where` is invalid.
-            ModelError: the bundle has no model for a part of `score`, or `score` needs adapter tokens but the index
-                stores patch features.
-
         Examples:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje", score="logit=1,embedding=20")
@@ -338,10 +337,6 @@ class TokenIndex:
                 self._buffers.give_back(buffer)
         hits = self._hits(scored, k, stages, weights)
         return hits[0] if isinstance(text, str) else hits
-
-    def nearest(self, texts: Sequence[str], pool: int) -> list[Candidates]:
-        """Return the `pool` rows with the nearest embeddings for each text."""
-        return self._ann.nearest_to_each(self.model.text.encode(texts), pool)
 
     def score_candidates(
         self,
@@ -424,7 +419,7 @@ class TokenIndex:
             UsageError: the score is invalid.
             ModelError: the model cannot compute the score.
         """
-        weights = self.model.weights(direction, self._score if score is None else score)
+        weights = self.model.weights(direction, self.score if score is None else score)
         final = FinalScore.of(weights)
         if reads_tokens(final.parts, direction):
             self.model.check_reranks()
@@ -462,11 +457,6 @@ class TokenIndex:
             rows: row ids or uris of images. Looking up a uri scans the rows table.
             score: final score to sort by, see `open`; None selects the score that was given to `open`.
 
-        Raises:
-            UsageError: the query is empty, a row id or uri is unknown, a row has no tokens, or `score` is invalid.
-            CorruptIndexError: the tokens of a row are damaged.
-            ModelError: as for `search`.
-
         Examples:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
@@ -486,9 +476,6 @@ class TokenIndex:
             texts: the queries.
             rows: one sequence of row ids or uris per text.
             score: final score to sort by, as for `rerank`.
-
-        Raises:
-            UsageError, CorruptIndexError, ModelError: as for `rerank`.
         """
         texts, rows = _texts(texts), as_list(rows, "rows", "sequences of row ids and uris")
         if len(texts) != len(rows):
@@ -511,32 +498,42 @@ class TokenIndex:
         scored = self.score_candidates(texts, candidates, blocks, weights, terms=terms, stages=stages)
         return self._hits(scored, len(every_row), stages, weights)
 
-    def score_images(
-        self, text: str, images: Sequence[bytes | Image.Image], *, score: str | ScoreWeights | None = None
+    def score_pairs(
+        self, pairs: Sequence[Sequence[str | ImageQuery]], *, score: str | ScoreWeights | None = None
     ) -> list[float]:
-        """Encode `images`, and return the final score of each image for `text`. The images need not be in the index.
-
-        The scores can be compared with the scores of rows.
+        """Return the final score of each (text, image) pair.
 
         Args:
-            text: the query.
-            images: bytes of image files, or PIL images.
+            pairs: the image is a row id or a uri of the index; or a `Path`, the bytes of an image file or a PIL image,
+                which need not be in the index.
             score: final score to compute, see `open`; None selects the score that was given to `open`.
-
-        Raises:
-            UsageError: the query is empty, an image cannot be read, or `score` is invalid.
-            ModelError: as for `search`.
         """
-        (text,), images = _texts([text]), as_list(images, "images", "images")
+        given = [as_list(pair, "pairs", "pairs of a text and an image") for pair in as_list(pairs, "pairs", "pairs")]
+        if any(len(pair) != 2 for pair in given):
+            raise UsageError(f"pairs must be pairs of a text and an image, got {shown(pairs)}", parameter="pairs")
+        texts, images = _texts([text for text, _ in given], "pairs"), [image for _, image in given]
         weights, final = self._final_score(score)
-        if not images:
+        if not given:
             return []
-        tokens, embeddings = encode_images(self.model.image_encoder, images)
-        similarities = embeddings @ self.model.text.encode([text])[0]
-        models = self.model.score_models
-        terms = models.image_terms(as_tensor(tokens), embeddings, weights)
-        pairs = Pairs([text] * len(images), tokens, similarities, embeddings, terms)
-        values = {name: models.part(name, pairs, TEXT_TO_IMAGE, weights) for name in final.parts}
+        if len(given) > _PAIRS_AT_ONCE:
+            parts = given[:_PAIRS_AT_ONCE], given[_PAIRS_AT_ONCE:]
+            return [value for part in parts for value in self.score_pairs(part, score=score)]
+        spec = self.manifest.spec
+        tokens = np.empty((len(given), *spec.block_shape), BF16)
+        embeddings = np.empty((len(given), spec.embed_dim), np.float32)
+        is_row = np.array([isinstance(image, int | str | np.integer) for image in images])
+        if is_row.any():
+            rows = requested_rows(self.committed, [images[at] for at in np.flatnonzero(is_row)])
+            embeddings[is_row] = read_embeddings(self.committed, rows)
+            if reads_tokens(final.parts, TEXT_TO_IMAGE):
+                tokens[is_row] = self.store.fetch(rows)
+        if not is_row.all():
+            new = [images[at] for at in np.flatnonzero(~is_row)]
+            tokens[~is_row], embeddings[~is_row] = encode_images(self.model.image_encoder, new)
+        distinct, of_text = np.unique(texts, return_inverse=True)
+        similarities = (embeddings * self.model.text.encode(distinct.tolist())[of_text]).sum(axis=1)
+        models, inputs = self.model.score_models, Pairs(texts, tokens, similarities, embeddings)
+        values = {name: models.part(name, inputs, TEXT_TO_IMAGE, weights) for name in final.parts}
         return [float(value) for value in final.sum(values)]
 
     def search_image(self, image: ImageQuery, k: int = 10, *, where: str | None = None) -> Hits:
@@ -547,9 +544,6 @@ class TokenIndex:
                 row are other rows.
             k: number of hits.
             where: filter, as for `search`.
-
-        Raises:
-            UsageError: the image cannot be read, the row has no tokens, `k` is out of range, or `where` is invalid.
 
         Examples:
             >>> from edje_index import TokenIndex
@@ -598,11 +592,6 @@ class TokenIndex:
             k: number of hits.
             pool: number of texts to re-rank; at least `k`. These are the texts with the nearest embeddings.
             score: final score to sort by, see `open`; None selects the score that was given to `open`.
-
-        Raises:
-            UsageError: `texts` is empty or contains a blank text, `k` or `pool` is out of range, `score` is invalid,
-                the row has no tokens, or the image cannot be read.
-            ModelError: as for `search`.
 
         Examples:
             >>> from edje_index import TokenIndex

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from edje_index.bundles.info import BundleInfo, matching_bundle
 from edje_index.indexing.faiss_index import extend_ann
@@ -31,8 +36,11 @@ from pipelines.jobs.plan import (
 from pipelines.jobs.resources import check_disk, check_extension_memory, choose_workers
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
 from pipelines.sources import count_ignored, digested, hash_and_mark_duplicates, iter_all, open_sources
-from pipelines.sources.base import absolute_spec
+from pipelines.sources.base import Ignored, absolute_spec
+from pipelines.sources.metadata import source_values
+from storage_formats.arguments import as_list, as_path, as_text
 from storage_formats.change import Change
+from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
@@ -42,6 +50,9 @@ from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
 from storage_formats.format.shard_table import write_shard_table
 from storage_formats.writing.publish import add_counts, check_receipts, total_counts, write_tombstones
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @name_missing_extra("build")
@@ -226,6 +237,97 @@ def update_index(
     )
 
 
+@name_missing_extra("build")
+def add_images(
+    index: str | Path,
+    images: Sequence[str | Path | bytes | Image],
+    uris: Sequence[str],
+    columns: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    model: str | Path | None = None,
+    on_event: OnEvent = ignore,
+) -> BuildResult:
+    """Add images to an index under names that you choose, or replace the rows of these names, in one commit.
+
+    Each image gets a new row, also if the index holds an equal image. The older rows of its uri are deleted. If an
+    image cannot be indexed, nothing changes.
+
+    The index then records no sources, because a source does not list these rows: `update_index` needs all sources by
+    name, and deletes the rows that were added here. Thumbnails need uris that are paths or URLs of the images.
+
+    Args:
+        index: directory of the index.
+        images: paths, bytes of image files, or PIL images.
+        uris: names of the rows, one per image.
+        columns: values of columns by name, one mapping per image, for example captions; see docs/sources.md. None adds
+            no values.
+        model: directory of the model bundle; None selects the bundle that built the index.
+        on_event: as in `build_index`.
+
+    Raises:
+        UsageError, ModelError: an argument is invalid, an image cannot be indexed, or the index was not made by a
+            build.
+        UnfinishedChangeError: another change was stopped.
+        EdjeError: another process is changing the index.
+        MissingExtraError: a package of the extra `build` is not installed.
+
+    Examples:
+        >>> from pipelines import add_images
+        >>> result = add_images("photos.edje", ["photos/0.jpg"], ["my-id"], [{"captions": ["a dog"]}])
+        >>> result.new, result.changed, add_images("photos.edje", ["photos/1.jpg"], ["my-id"]).changed
+        (1, 0, 1)
+    """
+    import PIL.Image
+    from PIL import ImageOps
+
+    from edje_index.images.inputs import InputRef, rows_digest
+
+    started = time.monotonic()
+    images, uris = as_list(images, "images", "images"), [as_text(uri, "uris") for uri in as_list(uris, "uris", "texts")]
+    values = [{}] * len(images) if columns is None else as_list(columns, "columns", "mappings")
+    different, mappings = len(set(uris)), sum(isinstance(row, Mapping) for row in values)
+    if not len(images) == len(uris) == different == len(values) == mappings or not images:
+        raise UsageError(
+            f"got {len(images)} images, {len(uris)} uris ({different} different) and {mappings} mappings of columns: "
+            "give one different uri and one mapping per image",
+            parameter="uris",
+        )
+    with tempfile.TemporaryDirectory(prefix="edje-add-") as folder, changing(index, "add", None, on_event) as change:
+        assert change.index is not None
+        change.abandon()  # its images are removed with the folder, so no later run could finish it
+        refs, ignored = [], Ignored()
+        for number, (image, uri, row) in enumerate(zip(images, uris, values, strict=True)):
+            path = Path(folder, str(number))
+            try:
+                if isinstance(image, PIL.Image.Image):
+                    ImageOps.exif_transpose(image).save(path, "PNG", compress_level=1)
+                else:
+                    path.write_bytes(image if isinstance(image, bytes) else as_path(image, "images").read_bytes())
+            except (OSError, SyntaxError, ValueError) as error:
+                raise UsageError(f"the image of {uri} cannot be read: {error}", parameter="images") from error
+            refs.append(InputRef(uri, os.fsencode(path), metadata=source_values(row, ignored)))
+        settings, info = _settings_and_bundle(change.index, SourceGroup(()), model)
+        choose_workers(settings, info, engine="inline", workers=1, address=None)
+        plan = _plan_rows(change, SourceChanges(refs, rows_digest(refs), len(refs), 0, ignored), settings, info)
+        assert plan is not None  # there are images
+        receipts, speed = encode_rows(change, plan, "inline", 1, None, 1.0, on_event, never, needs_one=False)
+        for receipt in receipts:
+            for row in read_shard_rows(change.layout, receipt.shard, ["uri", "reason", "detail"]).to_pylist():
+                if row["reason"] is not None:
+                    raise UsageError(
+                        f"the image of {row['uri']} cannot be indexed: {row['reason']} ({row['detail']}); nothing was "
+                        "added",
+                        parameter="images",
+                    )
+        deleted, names = [], pa.array(uris, pa.string())
+        for table in iter_rows(change.index, ["row_id", "uri"]):
+            deleted += table.filter(pc.is_in(table["uri"], names)).to_pylist()
+        manifest = _commit(change, plan, receipts, [row["row_id"] for row in deleted], None, on_event)
+    changed = len({row["uri"] for row in deleted})
+    result = result_of(manifest, plan, receipts, total_counts(receipts), 0, speed, started)
+    return replace(result, new=len(uris) - changed, changed=changed, deleted=len(deleted))
+
+
 def _source_group(sources: str | Path | Sequence[str | Path], column: str | None) -> SourceGroup:
     """Return sources as the index records them: as absolute paths."""
     return SourceGroup(tuple(map(absolute_spec, source_names(sources))), column)
@@ -281,6 +383,7 @@ def _commit(
 ) -> Manifest:
     """Commit one snapshot with the new rows and without the rows `deleted`. Return the manifest of the snapshot.
 
+    The snapshot records the sources `groups` of all rows; None if they are unknown.
     If there are no rows to add or delete, nothing is committed, and the current manifest is returned.
     """
     assert change.index is not None
@@ -306,6 +409,4 @@ def _commit(
         entry = write_tombstones(change.layout, tombstones)
         manifest = replace(manifest, snapshot=replace(manifest.snapshot, deleted=entry, deleted_rows=len(tombstones)))
         details["deleted"] = len(deleted)
-    if groups is not None:
-        manifest = with_sources(manifest, groups)
-    return change.commit(manifest, details).manifest
+    return change.commit(with_sources(manifest, groups), details).manifest

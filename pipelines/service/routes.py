@@ -366,7 +366,7 @@ async def _rerank(state: ServiceState, query: str, documents: list[schemas.Docum
         scores |= {position: of_row[row_id] for position, row_id in zip(rows, row_ids, strict=True)}
     if images:
         image_scores, _ = await state.on_images(
-            index, list(images.values()), lambda part: index.score_images(query, part), len(images)
+            index, list(images.values()), lambda part: index.score_pairs([(query, each) for each in part]), len(images)
         )
         scores |= dict(zip(images, image_scores, strict=True))
     relevances = relevance(np.array([*scores.values()]), index.model.weights(TEXT_TO_IMAGE)).tolist()

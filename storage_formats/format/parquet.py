@@ -70,15 +70,15 @@ def read_table(data: bytes, columns: list[str] | None = None, *, optional: Colle
     if missing := sorted(set(names) - set(schema.names)):
         raise ValueError(f"the Parquet file has no column {missing[0]!r}")
     # Text is read as a dictionary, so that one long value of many rows is in memory once until its size is checked.
-    texts = [leaf.path for leaf in leaves if leaf.logical_type.type in ("STRING", "NONE") and _is_bytes(leaf)]
+    texts = [
+        leaf.path
+        for leaf in leaves
+        if leaf.logical_type.type in ("STRING", "NONE") and leaf.physical_type == "BYTE_ARRAY"
+    ]
     with pq.ParquetFile(pa.py_buffer(data), read_dictionary=texts, pre_buffer=False) as file:
         table = file.read(columns=names, use_threads=False).select(names)
     _check_texts(table, len(data))
     return table.cast(pa.schema([schema.field(name) for name in names]))
-
-
-def _is_bytes(leaf: pq.ColumnSchema) -> bool:
-    return bool(leaf.physical_type == "BYTE_ARRAY")
 
 
 class ParquetRowGroups:

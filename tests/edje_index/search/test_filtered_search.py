@@ -100,19 +100,3 @@ def test_hits_pass_the_filter(photos):
     for search in (index.search, index.search_image):
         with pytest.raises(UsageError, match="there is no column licence; the columns are row_id"):
             search("a dog", where="licence = 'cc0'")
-
-
-def test_snapshots_of_a_search(photos, tmp_path):
-    shutil.copytree(photos, tmp_path / "i")
-    index = TokenIndex.open(tmp_path / "i")
-    assert delete_rows(tmp_path / "i", where="row_id < 5 or uri like '%/12.png'").deleted == (0, 1, 2, 3, 4, 12)
-    assert {hit.row_id for hit in index.search("a dog", where="row_id < 6")} == {0, 1, 2, 3, 4}
-    assert index.refresh() == 1
-    assert index.search("a dog", where="row_id < 6") == []
-    assert {hit.row_id for hit in index.search("a dog")} == {6, 7, 8, 9, 10, 11}
-    earlier = TokenIndex.open(tmp_path / "i", snapshot=0)
-    assert len(earlier.search("a dog", 20, 20)) == 11
-    assert earlier.refresh() == 1
-    assert len(earlier.search("a dog", 20, 20)) == 6
-    with pytest.raises(UsageError, match="has no snapshot 7"):
-        TokenIndex.open(tmp_path / "i", snapshot=7)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from edje_index import Hit, Hits, TokenIndex
+from edje_index import CrossEncoder, Hit, Hits, TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import read_bundle_info
 from edje_index.errors import ModelError
@@ -247,13 +247,22 @@ def test_an_image_finds_itself_and_its_neighbours(index, built):
         index.search_image(path, k=0)
 
 
-def test_new_images_get_the_scores_of_their_rows(index, built):
-    scores = {hit.row_id: hit.score for hit in index.rerank("a red canoe", [7, 0])}
-    with Image.open(photo(built[0], 0)) as image:
-        new = index.score_images("a red canoe", [photo(built[0], 7).read_bytes(), image])
-    np.testing.assert_allclose(new, [scores[7], scores[0]], atol=1e-3, rtol=0)
-    assert abs(scores[7] - scores[0]) > 1e-2, "the images can be told apart"
-    assert index.score_images("a red canoe", []) == []
+def test_pairs_are_rated_and_ranked_as_by_a_cross_encoder(index, built):
+    model, path = CrossEncoder(index), photo(built[0], 7)
+    images = [7, 0, str(path), path, np.int64(3), path.read_bytes(), Image.open(path)]
+    pairs = [("a red canoe" if image == 0 else "a dog", image) for image in images]
+    hit_of = {(text, hit.row_id): hit for text in ("a dog", "a red canoe") for hit in index.rerank(text, [0, 3, 7])}
+    hits = [hit_of[text, row] for (text, _), row in zip(pairs, (7, 0, 7, 7, 3, 7, 7), strict=True)]
+    relevances = model.predict(pairs)
+    np.testing.assert_allclose(relevances, [hit.relevance for hit in hits], atol=1e-3)
+    scores = model.predict(pairs, activation_fn=torch.nn.Identity())
+    np.testing.assert_allclose(scores, [hit.score for hit in hits], atol=1e-3)
+    assert abs(scores[0] - scores[4]) > 1e-2, "the images can be told apart"
+    assert model.predict(pairs[0]) == pytest.approx(relevances[0], abs=1e-5)
+    assert isinstance(model.predict(pairs, convert_to_tensor=True), torch.Tensor)
+    ranked, best = model.rank("a dog", [3, 7, 0], top_k=2, return_documents=True), index.rerank("a dog", [3, 7, 0])
+    assert [(each["text"], [3, 7, 0][each["corpus_id"]]) for each in ranked] == [(hit.row_id,) * 2 for hit in best[:2]]
+    assert model.rank("a dog", []) == []
 
 
 def test_texts_for_a_row_and_for_its_image(index, built):

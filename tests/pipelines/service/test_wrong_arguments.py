@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -28,7 +30,8 @@ CASES = [
     *(("search_image", {"image": value}) for value in (*IMAGES, 10**30, *IMAGES_OF_THE_LIBRARY)),
     *(("rerank", {"text": value}) for value in QUERIES),
     *(("rerank", {"rows": value}) for value in (None, 3, "3", {1: 2}, {1}, [1.5], [True], [None], [LONE], [10**30])),
-    *(("score_images", {"images": value}) for value in (None, "x", b"x", [None], [b"x"], [3], ["none.jpg"])),
+    *(("score_pairs", {"pairs": [("a dog", value)]}) for value in (None, b"x", "none.jpg", Path("none.jpg"), 1.5)),
+    *(("score_pairs", {"pairs": value}) for value in (None, "x", [None], [("a dog",)], [(3, 3)], [(LONE, 3)])),
     *(("with_precision", {"precision": value}) for value in (None, 3, "fp7", ["bf16"])),
 ]
 DEFAULTS = {
@@ -36,7 +39,6 @@ DEFAULTS = {
     "search_texts": {"image": 1, "texts": TEXTS, "k": 3},
     "search_image": {"image": Image.new("RGB", (9, 9))},
     "rerank": {"text": "a dog", "rows": [1]},
-    "score_images": {"text": "a dog"},
     "with_precision": {},
 }
 
