@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import socket
@@ -21,7 +22,8 @@ from typing import Any
 import pytest
 
 Fault = str | None
-"""What happens to a request: "reset", "503", "slow", "truncate", "lost" (done, but the response is lost), or None."""
+"""What happens to a request: "reset", "503", "slow", "truncate", "lost" (done, but the response is lost), "twice" (done
+twice), "late" (lost, but done by `FaultyProxy.do_late_requests`), or None."""
 
 
 _KEY, _SECRET = "key", "a-secret-of-sixteen"
@@ -95,6 +97,11 @@ class FaultyProxy:
     fault: Callable[[str, str], Fault] = lambda method, path: None
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     url: str = ""
+    late: list[Callable[[], object]] = field(default_factory=list)
+
+    def do_late_requests(self) -> None:
+        while self.late:
+            self.late.pop()()
 
     def count(self, method: str, part: str) -> int:
         """Number of requests so far with this method, whose path contains `part`."""
@@ -144,17 +151,26 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
                 return self._send(503, [("Content-Length", "0")], b"")
             if fault == "slow":
                 time.sleep(0.3)
+            forward = functools.partial(self._forward, self.command, self.path, body, dict(self.headers.items()))
+            if fault == "late":
+                proxy.late.append(forward)
+                return self._reset()
+            status, headers, data = forward()
+            if fault == "twice":
+                forward()
+            if fault == "lost":
+                return self._reset()
+            return self._send(status, headers, data, is_truncated=fault == "truncate")
+
+        @staticmethod
+        def _forward(*request: Any) -> tuple[int, list[tuple[str, str]], bytes]:
             connection = http.client.HTTPConnection(proxy.upstream.removeprefix("http://"), timeout=60)
-            connection.request(self.command, self.path, body, dict(self.headers.items()))
+            connection.request(*request)
             response = connection.getresponse()
             data = response.read()
             connection.close()
-            if fault == "lost":
-                return self._reset()
-            headers = [
-                each for each in response.getheaders() if each[0].lower() not in ("connection", "server", "date")
-            ]
-            return self._send(response.status, headers, data, is_truncated=fault == "truncate")
+            left_out = ("connection", "server", "date")
+            return response.status, [each for each in response.getheaders() if each[0].lower() not in left_out], data
 
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_any
 

@@ -137,11 +137,12 @@ class ObjectVersion:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Length in bytes, metadata and ETag of an object."""
+    """Length in bytes and metadata of an object, and the identifiers of its version, see `ObjectVersion`."""
 
     size: int
     metadata: Mapping[str, str]
-    etag: str | None = None
+    etag: str | None
+    version: str | None
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ class ObjectFolder:
         def get() -> ObjectInfo:
             result = obstore.get(self.store, key, options={"head": True})
             metadata = {str(name): value for name, value in result.attributes.items()}
-            return ObjectInfo(result.meta["size"], metadata, result.meta["e_tag"])
+            return ObjectInfo(result.meta["size"], metadata, result.meta["e_tag"], result.meta["version"])
 
         try:
             return self._repeated(key, get)

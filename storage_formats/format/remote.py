@@ -19,6 +19,8 @@ from storage_formats.format.object_store import IndexLocation, ObjectFolder, Obj
 CLAIM = Layout(Path()).claim.as_posix()
 """Key of the object that keeps other writers away from an index on an object store (SPEC.md section 12.4)."""
 ROOT = "index.json"
+REPLACED = b"{}"
+"""The contents of `index.json` while a copy replaces the index."""
 
 _KEPT_SECONDS = 7 * 86400.0
 
@@ -57,7 +59,10 @@ def open_index(location: IndexLocation, snapshot: int | None = None) -> Committe
 
 
 def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:
-    """Read `index.json` of a remote index. Return (None, None) if `folder` contains no `index.json`."""
+    """Read `index.json` of a remote index. Return (None, None) if `folder` contains no `index.json`.
+
+    The manifest is also None while a copy replaces the index.
+    """
     try:
         version = folder.read(ROOT, MAX_MANIFEST_BYTES)
     except FileNotFoundError:
@@ -66,7 +71,7 @@ def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | No
         raise CorruptIndexError(
             f"cannot read {folder.url_of(ROOT)}: {error.strerror}; give the URL of an EDJE index"
         ) from error
-    return version, Manifest.parse(version.data, folder.url_of(ROOT))
+    return version, None if version.data == REPLACED else Manifest.parse(version.data, folder.url_of(ROOT))
 
 
 def absent(folder: ObjectFolder) -> Exception:

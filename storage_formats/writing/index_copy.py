@@ -29,7 +29,7 @@ from storage_formats.format.object_store import (
     ObjectVersion,
     UncertainWriteError,
 )
-from storage_formats.format.remote import CLAIM, ROOT, open_index, read_root
+from storage_formats.format.remote import CLAIM, REPLACED, ROOT, open_index, read_root
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.writing.copying import copy_file
@@ -134,7 +134,7 @@ class RemoteCopy:
                 version, _ = read_root(folder)
                 if version is None or version.data != data:
                     raise ObjectChangedError(f"another writer removed {folder.url_of(CLAIM)}")
-            if replaced is not None and replaced.data != data:
+            if replaced is not None and replaced.data not in (data, REPLACED):
                 number = Manifest.parse(replaced.data, folder.url_of(ROOT)).snapshot.number
                 if number != self.index.manifest.snapshot.number:
                     kept, key = replaced.data, Layout(Path()).snapshot(number).as_posix()
@@ -167,8 +167,8 @@ def begin_remote_copy(index: CommittedIndex, folder: ObjectFolder, *, replace: b
     In the `with` block, the object `build/claim.json` keeps other writers away.
 
     Args:
-        replace: whether the copy may discard what the index at the destination has and `index` has not. Such an index
-            is removed at once, so the destination has no index until the copy ends.
+        replace: whether the copy may discard what the index at the destination has and `index` has not. Readers then
+            find no index at the destination until the copy ends.
 
     Raises:
         UsageError: the destination is read-only, or has an index that the copy would discard.
@@ -189,9 +189,8 @@ def begin_remote_copy(index: CommittedIndex, folder: ObjectFolder, *, replace: b
                     parameter="out",
                 )
             manifest = None
-        if manifest is None and version is not None:
-            folder.delete([ROOT])
-            version = None
+        if manifest is None and version is not None:  # a deletion has no condition, so a late one could remove the copy
+            version = folder.replace(ROOT, REPLACED, version)
         yield RemoteCopy(index, folder, version, writer)
     finally:
         with contextlib.suppress(ObjectStoreError):  # then the claim stays
@@ -205,12 +204,12 @@ def is_data(key: str) -> bool:
 
 
 def _readable_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:
-    """Read `index.json` like `read_root`. A damaged one is removed, since it is to be replaced."""
+    """Read `index.json` like `read_root`. The contents of a damaged one are not read, since it is to be replaced."""
     try:
         return read_root(folder)
     except (CorruptIndexError, UsageError):
-        folder.delete([ROOT])
-        return None, None
+        info = folder.info(ROOT)
+        return None if info is None else ObjectVersion(b"", info.etag, info.version), None
 
 
 def _claim(folder: ObjectFolder, writer: str) -> None:

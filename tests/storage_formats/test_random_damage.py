@@ -1,0 +1,86 @@
+"""Random damages of single files of an index with several snapshots: `verify` finds each, and no wrong row is read."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines import compact_index, delete_rows
+from storage_formats import EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.reading.embeddings import read_embeddings
+from tests.conftest import write_random_index
+
+pytestmark = pytest.mark.slow
+SPEC = IndexSpec(rows=21, shard_size=4, block_shape=(4, 16), embed_dim=6, precisions=("bf16", "fp8"))
+DAMAGES = 500
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Damage a file in one of seven ways. Return the way."""
+    data = path.read_bytes()
+    at, stop = sorted(rng.choices(range(len(data) + 1), k=2))
+    bit = bytes([data[at] ^ 1 << rng.randrange(8)]) if at < len(data) else b"x"
+    ways = {
+        "bit": data[:at] + bit + data[at + 1 :],
+        "zeros": data[:at] + bytes(stop - at) + data[stop:],
+        "noise": data[:at] + rng.randbytes(stop - at) + data[stop:],
+        "cut": data[:at],
+        "longer": data + rng.randbytes(1 + at),
+        "without a part": data[:at] + data[stop:],
+        "missing": None,
+    }
+    way = rng.choice([name for name, damaged in ways.items() if damaged != data])
+    if (damaged := ways[way]) is None:
+        path.unlink()
+    else:
+        path.write_bytes(damaged)
+    return way
+
+
+def read(root: Path) -> list[object]:
+    """What readers get of each kind of file. An error takes the place of what is damaged."""
+    seen: list[object] = []
+    for name in SPEC.precisions:
+        for row in (9, 20, 25):
+            try:
+                with TokenStore.open(root, name) as store:
+                    seen.append(store.fetch([row]).view(np.uint16).tobytes())
+            except EdjeError as error:
+                seen.append(error)
+    for get in (
+        lambda index: read_embeddings(index, np.array([9, 25])).tobytes(),
+        lambda _: read_rows(root).to_pylist(),
+    ):
+        try:
+            seen.append(get(CommittedIndex.open(root)))
+        except EdjeError as error:
+            seen.append(error)
+    return seen
+
+
+def test_random_damages_are_found_and_give_no_wrong_row(tmp_path):
+    sound, copy = tmp_path / "sound", tmp_path / "copy"
+    write_random_index(sound, SPEC, failed=frozenset({5}))
+    delete_rows(sound, rows=[1])
+    compact_index(sound, only_shards_with_deleted=True)
+    right, files, rng = read(sound), sorted(path for path in sound.rglob("*") if path.is_file()), random.Random(0)
+    assert not any(isinstance(each, Exception) for each in right)
+    refused = 0
+    for number in range(DAMAGES):
+        shutil.copytree(sound, copy)
+        where = rng.choice(files).relative_to(sound)
+        way = f"damage {number}, {damage(copy / where, rng)} of {where}"
+        try:
+            assert verify_index(copy), f"{way} was not found"
+        except UsageError as error:
+            assert "index.json" in str(error), way
+        seen = read(copy)
+        assert all(got == wanted or isinstance(got, EdjeError) for got, wanted in zip(seen, right, strict=True)), way
+        refused += any(isinstance(each, EdjeError) for each in seen)
+        shutil.rmtree(copy)
+    assert refused > DAMAGES / 4, "readers met few of the damages"
