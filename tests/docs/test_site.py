@@ -1,9 +1,10 @@
-"""The built site: links, and pages in a real browser that are opened from the disk."""
+"""The built site: public names, and pages in a real browser that are opened from the disk."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import storage_formats
 from storage_formats import codec
 from storage_formats.format.layout import SHARD_SIZE
 from tests.conftest import REPO
-from tests.docs.links import broken_links, pages_of, read_links
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VIEWED = "index tutorial build performance comparison concepts reference/cli/index reference/edje_index"
@@ -24,16 +24,10 @@ SCREENS = {"wide": (1280, 900), "phone": (390, 844)}
 
 
 @pytest.mark.slow
-def test_every_link_inside_the_site_leads_somewhere(site):
-    assert len(pages_of(site)) > 40
-    assert list(broken_links(site)) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("package", ["storage_formats", "edje_index", "pipelines"])
 def test_every_public_name_is_on_its_page(site, package):
     module = importlib.import_module(package)
-    anchors = read_links(site / "reference" / f"{package}.html").anchors
+    anchors = set(re.findall(r'id="([^"]+)"', (site / "reference" / f"{package}.html").read_text()))
     for name in module.__all__:
         if not name.startswith("__"):
             homes = storage_formats._MODULES | edje_index._MODULES

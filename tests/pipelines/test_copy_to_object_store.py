@@ -45,21 +45,6 @@ def test_large_files_are_sent_in_parts(tmp_path, url, proxy):
     check_equal(tmp_path / "large", url)
 
 
-@pytest.mark.parametrize("fault", ["reset", "503", "slow", "truncate", "lost"])
-def test_a_copy_survives_disturbed_requests(index, url, tmp_path, proxy, fault):
-    proxy.fault = every(4, fault)
-    copy_index(index, url)
-    check_equal(index, url)
-
-
-def test_a_commit_whose_response_is_lost_has_succeeded(index, url, tmp_path, proxy):
-    lost = every(1, "lost", "/index.json")
-    proxy.fault = lambda method, path: lost(method, path) if method == "PUT" and proxy.count("PUT", path) == 1 else None
-    copy_index(index, url)
-    assert proxy.count("PUT", "/index.json") == 2
-    check_equal(index, url)
-
-
 def test_a_commit_whose_fate_is_unknown_says_so(index, url, tmp_path, proxy, monkeypatch):
     monkeypatch.setattr(object_store, "_RETRIES", 0)
     monkeypatch.setattr(object_store, "_ATTEMPTS", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from pathlib import Path
@@ -15,9 +16,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
-pytestmark = pytest.mark.slow
 SPEC = IndexSpec(rows=21, shard_size=4, block_shape=(4, 16), embed_dim=6, precisions=("bf16", "fp8"))
-DAMAGES = 500
 
 
 def damage(path: Path, rng: random.Random) -> str:
@@ -63,7 +62,8 @@ def read(root: Path) -> list[object]:
     return seen
 
 
-def test_random_damages_are_found_and_give_no_wrong_row(tmp_path):
+@pytest.mark.parametrize("damages", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_random_damages_are_found_and_give_no_wrong_row(tmp_path, damages):
     sound, copy = tmp_path / "sound", tmp_path / "copy"
     write_random_index(sound, SPEC, failed=frozenset({5}))
     delete_rows(sound, rows=[1])
@@ -71,16 +71,14 @@ def test_random_damages_are_found_and_give_no_wrong_row(tmp_path):
     right, files, rng = read(sound), sorted(path for path in sound.rglob("*") if path.is_file()), random.Random(0)
     assert not any(isinstance(each, Exception) for each in right)
     refused = 0
-    for number in range(DAMAGES):
+    for number in range(damages):
         shutil.copytree(sound, copy)
         where = rng.choice(files).relative_to(sound)
         way = f"damage {number}, {damage(copy / where, rng)} of {where}"
-        try:
+        with contextlib.suppress(UsageError):  # there is no index.json, or it is not that of an index
             assert verify_index(copy), f"{way} was not found"
-        except UsageError as error:
-            assert "index.json" in str(error), way
         seen = read(copy)
         assert all(got == wanted or isinstance(got, EdjeError) for got, wanted in zip(seen, right, strict=True)), way
         refused += any(isinstance(each, EdjeError) for each in seen)
         shutil.rmtree(copy)
-    assert refused > DAMAGES / 4, "readers met few of the damages"
+    assert refused > damages / 4, "readers met few of the damages"
