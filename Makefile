@@ -1,7 +1,7 @@
 # Five commands do everything on a machine that has Python 3.11 or newer, git and make:
 #   make demo      index a folder of photos with a trained model, then quantize, verify, fetch and search
 #   make test      run the linters and the tests
-#   make docs      build the site of the documentation in site/,; a broken link is an error
+#   make docs      build the site of the documentation in site/; a broken link is an error
 #   make release   build wheel and sdist in dist/, and try them with each extra
 #   make image     build the container image of the service with docker, and try it
 # They create the virtual environment .venv and install the extras that they need; pip shows each package as it comes.

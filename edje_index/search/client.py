@@ -107,7 +107,8 @@ class Client:
                 the index.
             k: number of hits.
             pool: number of candidates to re-rank, at least `k`.
-            score, where: as in `TokenIndex.search`.
+            score: as in `TokenIndex.search`.
+            where: as in `TokenIndex.search`.
             precision: precision of the tokens to re-rank with; None selects the default of the service.
             columns: columns of the rows that every hit brings; None selects the captions, if there are any.
         """
