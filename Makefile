@@ -67,9 +67,12 @@ release: $(VENV)/.release
 	$(BIN)/python -m tests.smoke dist/*.whl
 	$(BIN)/python -m tests.smoke dist/*.tar.gz --extra ''
 
-# It needs no environment. `make image CONTAINER_TOOL=podman` uses podman.
+# The image, and a search of the index of the first release in it, with the options that docs/serve.md gives.
+# `make image CONTAINER_TOOL=podman` uses podman.
 image:
-	$(PYTHON) -m tests.container --tool $(CONTAINER_TOOL)
+	$(CONTAINER_TOOL) build --file deploy/Dockerfile --tag edje-index .
+	$(CONTAINER_TOOL) run --rm --read-only --tmpfs /tmp --cap-drop ALL --volume "$(CURDIR)/tests/golden/release_0_1:/data:ro" \
+	  --entrypoint /opt/edje-index/bin/edje-index edje-index search /data/index "a dog" --model /data/model -k 2
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

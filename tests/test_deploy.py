@@ -1,7 +1,4 @@
-"""The Dockerfile and the systemd unit: their commands are run, and systemd's own checks are asked.
-
-`make image` builds the image (tests/container.py).
-"""
+"""The Dockerfile and the systemd unit: their commands are run, and systemd's own checks are asked."""
 
 from __future__ import annotations
 
