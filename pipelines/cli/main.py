@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import click
 from click.shell_completion import shell_complete
@@ -131,13 +132,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     if completion := os.environ.get(_COMPLETION):
         return shell_complete(cli, {}, _PROGRAM, _COMPLETION, completion)
+    interrupts: list[int] = []  # native code of libraries may turn a KeyboardInterrupt into another error
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
     if is_process := arguments is None:
         skip_collection_at_exit()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by nohup
+            signal.signal(signal.SIGINT, interrupt)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     try:
-        code = _run(arguments)
+        code = _run(arguments, interrupts)
         sys.stdout.flush()
         if code == INTERRUPTED and is_process:
             os._exit(code)  # not once a thread has its answer from a server
@@ -148,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
     # Not `cli.main`: it turns a broken pipe into a SystemExit that cannot be told from others.
     try:
         with cli.make_context(_PROGRAM, list(arguments)) as context:
@@ -160,9 +169,16 @@ def _run(arguments: list[str]) -> int:
         raise
     except BaseException as raised:
         command = next((argument for argument in arguments if argument in _COMMANDS), "")
+        if interrupts and getattr(raised, "exit_code", None) != INTERRUPTED:
+            raised = KeyboardInterrupt()
         error = missing_extra(raised, preferred=command) or raised
         code, message = _explain(error)
-        _report(error, message, code, as_json="--json" in arguments)
+        if os.environ.get("EDJE_DEBUG"):
+            traceback.print_exception(error)
+        lines = map(printable, message.splitlines())  # settings have one problem per line
+        click.echo("error: " + "\n".join(lines), err=True)
+        if "--json" in arguments:
+            click.echo(json.dumps({"error": message, "exit_code": code}))
         return code
 
 
@@ -181,12 +197,3 @@ def _explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError) and error.strerror:
         return 1, describe_error(error)
     return 1, f"unexpected {describe_error(error)}; run again with EDJE_DEBUG=1 to see the traceback"
-
-
-def _report(error: BaseException, message: str, code: int, *, as_json: bool) -> None:
-    if os.environ.get("EDJE_DEBUG"):
-        traceback.print_exception(error)
-    lines = map(printable, message.splitlines())  # settings have one problem per line
-    click.echo("error: " + "\n".join(lines), err=True)
-    if as_json:
-        click.echo(json.dumps({"error": message, "exit_code": code}))

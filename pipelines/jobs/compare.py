@@ -211,7 +211,7 @@ def compare_sources(
             old |= {*table.filter(pc.is_in(table["row_id"], pa.array(deleted)))["content_hash"].to_pylist()}
         back = sum(ref.content_hash is not None and ref.content_hash in old for ref in refs)
         if back:
-            text = f"{counted(back, 'deleted photo')} come back, because the sources still have them"
+            text = f"the sources still have {counted(back, 'deleted photo')}, so the update adds what was deleted again"
             on_event(StatusMessage(text, is_warning=True))
     vanished = [row.row_id for same_name in stored.values() for row in same_name]
     replaced = [(each.ref, each.row) for each in pending if each.row is not None]

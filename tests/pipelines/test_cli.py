@@ -61,8 +61,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arg
 
 def test_an_error_with_json_is_an_object_too(run, tmp_path):
     code, out, err = run("info", tmp_path / "nowhere", "--json")
-    assert code == 2
-    assert json.loads(out) == {"error": f"there is no index at {tmp_path}/nowhere", "exit_code": 2}
+    assert (code, json.loads(out)) == (2, {"error": f"there is no index at {tmp_path}/nowhere", "exit_code": 2})
     assert err.startswith("error: there is no index")
 
 

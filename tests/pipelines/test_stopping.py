@@ -33,6 +33,17 @@ storage_formats.verify.check_shard = lambda *shard: print("checking", flush=True
 sys.exit(main())
 """
 
+AN_INTERRUPT_THAT_BECOMES_ANOTHER_ERROR = """
+import contextlib, os, signal, sys
+from pipelines.cli.main import cli, main
+def invoke(context):
+    with contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    raise ValueError("could not determine the shape")
+cli.invoke = invoke
+sys.exit(main())
+"""
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_second_insists(number, capfd):
@@ -49,8 +60,13 @@ def test_the_first_signal_asks_and_the_second_insists(number, capfd):
 
 def test_a_third_signal_ends_the_process():
     done = subprocess.run([sys.executable, "-c", THREE_SIGNALS], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_ctrl_c_is_an_interruption_whatever_error_a_library_makes_of_it():
+    words = [sys.executable, "-c", AN_INTERRUPT_THAT_BECOMES_ANOTHER_ERROR, "info", "index"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
 def test_a_second_signal_ends_a_verification_whose_checks_hang(tmp_path):
