@@ -193,12 +193,34 @@ def test_the_comparison_shows_both_orders_and_what_a_precision_changes(watched):
     moved = expected["hits"][0]["embedding_rank"] - 1
     assert (f"up {moved}" if moved else "stays") in page.locator("#after .movement").first.inner_text()
     assert "logit" in page.locator("#after details table").first.text_content()
+    relevance = expected["hits"][0]["relevance"]
+    assert f"relevance {relevance:.2f}, score" in page.locator("#after summary").first.inner_text()
     exact = rows("after")
     with page.expect_response("**/search"):
         page.select_option("#precision", "nvfp4")
     watched.wait()
     changed = sum(left != right for left, right in zip(exact, rows("after"), strict=True))
     assert f"With nvfp4 instead of bf16, {changed} of {ROWS - 1} ranks" in page.inner_text("#changes")
+
+
+def test_a_failed_search_is_said_and_shows_no_photos_of_another_query(watched):
+    page = watched.page
+    answers = {
+        "The service cannot be reached.": lambda route: route.abort(),
+        "the index cannot be read": lambda route: route.fulfill(
+            status=500, json={"error": {"code": "internal_error", "message": "the index cannot be read"}}
+        ),
+    }
+    for message, answer in answers.items():
+        page.route("**/search", answer)
+        page.fill("#query", message)
+        page.press("#query", "Enter")
+        sync_api.expect(page.locator("#status.error")).to_contain_text(message)
+        assert watched.rows() == []
+        page.unroute("**/search")
+        watched.search(f"not {message}")
+        assert len(watched.rows()) == ROWS - 1
+    watched.problems[:] = [problem for problem in watched.problems if "Failed to load resource" not in problem]
 
 
 def test_a_link_can_inject_nothing(watched):
