@@ -141,7 +141,7 @@ def run_service(
         proxy_headers=False,
         limit_concurrency=limits.connections,
         h11_max_incomplete_event_size=64 << 10,
-        timeout_keep_alive=5,
+        timeout_keep_alive=10,  # httpx reuses a connection for 5 s; with 5 s, requests would meet the end of it
         timeout_graceful_shutdown=int(limits.deadline_seconds) + 1,
         timeout_notify=10,
         callback_notify=close_idle_connections,
