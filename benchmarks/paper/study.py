@@ -227,6 +227,6 @@ class Study:
         command: list[object] = ["eval", self.build(bundle, benchmark, full=full)[0], files[0], "--images", images]
         command += [word for pool in pools for word in ("--pool", pool)]
         command += ["--split", split] if split else []
-        command += ["--score", score, "--cache", f"{OUT}/scores", *options, *(["--full"] if full else [])]
+        command += ["--score", score, *options, *(["--full"] if full else [])]
         results: list[dict[str, Any]] = self.command("eval", *command)[1].get("results", [])
         return results

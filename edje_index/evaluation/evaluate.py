@@ -157,7 +157,6 @@ def evaluate(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "float32",
-    cache: Path | None = None,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> Evaluation:
     """Measure the recall of an index on captioned images, by embedding alone and after re-ranking.
@@ -180,7 +179,6 @@ def evaluate(
         seed: seed of the query sample and of the bootstrap.
         device: "auto", "cpu" or "cuda".
         dtype: data type of matrix products in the joint encoder: "auto", "float32" or "bfloat16".
-        cache: directory for computed scores, from which an interrupted evaluation resumes; None stores no scores.
         on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
     Examples:
@@ -255,12 +253,6 @@ def evaluate(
     pairs, compute_dtype = 0, str(bundle.joint.compute_dtype).removeprefix("torch.")
     finals: dict[str, dict[str, dict[int, Floats]]] = {}
     for source in sources:
-        key = {
-            "bundle": bundle.info.fingerprint,
-            "index": [opened.manifest.plan, opened.manifest.model["fingerprint"], opened.manifest.spec.rows],
-            "precision": [source.codec.name, source.simulated_from],
-            "dtype": compute_dtype,
-        }
         finals[source.codec.name], scored = score_pools(
             bundle.score_models,
             weights,
@@ -269,8 +261,6 @@ def evaluate(
             nearest,
             source,
             pool_sizes=pools,
-            cache=cache,
-            key=key,
             on_progress=on_progress,
         )
         pairs += scored

@@ -1,22 +1,12 @@
 """Computes the final scores of the pools of an evaluation, for one precision at a time.
 
-Each distinct pair of a caption and an image is scored once. Scores of pairs can be stored in a directory, so that an
-interrupted evaluation resumes.
+Each distinct pair of a caption and an image is scored once.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-import os
-import time
-import warnings
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +23,6 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
 
 CHUNK_PAIRS = 512  # 25 MB of 64 x 384 bfloat16 blocks
-SAVE_SECONDS = 60.0
 _KEY_SHIFT = 40  # a pair is one integer: caption position in the high bits, row id (below 2^40) in the low bits
 _HUBNESS_BATCH = 256  # candidates: 13 MB of 64 x 384 bfloat16 blocks
 
@@ -98,8 +87,6 @@ def score_pools(
     source: TokenSource,
     *,
     pool_sizes: Sequence[int],
-    cache: Path | None,
-    key: Mapping[str, Any],
     on_progress: OnProgress,
 ) -> tuple[dict[str, dict[int, Floats]], int]:
     """Compute the final scores of all candidates in the pools.
@@ -107,8 +94,6 @@ def score_pools(
     Args:
         embeddings: embeddings of the captions, float32 [c, e], and of the candidate images, float32 [r, e].
         pool_sizes: numbers of candidates to re-rank.
-        cache: directory of stored scores; None stores no scores.
-        key: JSON values that identify the bundle and the index in `cache`.
 
     Returns:
         (final scores by direction and pool size, float32 [q, pool size]; number of distinct pairs that were scored)
@@ -126,17 +111,8 @@ def score_pools(
     values: dict[str, dict[str, Floats]] = {
         direction: {EMBEDDING: pool.similarities} for direction, pool in pools.items()
     }
-    # The key is everything besides the pair that determines a score.
-    name = hashlib.sha256(json.dumps({**key, "captions": eval_set.captions}, sort_keys=True).encode()).hexdigest()[:24]
-    if cache is not None:
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problem = f"cannot write the scores to {cache}: {error.strerror}"
-            raise UsageError(f"{problem}; choose another directory") from error
     for part in joint_parts:
-        file = None if cache is None else cache / f"{part}-{name}.npz"
-        scores = _score_pairs(models, part, eval_set.captions, distinct, source, file, on_progress)
+        scores = _score_pairs(models, part, eval_set.captions, distinct, source, on_progress)
         for direction, its_pairs in pairs.items():
             values[direction][part] = scores[np.searchsorted(distinct, its_pairs)]
     finals: dict[str, dict[int, Floats]] = {}
@@ -165,62 +141,21 @@ def _score_pairs(
     captions: Sequence[str],
     pairs: Ints,
     source: TokenSource,
-    file: Path | None,
     on_progress: OnProgress,
 ) -> Floats:
-    """Compute one part of the score for k distinct pairs in ascending order, float32 [k].
-
-    Scores in `file` are not computed again, and new scores are added to `file`.
-    """
-    known, values = _load_scores(file)
-    scores = np.full(len(pairs), np.nan, dtype=np.float32)
-    scores[np.isin(pairs, known)] = values[np.isin(known, pairs)]
-    missing = np.flatnonzero(np.isnan(scores))
-    if len(missing):
-        positions, which = np.unique(pairs[missing] >> _KEY_SHIFT, return_inverse=True)
-        lengths = np.array([len(ids) for ids in models.joint.tokenizer.caption_ids([captions[at] for at in positions])])
-        # Longest captions first: a lack of memory shows at once, and the estimate of the remaining time is never too
-        # low. Captions of similar length share batches.
-        missing = missing[np.argsort(-lengths[which], kind="stable")]
-    activity, saved = f"pairs scored, {part}, {source.codec.name}", time.monotonic()
-    try:
-        for start in range(0, len(missing), CHUNK_PAIRS):
-            on_progress(activity, len(pairs) - len(missing) + start, len(pairs))
-            chunk = missing[start : start + CHUNK_PAIRS]
-            texts = [captions[position] for position in pairs[chunk] >> _KEY_SHIFT]
-            blocks = source.fetch(pairs[chunk] & ((1 << _KEY_SHIFT) - 1))
-            scores[chunk] = models.part(part, Pairs(texts, blocks), TEXT_TO_IMAGE, ScoreWeights())
-            if time.monotonic() - saved > SAVE_SECONDS:
-                _save_scores(file, pairs, scores, known, values)
-                saved = time.monotonic()
-    finally:
-        if len(missing):
-            _save_scores(file, pairs, scores, known, values)
+    """Compute one part of the score for k distinct pairs in ascending order, float32 [k]."""
+    scores = np.empty(len(pairs), dtype=np.float32)
+    positions, which = np.unique(pairs >> _KEY_SHIFT, return_inverse=True)
+    lengths = np.array([len(ids) for ids in models.joint.tokenizer.caption_ids([captions[at] for at in positions])])
+    # Longest captions first: a lack of memory shows at once, and the estimate of the remaining time is never too low.
+    # Captions of similar length share batches.
+    order = np.argsort(-lengths[which], kind="stable")
+    activity = f"pairs scored, {part}, {source.codec.name}"
+    for start in range(0, len(order), CHUNK_PAIRS):
+        on_progress(activity, start, len(order))
+        chunk = order[start : start + CHUNK_PAIRS]
+        texts = [captions[position] for position in pairs[chunk] >> _KEY_SHIFT]
+        blocks = source.fetch(pairs[chunk] & ((1 << _KEY_SHIFT) - 1))
+        scores[chunk] = models.part(part, Pairs(texts, blocks), TEXT_TO_IMAGE, ScoreWeights())
     on_progress(activity, len(pairs), len(pairs))
     return scores
-
-
-def _load_scores(file: Path | None) -> tuple[Ints, Floats]:
-    """Return the stored pairs, ascending, and their scores. The scores of a damaged file are computed again."""
-    if file is not None and file.exists():
-        try:
-            with np.load(io.BytesIO(file.read_bytes())) as stored:
-                pairs, scores = stored["pairs"].astype(np.int64), stored["scores"].astype(np.float32)
-            if scores.shape == pairs.shape and np.isfinite(scores).all() and (np.diff(pairs) > 0).all():
-                return pairs, scores
-            problem = "its values are inconsistent"
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            problem = str(error)
-        warnings.warn(f"the scores in {file} are computed again: {problem}", RuntimeWarning, stacklevel=2)
-    return np.empty(0, np.int64), np.empty(0, np.float32)
-
-
-def _save_scores(file: Path | None, pairs: Ints, scores: Floats, known: Ints, values: Floats) -> None:
-    """Write the finite `scores`, and the stored scores of other pairs, to `file`."""
-    if file is None:
-        return
-    every, first = np.unique(np.concatenate([pairs[np.isfinite(scores)], known]), return_index=True)
-    staged = file.with_suffix(f".{os.getpid()}.partial")
-    with staged.open("wb") as out:
-        np.savez(out, pairs=every, scores=np.concatenate([scores[np.isfinite(scores)], values])[first])
-    staged.rename(file)

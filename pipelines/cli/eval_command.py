@@ -19,7 +19,7 @@ from pipelines.cli.options import (
     quiet_option,
     score_option,
 )
-from pipelines.cli.output import note, print_json, this_command
+from pipelines.cli.output import note, print_json
 
 
 @click.command("eval")
@@ -69,7 +69,6 @@ from pipelines.cli.output import note, print_json, this_command
     show_default=True,
     help="Number of bootstrap resamples for confidence intervals; 0 computes no intervals.",
 )
-@click.option("--cache", type=PATH, help="Directory for computed scores. A later evaluation reuses these scores.")
 @click.option("--report", type=PATH, help="Directory for report.md and report.json.")
 @device_option
 @dtype_option
@@ -79,7 +78,6 @@ def evaluate(
     index: Path,
     captions: Path,
     direction: str,
-    cache: Path | None,
     report: Path | None,
     quiet: bool,
     as_json: bool,
@@ -98,9 +96,9 @@ def evaluate(
     Examples:
       edje-index eval photos.edje captions.jsonl --split dev --precision bf16 --precision fp8 --report out
       edje-index eval photos.edje dataset_flickr30k.json --images flickr30k-images --split test --pool 10
-      edje-index eval photos.edje captions.jsonl --score logit --cache scores
+      edje-index eval photos.edje captions.jsonl --score logit
       edje-index eval photos.edje captions.jsonl --score embedding
-      edje-index eval photos.edje captions.jsonl --queries 500 --cache scores
+      edje-index eval photos.edje captions.jsonl --queries 500
       edje-index eval photos.edje dataset_coco.json --split test --full
     """
     from edje_index.evaluation.evaluate import evaluate as measure
@@ -109,14 +107,9 @@ def evaluate(
     from pipelines.progress.events import progress_callback
 
     directions = DIRECTIONS if direction == "both" else (direction,)
-    try:
-        with progress_display(quiet=quiet) as on_event:
-            on_progress = progress_callback(on_event)
-            result = measure(index, captions, directions=directions, cache=cache, on_progress=on_progress, **settings)
-    except KeyboardInterrupt:
-        if cache is not None:
-            note(f"stopped; finished scores are kept. To resume: {this_command()}")
-        raise
+    with progress_display(quiet=quiet) as on_event:
+        on_progress = progress_callback(on_event)
+        result = measure(index, captions, directions=directions, on_progress=on_progress, **settings)
     if not result.system.trained:
         note("note: the model is untrained, so the order of its hits is random")
     text = evaluation_report(result)

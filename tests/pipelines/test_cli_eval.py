@@ -161,38 +161,6 @@ def test_the_full_protocol(run, world, tiny_bundle):
     assert report["systems"][0]["queries"] == {"t2i": 18, "i2t": 5}
 
 
-def test_an_interrupted_evaluation_resumes_from_its_scores(run, world, tmp_path, monkeypatch):
-    options = ("--split", "dev", "--pool", 5, "--bootstrap", 0, "--cache", tmp_path / "scores", "--json")
-    whole = json.loads(run(*arguments(world, *options))[1])
-    monkeypatch.setattr("edje_index.evaluation.pool_scores.CHUNK_PAIRS", 8)
-    monkeypatch.setattr("edje_index.evaluation.pool_scores.SAVE_SECONDS", -1.0)
-    real = TokenStore.fetch
-    calls = []
-
-    def counted(store, rows, out=None):
-        calls.append(len(rows))
-        if limit and len(calls) > limit[0]:
-            raise KeyboardInterrupt
-        return real(store, rows, out)
-
-    monkeypatch.setattr(TokenStore, "fetch", counted)
-    limit: list[int] = []
-    assert json.loads(run(*arguments(world, *options))[1])["results"] == whole["results"]
-    assert not calls, "every score was kept"
-    fresh = (*options[:-2], tmp_path / "fresh", "--json")
-    limit = [4]
-    code, _, err = run(*arguments(world, *fresh))
-    assert code == 130
-    assert "To resume: edje-index" in err
-    limit, before = [], len(calls)
-    assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"]
-    assert 0 < len(calls) - before < 12, "90 distinct pairs in twelve chunks; four chunks were kept"
-    for path in (tmp_path / "fresh").glob("*.npz"):
-        path.write_bytes(path.read_bytes()[:40])
-    with pytest.warns(RuntimeWarning, match="are computed again"):
-        assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"]
-
-
 def test_a_sample_of_queries_without_reranking(run, world, tmp_path):
     options = ("--split", "dev", "--queries", 4, "--score", "embedding", "--report", tmp_path / "out")
     code, out, err = run(*arguments(world, *options, "--json"))
