@@ -222,7 +222,7 @@ class RunSettings(Settings):
     checkpoint_every: PositiveInt = 200
     """Number of steps between checkpoints."""
     log_every: PositiveInt = 10
-    """Number of steps between log lines."""
+    """Number of steps between log lines. The first step of a phase has a line too."""
     compile: bool = False
     """Use torch.compile."""
     evaluate_every: NonNegativeInt | None = None

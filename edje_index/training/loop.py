@@ -368,7 +368,7 @@ def _run_phase(
                     write({**place, "phase": DEV, **evaluate()})
                     module.train()
                 group.any(False)  # the other workers wait
-            if done % run.log_every == 0 or done == steps:
+            if done % run.log_every == 0 or done in (first + 1, steps):  # first: the time left
                 means = group.mean({loss: total / (done - since) for loss, total in sums.items()})
                 seconds = time.monotonic() - started
                 write(
