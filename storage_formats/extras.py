@@ -15,7 +15,9 @@ EXTRAS_OF_MODULE = {
     "httpx": ("serve",),
     "jinja2": ("search", "build", "train"),
     "lance": ("bench",),
+    "langchain_core": ("langchain",),
     "lark": ("search", "build", "train"),
+    "llama_index": ("llama-index",),
     "lmdb": ("bench",),
     "obstore": ("remote",),
     "onnx": ("towers", "demo"),
@@ -37,9 +39,11 @@ EXTRAS_OF_MODULE = {
 }
 """For each optional package, the extras that install the package, the smallest extra first."""
 
-_DISTRIBUTIONS = {
+DISTRIBUTIONS = {
     "faiss": "faiss-cpu",
     "lance": "pylance",
+    "langchain_core": "langchain-core",
+    "llama_index": "llama-index-core",
     "open_clip": "open_clip_torch",
     "PIL": "pillow",
     "prometheus_client": "prometheus-client",
@@ -73,7 +77,7 @@ def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraErro
         return None
     extra = preferred if preferred in extras else extras[0]
     missing = MissingExtraError(
-        f"this needs the package {_DISTRIBUTIONS.get(module, module)}, which is not installed; "
+        f"this needs the package {DISTRIBUTIONS.get(module, module)}, which is not installed; "
         f"run: pip install 'edje-index[{extra}]'"
     )
     missing.name = module

@@ -11,18 +11,10 @@ import tomllib
 
 import pytest
 
-from storage_formats.extras import EXTRAS_OF_MODULE
+from storage_formats.extras import DISTRIBUTIONS, EXTRAS_OF_MODULE
 from tests.conftest import REPO
 
 INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
-DISTRIBUTIONS = {
-    "faiss": "faiss-cpu",
-    "open_clip": "open_clip_torch",
-    "PIL": "pillow",
-    "lance": "pylance",
-    "prometheus_client": "prometheus-client",
-    "qdrant_edge": "qdrant-edge-py",
-}
 BLOCK = """
 import sys
 

@@ -27,6 +27,8 @@ HOMES = {
     "open_clip": ["edje_index"],
     "transformers": ["edje_index"],
     "rich": ["pipelines"],
+    "langchain_core": ["edje_index/integrations/langchain.py"],
+    "llama_index": ["edje_index/integrations/llama_index.py"],
     "pydantic": ["edje_index/training/config.py", "pipelines/jobs/training", "pipelines/service"],
     "fastapi": ["pipelines/service"],
     "uvicorn": ["pipelines/service"],

@@ -119,6 +119,8 @@ LIBRARIES = [  # those that the tests do without: what a block of code contains,
     ("import sentence_transformers", "sentence_transformers"),
     ("import Dataset", "datasets"),
     ("to_pandas()", "pandas"),
+    ("integrations.langchain", "langchain_core"),
+    ("integrations.llama_index", "llama_index"),
 ]
 WITH_PYTHON = [
     page for page in PAGES if python_code(page) and page.stem not in ("train", "serve")

@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+
+import pytest
+
 from edje_index.models._torchvision_compat import prepare_torchvision
 
 prepare_torchvision()
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the asynchronous tests of LangChain."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

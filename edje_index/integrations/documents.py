@@ -1,0 +1,34 @@
+"""What the modules of LangChain and LlamaIndex share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edje_index.search.cross_encoder import CrossEncoder
+from edje_index.search.token_index import TokenIndex
+from storage_formats.errors import UsageError
+
+METADATA = ("row_id", "uri", "score", "relevance")
+"""Fields of a hit that become metadata, beside its columns."""
+
+
+def rerank_metadata(
+    index: TokenIndex, query: str, metadata: Sequence[Mapping[str, Any]], key: str, top_n: int | None
+) -> list[tuple[int, float]]:
+    """Return (position in `metadata`, relevance) of the `top_n` images that match `query` best, best first.
+
+    The images are the rows whose row ids or uris the mappings have under `key`.
+
+    Raises:
+        UsageError: a mapping has no row id or uri, or as for `TokenIndex.rerank`.
+    """
+    rows: list[Any] = [each.get(key) for each in metadata]
+    for position, row in enumerate(rows):
+        if not isinstance(row, int | str):
+            raise UsageError(
+                f"document {position} has no row id or uri in its metadata '{key}'; name the key that holds it",
+                parameter="key",
+            )
+    ranked = CrossEncoder(index).rank(query, rows, top_n)
+    return [(each["corpus_id"], float(each["score"])) for each in ranked]

@@ -1,0 +1,74 @@
+"""A retriever and a document compressor for LangChain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from edje_index.integrations.documents import METADATA, rerank_metadata
+from edje_index.search.client import Client
+from edje_index.search.token_index import TokenIndex
+from storage_formats.extras import name_missing_extra
+
+with name_missing_extra("langchain"):
+    from langchain_core.callbacks import CallbackManagerForRetrieverRun, Callbacks
+    from langchain_core.documents import BaseDocumentCompressor, Document
+    from langchain_core.retrievers import BaseRetriever
+
+
+class EdjeRetriever(BaseRetriever):
+    """Finds images for a text. Returns them as documents, best first.
+
+    The text of a document is the captions of the image, or its uri if it has none. The metadata has the keys `row_id`,
+    `uri`, `score` and `relevance`, and the columns of the hit.
+
+    Attributes:
+        index: an open index, or a client of the service.
+        k: number of documents.
+        pool: number of candidates to re-rank; at least `k` are re-ranked.
+        where: filter, as in `TokenIndex.search`.
+    """
+
+    index: TokenIndex | Client
+    k: int = 10
+    pool: int = 100
+    where: str | None = None
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        k = self.k if k is None else k
+        hits = self.index.search(query, k, max(k, self.pool), where=self.where)
+        documents = []
+        for hit in hits:
+            metadata = {**hit.columns, **{name: getattr(hit, name) for name in METADATA}}
+            documents.append(Document(hit.described() or hit.uri, metadata=metadata))
+        return documents
+
+
+class EdjeReranker(BaseDocumentCompressor):
+    """Re-ranks the documents of any retriever by the images that their metadata names.
+
+    The key `relevance` of the metadata gets a number between 0 and 1.
+
+    Attributes:
+        index: an open index with the images.
+        top_n: number of documents to return; None returns all.
+        key: key of the metadata with the row id or the uri of the image.
+    """
+
+    index: TokenIndex
+    top_n: int | None = None
+    key: str = "row_id"
+
+    model_config: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+    ) -> list[Document]:
+        """Return the documents whose images match `query` best, best first."""
+        ranked = rerank_metadata(self.index, query, [each.metadata for each in documents], self.key, self.top_n)
+        return [
+            documents[at].model_copy(update={"metadata": {**documents[at].metadata, "relevance": relevance}})
+            for at, relevance in ranked
+        ]

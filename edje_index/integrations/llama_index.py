@@ -1,0 +1,71 @@
+"""A retriever and a node post-processor for LlamaIndex."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edje_index.images.urls import scheme_of
+from edje_index.integrations.documents import METADATA, rerank_metadata
+from edje_index.search.client import Client
+from edje_index.search.token_index import TokenIndex
+from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
+
+with name_missing_extra("llama-index"):
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+    from llama_index.core.retrievers import BaseRetriever
+    from llama_index.core.schema import ImageNode, NodeWithScore, QueryBundle
+
+
+class EdjeRetriever(BaseRetriever):
+    """Finds images for a text. Returns them as image nodes, best first; the score of a node is its relevance.
+
+    The text of a node is the captions of the image. The metadata has the keys `row_id`, `uri`, `score` and `relevance`,
+    and the columns of the hit.
+
+    Args:
+        index: an open index, or a client of the service.
+        k: number of nodes.
+        pool: number of candidates to re-rank; at least `k` are re-ranked.
+        where: filter, as in `TokenIndex.search`.
+        options: arguments of LlamaIndex's `BaseRetriever`.
+    """
+
+    def __init__(
+        self, index: TokenIndex | Client, k: int = 10, pool: int = 100, where: str | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.index, self.k, self.pool, self.where = index, k, pool, where
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        hits = self.index.search(query_bundle.query_str, self.k, max(self.k, self.pool), where=self.where)
+        nodes = []
+        for hit in hits:
+            place = {"image_path" if scheme_of(hit.uri) is None else "image_url": hit.uri}
+            metadata = {**hit.columns, **{name: getattr(hit, name) for name in METADATA}}
+            node = ImageNode(id_=str(hit.row_id), text=hit.described(), metadata=metadata, **place)
+            nodes.append(NodeWithScore(node=node, score=hit.relevance))
+        return nodes
+
+
+class EdjeReranker(BaseNodePostprocessor):
+    """Re-ranks the nodes of any retriever by the images that their metadata names. Scores become relevances.
+
+    Attributes:
+        index: an open index with the images.
+        top_n: number of nodes to return; None returns all.
+        key: key of the metadata with the row id or the uri of the image.
+    """
+
+    index: TokenIndex
+    top_n: int | None = None
+    key: str = "row_id"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        if query_bundle is None:
+            raise UsageError("no query is given; re-ranking needs its text", parameter="query_bundle")
+        metadata = [node.node.metadata for node in nodes]
+        ranked = rerank_metadata(self.index, query_bundle.query_str, metadata, self.key, self.top_n)
+        return [NodeWithScore(node=nodes[at].node, score=relevance) for at, relevance in ranked]
