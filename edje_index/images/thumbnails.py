@@ -126,12 +126,7 @@ def describe_photo_error(error: Exception) -> str:
 
 
 def _locate(row: dict[str, Any]) -> InputRef:
-    """Return where the photo of a row is now: a file, or a part of an archive or Parquet file.
-
-    Raises:
-        ImageError: the photo cannot be found, or lies in an archive that is read from its start, which takes too long.
-        OSError: the file cannot be read.
-    """
+    """Return where the photo of a row is now: a file, or a part of an archive or Parquet file."""
     uri, size = row["uri"], row["size"]
     path = row["uri_raw"] or os.fsencode(uri)
     if is_remote(path):

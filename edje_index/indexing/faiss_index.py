@@ -404,12 +404,7 @@ def write_part(index: _FaissIndex, path: Path) -> None:
 
 
 def _open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> _FaissIndex:
-    """Check and load a FAISS file. Python reads the file, so FAISS cannot open other files.
-
-    Raises:
-        CorruptIndexError: the file is missing, differs from its entry `file` in the manifest, or is not one that
-            `build_ann` writes.
-    """
+    """Check and load a FAISS file. Python reads the file, so FAISS cannot open other files."""
     import faiss
 
     module: Any = faiss

@@ -413,12 +413,7 @@ class TokenIndex:
     def _final_score(
         self, score: str | ScoreWeights | None, direction: str = TEXT_TO_IMAGE
     ) -> tuple[ScoreWeights, FinalScore]:
-        """Return the weights of the score to sort by, and the score.
-
-        Raises:
-            UsageError: the score is invalid.
-            ModelError: the model cannot compute the score.
-        """
+        """Return the weights of the score to sort by, and the score."""
         weights = self.model.weights(direction, self.score if score is None else score)
         final = FinalScore.of(weights)
         if reads_tokens(final.parts, direction):

@@ -272,11 +272,7 @@ def _container_of(uri: str, hidden: Iterable[str]) -> str | None:
 
 
 def _open_recorded(groups: tuple[SourceGroup, ...] | None, *, clips: bool) -> list[Source]:
-    """Open the recorded sources. A source that is equal to another source, or inside another source, is skipped.
-
-    Raises:
-        UsageError: the sources are not recorded, or a source cannot be used.
-    """
+    """Open the recorded sources. A source that is equal to another source, or inside another source, is skipped."""
     if groups is None:
         raise UsageError("the index does not record the sources of all its rows; name all sources", parameter="sources")
     if any(STANDARD_INPUT in group.sources for group in groups):

@@ -132,11 +132,7 @@ def delete_rows(
 def _select(
     index: CommittedIndex, rows: Sequence[int], uri: str | None, where: str | None, *, erase: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ids of the selected rows, and of those that are not deleted yet, ascending.
-
-    Raises:
-        RowIdError: a row id is out of range or belongs to no input.
-    """
+    """Return the ids of the selected rows, and of those that are not deleted yet, ascending."""
     matching: list[int] = []
     if uri is not None:
         matches = re.compile(fnmatch.translate(uri)).match  # a * also matches slashes

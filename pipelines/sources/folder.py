@@ -194,11 +194,7 @@ class FolderSource(Source):
 
 
 def _read_sidecar(path: bytes) -> bytes | None:
-    """Return the content of a metadata file; None if it cannot be used.
-
-    Raises:
-        TransientInputError: the file cannot be read now.
-    """
+    """Return the content of a metadata file; None if it cannot be used."""
     try:
         if is_remote(path):
             return read_remote(os.fsdecode(path), MAX_SIDECAR_BYTES)

@@ -92,11 +92,7 @@ def _opened(index: CommittedIndex, row_map: RowMap) -> Iterator[bytes]:
 
 
 def _columns(index: CommittedIndex, row_map: RowMap, lines: pa.Table) -> tuple[Ints, Ints]:
-    """Return the old and the new row ids of `lines`, int64 [k] each.
-
-    Raises:
-        ValueError: the row ids do not ascend, or are out of range.
-    """
+    """Return the old and the new row ids of `lines`, int64 [k] each."""
     columns = lines.select(ROW_MAP_SCHEMA.names).cast(ROW_MAP_SCHEMA).columns
     old, new = (column.to_numpy() for column in columns)
     ascending = (np.diff(old) > 0).all() and (np.diff(new) > 0).all()
