@@ -252,11 +252,13 @@ def history(index: IndexLocation, as_json: bool) -> None:
 @click.command()
 @click.argument("index", type=location)
 @click.argument("snapshot", type=click.IntRange(min=0))
+@click.option("--trust", is_flag=True, help="Check only the lengths of the files of SNAPSHOT, not their checksums.")
 @json_option
-def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
+def rollback(index: IndexLocation, snapshot: int, trust: bool, as_json: bool) -> None:
     """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index history' lists.
 
-    A rollback makes a new snapshot. To undo a rollback, roll back to the snapshot before it.
+    All files of SNAPSHOT are read and compared with their checksums first. A rollback makes a new snapshot. To undo it,
+    roll back to the snapshot before it.
 
     \b
     Example:
@@ -264,7 +266,7 @@ def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
     """
     from pipelines.jobs.snapshots import roll_back
 
-    result = roll_back(index, snapshot)
+    result = roll_back(index, snapshot, trust=trust)
     if as_json:
         print_json(asdict(result))
     else:

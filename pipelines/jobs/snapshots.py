@@ -187,8 +187,11 @@ def history(index: IndexLocation) -> list[SnapshotEntry]:
     return [SnapshotEntry.of(manifest) for manifest in kept_snapshots(open_index(index))]
 
 
-def roll_back(index: IndexLocation, snapshot: int) -> SnapshotEntry:
-    """Commit a new snapshot with the contents of the earlier snapshot `snapshot`.
+def roll_back(index: IndexLocation, snapshot: int, *, trust: bool = False) -> SnapshotEntry:
+    """Commit a new snapshot with the contents of the earlier snapshot `snapshot`, whose files are checked first.
+
+    Args:
+        trust: True to check the lengths of the files only, which takes seconds where checksums take hours.
 
     Raises:
         UsageError: there is no index at `index`, or `snapshot` does not exist or is the current snapshot.
@@ -206,7 +209,7 @@ def roll_back(index: IndexLocation, snapshot: int) -> SnapshotEntry:
                 f"snapshot {snapshot} is the current snapshot; choose an earlier snapshot", parameter="snapshot"
             )
         earlier = CommittedIndex.open(change.layout.root, snapshot)
-        check_files(earlier, only_lengths=False)
+        check_files(earlier, only_lengths=trust)
         return SnapshotEntry.of(change.commit(earlier.manifest, {"to": snapshot}).manifest)
 
 
