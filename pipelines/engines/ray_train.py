@@ -65,24 +65,25 @@ def train_on_ray(
             run.address, workers=workers, cpus=cpus, gpus=gpus, min_workers=workers, wait_seconds=node_wait_seconds
         ) as cluster:
             fit.start()
-            shown = 0
-            while fit.is_alive():
-                fit.join(_POLL_SECONDS)
-                try:
-                    cluster.refresh(on_event)
-                except EdjeError as error:
-                    raise JobStopped(f"{error}; the last checkpoint is kept, so training can be resumed") from error
-                if should_stop():
-                    stop_file.touch()
-                records = read_log(run_dir)
-                if len(records) > shown:
-                    on_record(records[-1])
-                shown = len(records)
+            try:
+                shown = 0
+                while fit.is_alive():
+                    fit.join(_POLL_SECONDS)
+                    try:
+                        cluster.refresh(on_event)
+                    except EdjeError as error:
+                        raise JobStopped(f"{error}; the last checkpoint is kept, so training can be resumed") from error
+                    if should_stop():
+                        stop_file.touch()
+                    records = read_log(run_dir)
+                    if len(records) > shown:
+                        on_record(records[-1])
+                    shown = len(records)
+            finally:
+                fit.join(_END_SECONDS)  # a thread that is in Ray can crash its shutdown
     except EngineUnavailableError as unavailable:  # no other engine can train on several workers
         raise EdjeError(str(unavailable)) from unavailable.__cause__
     finally:
-        if fit.ident is not None:
-            fit.join(_END_SECONDS)  # a thread that is still in Ray can crash the exit of the interpreter
         shutil.rmtree(run_dir / _RAY_FOLDER, ignore_errors=True)
     if errors:
         # The original error of the worker, without the Ray errors that wrap it.
