@@ -374,7 +374,7 @@ def _copy_rows(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> list[ShardReceipt]:
-    """Copy the selected rows to the last segment of an index with the shape `spec`. Return the receipts of its shards."""
+    """Copy the selected rows to the last segment of an index with the shape `spec`. Return the receipts."""
     segment, root = spec.used_segments[-1], change.layout.root
     need = disk_need(replaced(spec, rows=segment.rows, segments=()))
     check_free_disk(root, need, f"a copy of {counted(segment.rows, 'row')}")

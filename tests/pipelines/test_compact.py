@@ -135,19 +135,6 @@ def stopping_after(calls: int):
     return lambda: next(counted) >= calls
 
 
-def test_a_stopped_compaction_resumes(index):
-    root, blocks = index
-    delete_rows(root, rows=[3])
-    with pytest.raises(JobStopped, match=r"of 36 rows are kept"):
-        compact_index(root, should_stop=stopping_after(9))
-    written = {path: path.stat().st_ino for path in (root / "rows").glob("0000000[5-9]*")}
-    assert 0 < len(written) < 5
-    assert verify_index(root) == []
-    compact_index(root)
-    assert {path: path.stat().st_ino for path in written} == written
-    check_rows(root, blocks, [row for row in range(SPEC.rows) if row != 3])
-
-
 def test_an_index_without_rows_is_refused(index):
     root, _ = index
     delete_rows(root, rows=range(SPEC.rows))

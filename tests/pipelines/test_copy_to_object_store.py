@@ -13,7 +13,6 @@ import pytest
 
 from pipelines import copy_index
 from storage_formats import EdjeError, IndexSpec, TokenStore
-from storage_formats.format import object_store
 from storage_formats.format.object_store import ObjectFolder
 from tests.command_line import command, environment
 from tests.conftest import write_random_index
@@ -43,24 +42,6 @@ def test_large_files_are_sent_in_parts(tmp_path, url, proxy):
     copy_index(tmp_path / "large", url)
     assert proxy.count("PUT", "partNumber") >= 2
     check_equal(tmp_path / "large", url)
-
-
-def test_a_commit_whose_fate_is_unknown_says_so(index, url, tmp_path, proxy, monkeypatch):
-    monkeypatch.setattr(object_store, "_RETRIES", 0)
-    monkeypatch.setattr(object_store, "_ATTEMPTS", 2)
-
-    def fault(method: str, path: str) -> str | None:
-        puts = proxy.count("PUT", "/index.json")
-        if not path.endswith("/index.json") or not puts:
-            return None
-        return "lost" if method == "PUT" and puts == 1 else "503"
-
-    proxy.fault = fault
-    with pytest.raises(EdjeError, match=r"^the copy may be complete: .*run the copy again"):
-        copy_index(index, url)
-    proxy.fault = lambda method, path: None
-    copy_index(index, url)
-    check_equal(index, url)
 
 
 def test_of_two_writers_one_wins(index, other, tmp_path):

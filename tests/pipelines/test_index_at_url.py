@@ -11,7 +11,7 @@ import pytest
 
 from edje_index import add_ann
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest
-from pipelines import JobStopped, compact_index, copy_index, delete_rows, quantize_index, repair_index
+from pipelines import compact_index, copy_index, delete_rows, quantize_index, repair_index
 from pipelines.jobs.snapshots import history, remove_snapshots
 from storage_formats import CorruptIndexError, EdjeError, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format import object_store
@@ -98,16 +98,6 @@ def test_a_copy_loses_no_precision_and_no_nearest_neighbour_index(index, tmp_pat
         copy_index(index, URL)
     copy_index(index, URL, replace=True)
     assert open_index(URL).manifest == CommittedIndex.open(index).manifest
-
-
-def test_a_stopped_copy_is_resumed(index, other, tmp_path, folder):
-    calls = iter(range(100))
-    with pytest.raises(JobStopped):
-        copy_index(index, URL, should_stop=lambda: next(calls) > 0)
-    assert CLAIM not in folder.list_sizes()
-    result = copy_index(index, URL)
-    assert 0 < result.copied_files < result.files
-    check_equal(index, URL)
 
 
 def test_one_writer_at_a_time(index, other, folder):
