@@ -297,7 +297,8 @@ function toggle(id, isOpen) {
   byId("photos").hidden = !byId("compare").hidden;
 }
 
-const observer = new IntersectionObserver((entries) => entries[0].isIntersecting && more(), { rootMargin: "1500px" });
+// The last entry is the newest: a busy page is told of several changes at once.
+const observer = new IntersectionObserver((entries) => entries.at(-1).isIntersecting && more(), { rootMargin: "1500px" });
 byId("more").addEventListener("click", more);
 for (const id of ["search", "filter"]) {
   byId(id).addEventListener("submit", (event) => {
