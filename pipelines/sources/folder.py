@@ -121,7 +121,7 @@ class FolderSource(Source):
 
     def _inputs(self, directory: _Directory) -> Iterator[InputRef]:
         """Yield the inputs among the files of a directory, and then those in its archives and Parquet files."""
-        sidecars = find_sidecars(directory.files, self.clips)
+        sidecars = find_sidecars([*directory.files, *directory.links], self.clips) - directory.links
         names = [name for name in sorted([*directory.files, *directory.links]) if name not in sidecars]
         reads_packed = not holds_inputs(names, self.clips)
         files: list[bytes] = []

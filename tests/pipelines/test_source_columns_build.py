@@ -87,6 +87,8 @@ def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
     for number in range(3):
         write_photo(tmp_path / "00000" / f"{number}.jpg", number)
     folder = tmp_path / "00000"
+    (folder / "0.jpg").rename(tmp_path / ".linked")
+    (folder / "0.jpg").symlink_to("../.linked")
     info = {"caption": "a dog", "url": "https://example.org/0.jpg", "key": "0", "width": 256, "exif": "{}", "n": None}
     (folder / "0.json").write_text(json.dumps(info))
     (folder / "0.txt").write_text("a dog\n\n ein Hund \n")
@@ -100,7 +102,7 @@ def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
         "captions": ["a dog", "ein Hund"],
     }  # fmt: skip
     assert [ref.metadata for ref in refs[1:]] == [None, None]
-    assert ignored == {"(unreadable metadata)": 3, ".txt": 1}
+    assert ignored == {"(unreadable metadata)": 3, ".txt": 1, "(hidden)": 1}
 
 
 def test_values_of_a_parquet_list(tmp_path):
