@@ -217,7 +217,7 @@ NOT_CHECKED = {
     "faiss-gpu": "needs a GPU",
     "release": "runs this module",
     "test": "the job of the tests installs it",
-    "test-serve": "the slow tests use it",
+    **dict.fromkeys(("test-serve", "test-integrations", "langchain", "llama-index"), "the slow tests use it"),
 }
 
 
