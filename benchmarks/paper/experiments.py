@@ -17,7 +17,7 @@ Values: TypeAlias = Sequence[float | None]
 """Values by column, without the last columns if they are unknown. None is an unknown value."""
 Row: TypeAlias = tuple[str, Values, Callable[..., Values] | None, tuple[Any, ...]]
 """(label, published values, function, arguments). `function(study, *arguments)` measures the row. The function is None
-for other models, of which the published values alone are shown."""
+for other models, which show only the published values."""
 
 
 @dataclass(frozen=True)

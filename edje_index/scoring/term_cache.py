@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-_SLOTS = 1 << 15  # 48 MB with the shipped model, of which only used slots take memory
+_SLOTS = 1 << 15  # at most 48 MB with the shipped model; unused slots take no memory
 
 
 class TermCache:
