@@ -18,7 +18,6 @@ from pipelines.cli.options import (
     dtype_option,
     images_option,
     json_option,
-    location,
     model_option,
     score_option,
     shard_size_option,
@@ -98,7 +97,7 @@ def make_synthetic_command(
 
 
 @bench.command("fetch")
-@click.argument("index", type=location)
+@click.argument("index", type=PATH)
 @_several(
     "--precision",
     "precisions",
@@ -126,39 +125,21 @@ def make_synthetic_command(
 )
 @_report_option
 @json_option
-def fetch_command(
-    index: Path | str, precisions: tuple[str, ...], report: Path | None, as_json: bool, **options: Any
-) -> None:
+def fetch_command(index: Path, report: Path | None, as_json: bool, **options: Any) -> None:
     """Measure how fast blocks of INDEX are fetched, and compare the rate with the speed of the disk. Linux only.
 
     Each run is a new process. Before a cold run, the command checks that the files are not in the page cache.
-
-    INDEX may be the URL of an index on an object store. The command then measures the rate of large fetches. For
-    queries of 100 blocks, the command measures the latency, the number of requests and the cost. Unless the block cache
-    is off or too small, it also measures fetches of cached blocks.
 
     \b
     Examples:
       edje-index bench fetch photos.edje
       edje-index bench fetch photos.edje --pool 5000 --peers --report out
-      edje-index bench fetch s3://my-bucket/photos.edje --pool 5000 --report out
     """
-    if isinstance(index, str):
-        for name, unset in (("cold", None), ("scratch", None), ("peers", False)):
-            if options.pop(name) is not unset:
-                raise click.UsageError(f"--{name} does not apply to an index on an object store; leave out the option")
-        if len(precisions) > 1:
-            raise click.UsageError("an index on an object store is measured in one precision; give --precision once")
-        from benchmarks.fetch import remote
-
-        result = remote.bench_remote(index, _say, precision=next(iter(precisions), None), **options)
-        _finish(result, list(remote.report_lines(result)), as_json, report, "fetch-url")
-        return
     from benchmarks.fetch.bench import bench_fetch, report_lines
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the temporary files
     try:
-        result = bench_fetch(index, _say, precisions=precisions, **options)
+        result = bench_fetch(index, _say, **options)
     finally:
         signal.signal(signal.SIGTERM, before)
     _finish(result, list(report_lines(result)), as_json, report, "fetch")
