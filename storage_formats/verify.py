@@ -30,7 +30,7 @@ from storage_formats.format.manifest import (
 from storage_formats.format.object_store import WEB_SCHEMES, IndexLocation, ObjectFolder, is_url
 from storage_formats.format.remote import CLAIM, ROOT, absent, cache_directory, read_root
 from storage_formats.format.row_map import check_row_map
-from storage_formats.format.shard_table import FileEntry, check_shard_tables
+from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.ordered_results import ordered_results
 from storage_formats.shard_check import CheckedShard, Problem, check_file, check_shard, shard_paths
@@ -128,8 +128,6 @@ def _problems(
 ) -> list[Problem]:
     manifest, checks_all = index.manifest, sample is None
     shards = sampled_shards(manifest.spec, sample)
-    index.fetch(manifest.shard_tables)
-    check_shard_tables(index.root, manifest.shard_tables)
     problems = list(_check_metadata(index))
     counts, values = Counts(0, 0, 0), Counter[str]()
     pool, waits = ThreadPoolExecutor(_THREADS, "edje-verify"), True

@@ -124,7 +124,8 @@ class _Table:
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if identity == self._identity:
             return
-        if (status.st_size, crc32c_stream(file)) != (self._entry.bytes, self._entry.crc32c):
+        has_length = status.st_size == self._entry.bytes  # else the file may be of any length
+        if not has_length or crc32c_stream(file) != self._entry.crc32c:
             raise CorruptIndexError(f"the shard table {self.path} does not match index.json: {EXCHANGED}")
         file.seek(0)
         self._groups, self._identity = ParquetRowGroups(file, status.st_size, "shard"), identity

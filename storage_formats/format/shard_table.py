@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ import pyarrow.parquet as pq
 
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, cannot_read
-from storage_formats.format.checksum import crc32c, crc32c_file, crc32c_stream, to_hex
-from storage_formats.format.index_files import open_index_file, read_index_file
+from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.parquet import read_table
 
@@ -82,27 +81,6 @@ def check_content(path: Path, entry: FileEntry, content: bytes, *, row_ids: tupl
         raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}", row_ids=row_ids)
 
 
-def check_shard_tables(root: str | Path, tables: Iterable[FileEntry]) -> None:
-    """Compare the contents of the shard tables with their checksums, without keeping them in memory.
-
-    Raises:
-        CorruptIndexError: a shard table is missing or damaged.
-    """
-    for table in tables:
-        path = Path(root) / table.path
-        try:
-            with open_index_file(root, path) as file:
-                has_length = os.fstat(file.fileno()).st_size == table.bytes  # else the file may be of any length
-                if not has_length or crc32c_stream(file) != table.crc32c:
-                    raise CorruptIndexError(_differs(path))
-        except OSError as error:
-            raise cannot_read(f"the shard table {path}", error, "restore the file from a backup") from error
-
-
-def _differs(path: Path) -> str:
-    return f"the shard table {path} does not match its checksum in index.json; restore the file from a backup"
-
-
 def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
     """Read the shard table with the file entry `table`. Return a pair (shard number, file entry) for each line.
 
@@ -115,7 +93,9 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
     except OSError as error:
         raise cannot_read(f"the shard table {path}", error, "restore the file from a backup") from error
     if len(data) != table.bytes or crc32c(data) != table.crc32c:
-        raise CorruptIndexError(_differs(path))
+        raise CorruptIndexError(
+            f"the shard table {path} does not match its checksum in index.json; restore the file from a backup"
+        )
     try:
         lines = read_table(data, SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
     except (OSError, ValueError, pa.ArrowException) as error:
