@@ -223,8 +223,6 @@ class RunSettings(Settings):
     """Number of steps between checkpoints."""
     log_every: PositiveInt = 10
     """Number of steps between log lines. The first step of a phase has a line too."""
-    compile: bool = False
-    """Use torch.compile."""
     evaluate_every: NonNegativeInt | None = None
     """Number of steps between evaluations on the dev captions. None: evaluate after every epoch. 0: never evaluate."""
     keep_best: NonNegativeInt = 0

@@ -105,7 +105,6 @@ class OnlineFeatures(Features):
         pool: threads that read and decode.
         views: number of augmented views of every photo; 0 for the photos. Row r is view r % views of photo r // views.
         seed: seed of the random crops.
-        compile: whether to use torch.compile for the tower.
     """
 
     def __init__(
@@ -119,11 +118,9 @@ class OnlineFeatures(Features):
         *,
         views: int = 0,
         seed: int = 0,
-        compile: bool = False,
     ) -> None:
         super().__init__(index)
         self._inputs, self._encoder, self._pool, self._views, self._seed = inputs, encoder, pool, views, seed
-        self._tower = torch.compile(encoder.tokens, dynamic=True) if compile else encoder.tokens
         self._run_dir, self._log = run_dir, run_dir / _UNREADABLE.replace("*", str(rank))
         self._logged: set[str] = set()
         self._lock = threading.Lock()
@@ -164,7 +161,7 @@ class OnlineFeatures(Features):
     @torch.no_grad()
     def finish(self, values: torch.Tensor) -> torch.Tensor:
         """Run the tower on the images `values` [k, 3, h, w]. Return the features, bfloat16 [k, n, d]."""
-        return torch.cat([self._tower(part) for part in torch.split(values, TOWER_BATCH)])
+        return torch.cat([self._encoder.tokens(part) for part in torch.split(values, TOWER_BATCH)])
 
     def fetch(self, rows: NDArray[np.int64]) -> Loaded:
         """Compute the features of the k `rows`. Only a few images are in memory at once."""

@@ -130,11 +130,9 @@ def open_start(task: TrainTask, group: WorkerGroup) -> tuple[ModelBundle, BatchS
         threads = config.run.threads or max(1, usable_cpus() // group.on_machine)  # workers share their machine
         pool = ThreadPoolExecutor(min(threads, _MAX_DECODE_THREADS), "edje-decode")
         images = InputTable(task.inputs), encoder, config.run.folder, group.rank, pool
-        features = OnlineFeatures(task.features, *images, compile=config.run.compile)
+        features = OnlineFeatures(task.features, *images)
         if count := config.augmentation.views:
-            cropped = OnlineFeatures(
-                task.features, *images, views=count, seed=config.loop.seed, compile=config.run.compile
-            )
+            cropped = OnlineFeatures(task.features, *images, views=count, seed=config.loop.seed)
             views = cropped, data.rows[:, None] * count + np.arange(count)
     source = BatchSource(
         data=data,
@@ -309,9 +307,9 @@ def _run_phase(
                 "resume with the version of edje-index that wrote the checkpoint, or use another run folder"
             ) from error
         skipped = resumed.skipped
-    compiled: Any = torch.compile(module, dynamic=True) if run.compile else module
+    distributed: Any = module
     if group.size > 1:
-        compiled = DistributedDataParallel(compiled, device_ids=[device] if device.type == "cuda" else None)
+        distributed = DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None)
     log = TrainLog(run_dir, stage, first) if group.rank == 0 else None
 
     def write(record: Record) -> None:
@@ -337,9 +335,9 @@ def _run_phase(
                 torch.manual_seed(int(stream(loop.seed, DROPOUT, stage, number, group.rank).integers(2**63)))
                 # The workers exchange gradients after the last part.
                 alone = group.size > 1 and part < accumulate - 1
-                with compiled.no_sync() if alone else contextlib.nullcontext():
+                with distributed.no_sync() if alone else contextlib.nullcontext():
                     with autocast(resolve_dtype(loop.dtype, device), device):
-                        losses = compiled(batch)
+                        losses = distributed(batch)
                     (losses[TOTAL] / accumulate).backward()
                 for loss, value in losses.items():
                     sums[loss] = sums.get(loss, torch.zeros_like(value)) + (value / accumulate).detach()

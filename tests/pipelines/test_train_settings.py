@@ -106,7 +106,7 @@ def test_settings_that_exclude_each_other_are_refused(changes, assignments, word
 
 
 def test_the_listing_is_a_settings_file(tmp_path):
-    values = read_settings("small-data", None, ["loop.seed=4", "run.compile=true"], REQUIRED)
+    values = read_settings("small-data", None, ["loop.seed=4", "run.threads=3"], REQUIRED)
     (tmp_path / "all.toml").write_text(describe_settings(values))
     again = read_settings("paper", tmp_path / "all.toml", [], REQUIRED)
     assert validated(TrainSettings, again) == validated(TrainSettings, values)
