@@ -128,9 +128,6 @@ def measure(*command: str) -> dict[str, Any]:
     Returns:
         `wall`: seconds; `cpu`: user and system seconds; `peak_pss`: largest sampled sum of the proportional set sizes
         of all processes, in bytes; `stdout`: the object that the command printed.
-
-    Raises:
-        EdjeError: the command failed.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons of Ray become children of this process
     peak, cpu_of_process, here = 0, dict[int, float](), psutil.Process()

@@ -219,7 +219,6 @@ class VectorQuery(NamedTuple):
     """A query as every system gets it.
 
     Attributes:
-        text: the caption.
         embedding: embedding of the caption, float32 [e].
         words: vectors of the content words of the caption, float32 [w, d].
         relevant: position of the caption's image in the collection.
@@ -239,9 +238,6 @@ class Collection:
         tokens: tokens of each image, bfloat16 [n, m, d], mapped into memory.
         embeddings: embedding of each image, float32 [n, e].
         row_ids: row id of each image in the index that the vectors come from, int64 [n].
-        queries: the queries.
-        index: the index that the vectors come from.
-        model: its model bundle.
     """
 
     tokens: Blocks
@@ -330,8 +326,6 @@ class System(ABC):
     """A search system, with the settings that its documentation recommends for late interaction.
 
     Attributes:
-        settings: description of the settings, for the report.
-        package: module that the system needs.
         effort: name of the parameter that trades recall for time.
         efforts: values of that parameter to measure.
         needs_images: whether every row must be an image of the index.

@@ -69,9 +69,6 @@ def bench_serve(
 
     The other arguments are options of `edje-index bench serve`. After the last of `queries`, the first is used again.
     `say` receives one line of text after each measurement.
-
-    Raises:
-        EdjeError: the service does not start.
     """
     command = [sys.executable, "-m", "pipelines.cli", "serve", str(index), "--port", "0", "--dtype", dtype]
     command += [] if model is None else ["--model", str(model)]
@@ -174,10 +171,6 @@ def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
     """Return the rate and share of answered requests, quantiles of the latency, and medians of the stages.
 
     Searches in the same batch have the same stage times.
-
-    Args:
-        exchanges: all exchanges of a load.
-        seconds: duration of the load.
     """
     statuses = [exchange.status for exchange in exchanges]
     timings = [exchange.timing for exchange in exchanges if exchange.timing is not None]

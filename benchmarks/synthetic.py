@@ -17,9 +17,6 @@ def make_synthetic(out: Path, spec: IndexSpec) -> None:
     """Write a finished index of random tokens to the missing or empty directory `out`. Equal `spec` give equal tokens.
 
     The index cannot be searched, because it has no model and no nearest-neighbour index.
-
-    Raises:
-        UsageError: `out` is not empty.
     """
     rng = np.random.default_rng(0)
     with IndexWriter.create(

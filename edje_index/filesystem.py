@@ -34,9 +34,6 @@ def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") 
     Args:
         path: path of the file, which is UTF-8.
         decode_errors: error handler for bytes that are not UTF-8, as in `bytes.decode`.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -56,11 +53,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Create a temporary folder for the `with` block, and rename the folder to ``out`` if the block succeeds.
-
-    Raises:
-        ModelError: ``out`` exists.
-    """
+    """Create a temporary folder for the `with` block, and rename it to ``out``, which must be new, after the block."""
     if out.exists():
         raise ModelError(f"{out} exists already: give another path, or remove {out}")
     out.parent.mkdir(parents=True, exist_ok=True)

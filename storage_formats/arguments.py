@@ -13,11 +13,7 @@ from storage_formats.errors import UsageError
 
 
 def as_count(value: object, name: str, least: int = 1) -> int:
-    """Return `value`, an integer of at least `least`, as an int. NumPy integers are accepted, booleans are not.
-
-    Raises:
-        UsageError: `value` is not such an integer.
-    """
+    """Return `value`, an integer of at least `least`, as an int. NumPy integers are accepted, booleans are not."""
     if not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least:
         return int(value)
     raise UsageError(f"{name} must be an integer of at least {least}, got {shown(value)}", parameter=name)
@@ -48,9 +44,6 @@ def as_list(values: object, name: str, what: str) -> list[Any]:
     Args:
         values: the items. A string, a mapping or a set is refused: its items have no order that a caller can mean.
         what: description of the items for the error message, for example "strings".
-
-    Raises:
-        UsageError: `values` is not such an iterable.
     """
     try:
         if not isinstance(values, str | bytes | Mapping | Set):

@@ -58,9 +58,6 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Write `data` to the file at `path`, and replace the file if it exists.
 
     After a crash, the file has either the old or the new contents. Missing parent directories are created.
-
-    Raises:
-        OSError: the operating system cannot write the file.
     """
     make_directories(path.parent)
     with replacing(path) as file:

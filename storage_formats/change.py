@@ -84,11 +84,7 @@ class Journal:
 
 
 def read_journal(root: str | Path) -> Journal | None:
-    """Return the journal of the unfinished change of the index at `root`; None if there is none.
-
-    Raises:
-        CorruptIndexError: the journal is damaged.
-    """
+    """Return the journal of the unfinished change of the index at `root`; None if there is none."""
     layout = Layout(Path(root))
     try:
         value = json.loads(read_index_file(layout.root, layout.journal, max_bytes=_MAX_JOURNAL_BYTES))
@@ -114,8 +110,6 @@ class Change:
     """A change of an index, which holds the lock of the index. `begin_change` makes it.
 
     Attributes:
-        layout: layout of the index.
-        kind: kind of the change.
         index: the index before the change; None if the change writes a new index.
         plan: the stored plan of an earlier run of this change; None if there is none.
     """
@@ -259,19 +253,16 @@ def begin_change(
     fails after the commit is left to the next change.
 
     Args:
-        root: directory of the index.
         kind: kind of the change, for example "append".
         request: JSON object with what the change is asked to do.
         is_new: True to write a new index. `root` must then be missing, empty, or hold this unfinished index.
         resumes: False to discard an earlier, unfinished change of the same kind without a message.
         discards: True to discard an unfinished change of any kind.
-        notify: called with messages for the user.
 
     Raises:
         UsageError: there is no index at `root`; or `is_new` is True, and `root` is not free; or `root` is a URL.
         UnfinishedChangeError: another change of the index was stopped, and has finished shards.
         EdjeError: another process is changing the index; or the change is committed, but something failed afterwards.
-        CorruptIndexError: the manifest or the journal is damaged.
         OSError: the index cannot be written. It has not changed.
     """
     advice = "; to change an index at a URL, copy it to a directory, change the copy, and copy it back"
@@ -507,13 +498,7 @@ def _remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Removal:
-    """What a change removed.
-
-    Attributes:
-        snapshots: numbers of the removed snapshots.
-        files: number of removed data files.
-        bytes: total length of the removed data files in bytes.
-    """
+    """What a change removed."""
 
     snapshots: tuple[int, ...]
     files: int
@@ -526,9 +511,6 @@ def remove_unnamed_files(
     """Remove the data files that are in none of `manifests`. Return the length of each removed file in bytes.
 
     Args:
-        layout: layout of the index.
-        manifests: manifests of the snapshots to keep.
-        tables: whether to remove shard tables too.
         folders: folders to search; None searches all data folders.
     """
     folders = layout.data_folders() if folders is None else folders

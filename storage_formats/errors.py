@@ -151,11 +151,6 @@ def cannot_read(
 
     The errno decides. If the machine is in trouble, for example out of file descriptors, the result is a `MachineError`
     with a remedy. Otherwise the file is missing or damaged, and the result is a `CorruptIndexError`.
-
-    Args:
-        path: path or description of the file.
-        advice: what to do about a missing or damaged file.
-        row_ids: see `CorruptIndexError`.
     """
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)

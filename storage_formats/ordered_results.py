@@ -18,7 +18,6 @@ def ordered_results(
 
     Args:
         items: the items. They are taken one by one, while the results are consumed.
-        submit: function that starts the work on an item.
         ahead: number of items that are submitted before the first result is yielded, and kept submitted from then on.
     """
     pending: deque[Future[_Result]] = deque()

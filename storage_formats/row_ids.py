@@ -18,7 +18,6 @@ def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
     """Return `row_ids` as an array, int64 [k].
 
     Raises:
-        RowIdError: a row id is not in 0..rows - 1.
         UsageError: `row_ids` is not a flat sequence of integers.
     """
     ids = as_indices(row_ids, "row_ids")

@@ -194,11 +194,7 @@ def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
     """Return the numbers of the shards to verify, ascending: all shards, or a random sample of them.
 
     Args:
-        spec: shape of the index.
         sample: number of shards. A number below 1 is a share of all shards, rounded up. None returns all shards.
-
-    Raises:
-        UsageError: `sample` is not positive.
     """
     numbers = list(spec.shard_numbers())
     if sample is None:
@@ -269,11 +265,7 @@ def _check_file(index: CommittedIndex, entry: FileEntry, *, only_length: bool = 
 
 
 def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
-    """Compare the lengths, or also the checksums, of all files of a snapshot with their entries.
-
-    Raises:
-        CorruptIndexError: a file is missing or damaged.
-    """
+    """Compare the lengths, or also the checksums, of all files of a snapshot with their entries."""
     entries = [*(entry for _, entry in index.shard_files()), *index.manifest.own_files]
     with ThreadPoolExecutor(_THREADS) as pool:
         checks = pool.map(lambda entry: _check_file(index, entry, only_length=only_lengths), entries)

@@ -84,13 +84,11 @@ class Subject(ABC):
     """One way to fetch blocks. This project's reader returns decoded blocks, and peers return stored records.
 
     Args:
-        source: the records to fetch.
         folder: directory of the subject's copy of the records, if it reads a copy.
 
     Attributes:
         package: Python package that must be installed; None if the dependencies of this project suffice.
         copies: True if the subject reads a copy of the records, which `prepare` writes to `folder`.
-        setting: description of the configuration, for reports.
     """
 
     package: ClassVar[str | None] = None

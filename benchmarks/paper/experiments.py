@@ -25,11 +25,7 @@ class Experiment:
     """A table or figure of the EDJE paper.
 
     Attributes:
-        title: what the table shows.
         source: table, figure or section of the EDJE paper.
-        columns: names of the columns, with units.
-        rows: the rows.
-        notes: facts that a reader needs to compare the values.
     """
 
     title: str

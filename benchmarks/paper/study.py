@@ -58,7 +58,6 @@ class Variant:
 
     Attributes:
         tower: name of the towers, a key of `TOWERS`.
-        adapter: kind of adapter.
         tokens: stored tokens per image; ignored by the adapter "local".
         language: name of the language model, a key of `LANGUAGES`.
         distilled: True to distil from the local model with the same towers.

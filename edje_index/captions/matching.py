@@ -66,7 +66,6 @@ def match_items(
     symbolic links in the folders of the name are resolved, and the resolved name is looked up.
 
     Args:
-        root: path of the index, for error messages.
         table: the rows table, with the columns `NAME_COLUMNS`. See `storage_formats.format.rows.read_all_rows`.
         allow_none: True to return without an error even if no image is in the index.
     """

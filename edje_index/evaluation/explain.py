@@ -74,7 +74,6 @@ class WordCounts:
 
     Attributes:
         words: (word, count) pairs, most frequent word first.
-        tokens: number of tokens.
         special: number of tokens with a special token as nearest word, such as ``[SEP]``.
         unused: number of tokens with a reserved entry of the vocabulary as nearest word, such as ``[unused0]``.
     """
@@ -138,7 +137,6 @@ class Alignment:
     """Alignment scores of the explained index, and of another index if two indexes are compared.
 
     Attributes:
-        edges: bin edges of the histograms.
         first: scores of the explained index.
         second: scores of the other index; None without a comparison.
         test: t-test that compares `second` with `first`; None without a comparison.

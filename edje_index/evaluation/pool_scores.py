@@ -93,7 +93,6 @@ def score_pools(
 
     Args:
         embeddings: embeddings of the captions, float32 [c, e], and of the candidate images, float32 [r, e].
-        pool_sizes: numbers of candidates to re-rank.
 
     Returns:
         (final scores by direction and pool size, float32 [q, pool size]; number of distinct pairs that were scored)

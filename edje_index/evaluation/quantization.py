@@ -187,7 +187,6 @@ def measure_precisions(
         UsageError: there is no index, a precision is unknown, the index does not store the reference precision, or the
             file of queries is invalid.
         ModelError: the bundle cannot be used, or another bundle built the index.
-        CorruptIndexError: tokens are missing.
     """
     texts = list(GENERIC_CAPTIONS) if queries is None else list(dict.fromkeys(read_queries(queries)))
     index = CommittedIndex.open(root)

@@ -103,7 +103,6 @@ def ranks_after_reranking(scores: Floats, relevant: Bools, pool: int, ranks: Int
     Args:
         scores: final scores of the candidates, float32 [q, p]. The candidates are sorted by similarity.
         relevant: which candidates are relevant to each query, bool [q, p].
-        pool: number of candidates to re-rank.
         ranks: ranks by similarity, int64 [q].
     """
     order = np.argsort(-scores[:, :pool], axis=1, kind="stable")

@@ -22,11 +22,7 @@ _DISTRIBUTION = ("p1", "p5", "p50", "mean", "p95", "p99", "worst")
 
 
 def write_report(folder: Path, markdown: str, value: dict[str, Any]) -> None:
-    """Write `report.md` and `report.json` to the directory `folder`. A missing directory is created.
-
-    Raises:
-        UsageError: the files cannot be written.
-    """
+    """Write `report.md` and `report.json` to the directory `folder`. A missing directory is created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.md").write_text(markdown, encoding="utf-8")

@@ -85,7 +85,6 @@ def decode_frames(data: bytes, count: int | None, max_pixels: int) -> Iterator[I
     Raises:
         ImageError: the clip cannot be decoded or is too large.
         MemoryError: there is too little memory.
-        MissingExtraError: PyAV is not installed.
     """
     with name_missing_extra("video"):
         import av

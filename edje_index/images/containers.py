@@ -68,7 +68,6 @@ class Archive(Protocol):
 
         Raises:
             ImageError: the file is damaged or has changed, or the content is larger than `max_bytes`.
-            OSError: the file cannot be read.
         """
         ...
 
@@ -250,7 +249,6 @@ def read_packed(path: bytes, container: Container, offset: int, *, size: int | N
 
     Raises:
         ImageError: the container has changed or is damaged, or the input is too large.
-        OSError: the container cannot be read.
     """
     try:
         modified = None if is_remote(path) else os.stat(path).st_mtime_ns

@@ -75,7 +75,6 @@ def read_shard_inputs(layout: Layout, spec: IndexSpec, shard: int) -> list[Input
     """Read the inputs of `shard`, in row order.
 
     Raises:
-        CorruptIndexError: the file is missing, damaged or not a list of inputs, or lacks inputs of the shard.
         OSError, MemoryError: the file cannot be read now, for example because the disk fails.
     """
     path, rows = layout.input_list(shard * spec.shard_size // _rows_per_file(spec.shard_size)), spec.shard_rows(shard)
@@ -112,11 +111,7 @@ def write_input_table(path: Path, refs: Iterable[InputRef]) -> int:
 
 
 class InputTable:
-    """The inputs that `write_input_table` wrote to `path`. Thread-safe.
-
-    Raises:
-        CorruptIndexError: the file is missing or is not a table of inputs.
-    """
+    """The inputs that `write_input_table` wrote to `path`. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         try:

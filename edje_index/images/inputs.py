@@ -101,7 +101,6 @@ def read_bytes(ref: InputRef) -> bytes:
     """Read all bytes of an input. Temporary storage errors are retried for some seconds.
 
     Raises:
-        TransientInputError: a temporary storage error persists.
         ImageError: the input cannot be read. The reason is `ref.problem`, if planning found a problem. Otherwise it is
             for example "missing", "empty" or "changed-since-plan".
     """

@@ -46,11 +46,7 @@ NEAR = 64
 
 
 class RangedFile(io.RawIOBase):
-    """A read-only, seekable file whose bytes come from a function.
-
-    Args:
-        read_at: function that reads a byte range.
-    """
+    """A read-only, seekable file whose bytes come from a function."""
 
     def __init__(self, read_at: ReadAt, length: int, close: Callable[[], None] = lambda: None) -> None:
         self.length = length
@@ -65,7 +61,6 @@ class RangedFile(io.RawIOBase):
 
         Raises:
             ValueError: the range in the file is larger than `MAX_READ`.
-            OSError: the file cannot be read.
         """
         size = max(0, min(size, self.length - offset))
         if size > MAX_READ:
@@ -107,10 +102,6 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
 
     Args:
         only_headers: True if small parts of a local file are read. Read-ahead would fetch the whole file.
-
-    Raises:
-        OSError: the file cannot be opened, or is not a regular file.
-        MissingExtraError: the library that reads the URL is not installed.
     """
     if is_remote(path):
         url = os.fsdecode(path)
@@ -172,11 +163,7 @@ class BlockReader:
         self._is_closed = False
 
     def pread(self, size: int, offset: int) -> bytes:
-        """Return the bytes [offset, offset + size), or fewer if the file ends earlier.
-
-        Raises:
-            Exception: any exception of `read_at`.
-        """
+        """Return the bytes [offset, offset + size), or fewer if the file ends earlier."""
         stop = min(offset + size, self._length)
         if stop <= offset:
             return b""
@@ -271,12 +258,7 @@ class StreamWindow:
         self._is_ended = self._is_broken = False
 
     def read(self, first: int, stop: int) -> list[StreamItem]:
-        """Return the items that overlap with [first, stop), up to the end of the stream.
-
-        Raises:
-            ImageError: the stream is damaged.
-            OSError: the stream cannot be read.
-        """
+        """Return the items that overlap with [first, stop), up to the end of the stream."""
         part = bisect.bisect_right(self._starts, first) - 1
         start = self._starts[part]
         with self._turn(first):

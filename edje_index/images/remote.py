@@ -66,8 +66,6 @@ def read_remote(url: str, max_bytes: int) -> bytes:
         FileNotFoundError, PermissionError: there is no such file, or the server refuses the request.
         UnreachableError: the server does not respond.
         OSError: the file is longer than `max_bytes` (EFBIG).
-        MissingExtraError: a library is not installed.
-        ValueError: the URL is not valid.
     """
     if scheme_of(url) not in STORE_SCHEMES:
         return _request(*_web_address(url), max_bytes)[1]
@@ -132,7 +130,6 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
 
     Raises:
         OSError, ValueError, MissingExtraError: see `read_remote`.
-        TransientInputError: an object store does not respond.
     """
     files: dict[str, int] = {}
     directories: list[str] = []

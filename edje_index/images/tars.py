@@ -72,7 +72,6 @@ class TarArchive:
         Raises:
             ImageError: the archive is damaged after the last yielded member. The reason is "truncated-archive" if the
                 file ends before the end-of-archive marker, and "damaged-archive" if a header is invalid.
-            OSError: the file cannot be read.
         """
         end = 0
         while True:

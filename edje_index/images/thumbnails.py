@@ -73,7 +73,6 @@ def read_thumbnails(
         side: length of the longer side of a thumbnail in pixels.
 
     Raises:
-        RowIdError: a row id is out of range.
         UsageError, IncompleteIndexError, CorruptIndexError: as for `storage_formats.format.rows.read_rows`.
     """
     thumbnails = []
@@ -98,7 +97,6 @@ def read_photo(row: dict[str, Any]) -> bytes:
     Raises:
         ImageError: the row is not indexed, or its photo cannot be read, has no hash in the index, or has changed since
             it was indexed.
-        TransientInputError: a temporary storage error persists.
     """
     if row["status"] != INDEXED:
         raise ImageError(reason=row["status"], detail=row["reason"] or "see the rows table")

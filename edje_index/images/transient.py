@@ -62,7 +62,6 @@ def retry(read: Callable[[], _T], uri: str, enough_bytes: int = 1 << 30) -> _T:
     Raises:
         TransientInputError: the error persists, and is not the input's.
         ImageError: the MemoryError persists, although `enough_bytes` can be allocated. The reason is "too-expensive".
-        Exception: any other exception of `read`.
     """
     for pause in (*PAUSES, None):
         try:

@@ -140,11 +140,9 @@ def build_ann(
 
     Args:
         replace_file: True to write, or overwrite, `ann/index.faiss`. False to write a file with a new name.
-        request: kind and recall of the FAISS index.
 
     Raises:
         UsageError: `request` is invalid, or the FAISS index needs more memory than `request.memory`.
-        OSError: the file cannot be written.
     """
     if not 0 < request.recall <= 1:
         raise UsageError(f"the target recall must be above 0 and at most 1, got {request.recall}", parameter="recall")
@@ -174,16 +172,9 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
 
     If the first FAISS file has inverted lists, the new file uses the same centroids and codes.
 
-    Args:
-        spec: shape of the index with the new rows.
-
     Returns:
         The description of all FAISS files for the manifest. `ann` is returned unchanged if the index has no
         nearest-neighbour index.
-
-    Raises:
-        CorruptIndexError: the first FAISS file is damaged.
-        OSError: the file cannot be written.
     """
     if not ann.get("files"):
         return ann
@@ -207,10 +198,6 @@ def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> dict[str,
 
     Returns:
         The description of all FAISS files for the manifest.
-
-    Raises:
-        CorruptIndexError: a FAISS file is missing or damaged.
-        OSError: a file cannot be written.
     """
     layout, ann = Layout(index.root), index.manifest.ann
     files = []
@@ -400,8 +387,6 @@ class AnnIndex:
 
     Raises:
         UsageError: the index has no nearest-neighbour index.
-        CorruptIndexError: a FAISS file is missing or damaged, belongs to another index, or is not one that `build_ann`
-            writes.
     """
 
     def __init__(self, index: CommittedIndex) -> None:
@@ -438,7 +423,6 @@ class AnnIndex:
 
         Raises:
             ModelError: the queries and the embeddings of the index differ in width.
-            CorruptIndexError: an embedding cannot be read.
         """
         width = self._embeddings.spec.embed_dim
         if queries.shape[1] != width:

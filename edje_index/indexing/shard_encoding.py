@@ -113,11 +113,7 @@ class Attempt:
 
 @contextlib.contextmanager
 def begin_attempt(layout: Layout, shard: int, machine: str = "", alive: Collection[str] = ()) -> Iterator[Attempt]:
-    """Create the file of an attempt, yield the attempt to the `with` block, and remove the file after the block.
-
-    Args:
-        machine: see `Attempt`.
-    """
+    """Create the file of an attempt, yield the attempt to the `with` block, and remove the file after the block."""
     # The file stays if the process dies, or if an exception ends the attempt and earlier deaths are recorded.
     path = layout.attempt(shard)
     attempt = Attempt(path, machine, careful=True)
@@ -168,14 +164,12 @@ def encode_shard(
 
     Args:
         encoder: image encoder. The calling thread calls `encode`; several threads call `preprocess`.
-        on_progress: function that is called after each batch.
         should_stop: function that is called before each batch. Encoding stops if the function returns True.
         machine: id of this machine, see `begin_attempt`.
 
     Raises:
         TaskInterrupted: `should_stop` returned True. The next run starts the shard again.
         TransientInputError: an input cannot be read or decoded because of a problem of the machine.
-        OSError: the index cannot be written.
     """
     layout = Layout(Path(task.root))
     refs = read_shard_inputs(layout, task.spec, task.shard)

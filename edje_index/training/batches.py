@@ -32,7 +32,6 @@ class Sampler:
     """Draws batches of `batch_size` pairs. If the last batch of an epoch is incomplete, it is left out.
 
     Attributes:
-        data: images and captions to draw from.
         batch_size: pairs per batch, summed over all workers.
         seed: seed of the random order, which is new in every epoch.
     """
@@ -82,7 +81,6 @@ def hard_negatives(similarities: NDArray[np.floating[Any]], masked: NDArray[np.b
     Args:
         similarities: similarity of each query with each of b candidates [r, b].
         masked: which candidates cannot be negatives of each query, bool [r, b].
-        count: number of negatives per query.
     """
     free = (~masked).sum(axis=1)
     if not free.all():
@@ -200,13 +198,8 @@ class BatchSource:
     """Makes the batches of one worker.
 
     Attributes:
-        data: images and captions to train on.
-        features: reads the features of the images.
-        tokenizer: tokenizer of the joint encoder.
         image_tokens: number of image tokens per input row of the joint encoder.
-        config: training settings.
         rank: rank of this worker, counted from 0.
-        world_size: number of workers.
         views: reads features of augmented views, and the row of each view of each image in these features, int64
             [n, views], -1 for a missing view; None without views. For each image, a batch uses the image or a random
             view.
@@ -276,10 +269,6 @@ class BatchSource:
         """Mine the negatives of this worker's part of a batch, within the whole batch.
 
         Pairs with the same image, or with captions of the same words, are not negatives of each other.
-
-        Args:
-            images: image number of each pair, int64 [batch_size].
-            captions: caption number of each pair, int64 [batch_size].
 
         Returns:
             Negative images of each caption and negative texts of each image, int64 [b, k] each. The values are

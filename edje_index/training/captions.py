@@ -112,8 +112,6 @@ def write_caption_table(folder: Path, items: CaptionSet, mining_rows: NDArray[np
     The table has one Arrow record batch per shard, so that a worker reads only its shards.
 
     Args:
-        folder: directory that the training data will have.
-        items: n images and their captions.
         mining_rows: row of each image in the index of the mining model, int64 [n].
         models: fingerprints of the models and of the index of the mining model.
     """
@@ -159,7 +157,6 @@ def prepare_captions(
         bundle: bundle with the tokenizer of the joint encoder and the text tower.
         miner: bundle of the mining model; None if the text tower of `bundle` mines hard negatives.
         mining_index: index that stores the image embeddings of the mining model.
-        device: device of the text towers.
         group: rank of this worker, and number of workers.
         should_stop: called between batches. If the result is True, this worker prepares no further captions.
         on_shard: called with the number of finished shards and the number of shards.

@@ -40,7 +40,6 @@ class TrainState:
         step: number of finished optimiser steps of this phase.
         epochs: number of finished epochs, with those of the runs that this run continues.
         weights: weights of the module that this phase trains, by name.
-        optimizer: state of the optimiser.
         skipped: number of steps without a finite gradient in the whole training run, and number of such steps in a row
             immediately before the checkpoint.
     """
@@ -58,7 +57,6 @@ class Checkpoints:
     """The checkpoints of a training run, in the folder ``checkpoints`` of the run folder.
 
     Args:
-        run_dir: run folder.
         run: fingerprint of the training run. Checkpoints with another fingerprint are refused.
     """
 
@@ -146,9 +144,7 @@ class TrainLog:
     Opening the log removes all records after `step` of `stage`. A killed run may have left such records.
 
     Args:
-        run_dir: run folder.
         stage: number of the phase to continue, counted from 0.
-        step: number of finished steps of this phase.
     """
 
     def __init__(self, run_dir: Path, stage: int, step: int) -> None:

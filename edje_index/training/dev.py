@@ -32,7 +32,6 @@ class DevSet:
 
     Attributes:
         rows: row ids of the images in the feature index, int64 [n].
-        captions: text of each caption.
         caption_images: index of the image of each caption, int64 [c].
         image_embeddings: embeddings of the images, float32 [n, e].
         text_embeddings: embeddings of the captions, float32 [c, e].

@@ -98,13 +98,8 @@ class OnlineFeatures(Features):
 
     Args:
         index: index with the rows and embeddings of the images. Its blocks are not read.
-        inputs: table with the image of each row.
         encoder: the vision tower of the initial bundle, and an adapter without weights.
-        run_dir: run folder.
-        rank: rank of the worker.
-        pool: threads that read and decode.
         views: number of augmented views of every photo; 0 for the photos. Row r is view r % views of photo r // views.
-        seed: seed of the random crops.
     """
 
     def __init__(

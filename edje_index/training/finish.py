@@ -37,7 +37,6 @@ def finish_model(
     is left out if the hubness correction has weight 0 in both directions.
 
     Args:
-        task: task of the training run.
         step: step of the checkpoint; None means the last checkpoint.
         on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
@@ -91,7 +90,6 @@ def make_hubness_bank(
     Args:
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
         models: computes the pooled vectors. If the bundle has no pooled similarity, the vectors have width 0.
-        source: features and captions of the training data.
         count: maximum number of captions in the bank, and maximum number of images in the bank.
         on_progress: called with the number of captions and images that are finished.
     """

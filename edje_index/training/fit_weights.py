@@ -107,14 +107,8 @@ class WeightChoice:
     """The weights of one direction, and R@1 between 0 and 1.
 
     Attributes:
-        weights: the fitted weights.
         recall: R@1 with `weights`, on the queries that were used for the fit.
         held_out_recall: R@1 by 5-fold cross-validation over images; None if all queries have the same image.
-        logit_recall: R@1 with the logit alone.
-        embedding_recall: R@1 with the embedding similarity alone.
-        queries: number of queries.
-        pool: number of candidates per query.
-        logit_range: smallest and largest logit in the pools.
     """
 
     weights: ScoreWeights

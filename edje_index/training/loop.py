@@ -69,9 +69,7 @@ class TrainTask:
     """Everything that a train worker needs. Other processes can receive a task, because it contains only plain values.
 
     Attributes:
-        config: settings of the training run.
         run: fingerprint of the settings, data and initial weights of the training run.
-        start: path of the bundle with the initial weights.
         features: index of the features that the adapter is trained on. For online features, only its embeddings are
             read.
         data: folder of the `TrainingData`, see `captions.prepare_captions`.
@@ -156,7 +154,6 @@ def run_worker(
     """Run `task` on this worker. If there is a checkpoint, training continues from the last checkpoint.
 
     Args:
-        task: what to train.
         group: rank of this worker, and number of workers.
         should_stop: called after every step. If the result is True, the run saves a checkpoint and stops.
         on_record: called with every log record, only on worker 0.

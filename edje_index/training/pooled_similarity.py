@@ -45,7 +45,6 @@ def fit_pooled_similarity(
     Args:
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
         joint: the joint encoder. Its language model reads the captions.
-        source: features, views and captions of the training data.
         dim: maximum width of the pooled vectors. The width is smaller if images or captions have fewer dimensions.
         on_progress: called with the number of images and views that were read.
     """

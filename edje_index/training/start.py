@@ -58,8 +58,6 @@ def make_start(
     """Make the initial bundle of a training run. Weights without a source are random.
 
     Args:
-        architecture: architecture of the model to train.
-        seed: seed of the random weights.
         model: bundle that provides the towers; None takes the towers from `vision`.
         vision: open_clip name, or ``local-dir:FOLDER``, of the model that provides the towers.
         language: folder of a Hugging Face BERT model, or a bundle, that provides the joint encoder. None takes the
@@ -219,7 +217,6 @@ def init_queries(adapter: CompressionAdapter, patches: torch.Tensor, generator: 
     NetVLAD (Arandjelovic et al., 2016). With random queries, every token is close to the mean of all patches.
 
     Args:
-        adapter: adapter to change in place.
         patches: patch features of sample images [b, n, d_v]. If b * n is less than the number of tokens per image, or
             all patches are equal, nothing changes.
         generator: random number generator that selects the patches to cluster.

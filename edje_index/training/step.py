@@ -71,7 +71,6 @@ def distillation_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.T
     Args:
         student: logits of the student for three groups of pairs: positive pairs, pairs with negative images, and pairs
             with negative texts.
-        teacher: logits of the teacher for the same groups.
     """
     losses = [
         functional.binary_cross_entropy_with_logits(ours, torch.sigmoid(theirs))
@@ -115,7 +114,6 @@ class Teacher:
     Args:
         joint: the joint encoder of the teacher. It is frozen.
         adapter: maps features to the teacher's tokens; None if batches contain the teacher's tokens.
-        device: device of the teacher.
     """
 
     def __init__(self, joint: JointEncoder, adapter: nn.Module | None, device: torch.device) -> None:
@@ -148,8 +146,6 @@ class JointObjective(nn.Module):
 
     Args:
         adapter, joint: modules to train. Heads that no loss uses are frozen, which excludes them from weight decay.
-        config: weights of the losses.
-        augmentation: random augmentation.
         teacher: the teacher; None without distillation.
         gather: maps the tokens of this worker's images to the tokens of the images of all workers.
     """

@@ -30,7 +30,6 @@ class WorkerGroup:
 
     Attributes:
         rank: rank of this worker, counted from 0. Worker 0 writes the checkpoints and the log.
-        size: number of workers.
         on_machine: number of workers on the machine of this worker.
         patient: group of the same workers whose operations do not time out; None for one worker.
     """

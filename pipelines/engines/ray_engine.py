@@ -240,7 +240,6 @@ class _Job:
 
     Attributes:
         question: pending request for the progress of the task; None if there is none.
-        progress: latest progress that the worker reported.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of this process.
     """
 

@@ -312,9 +312,6 @@ def try_build(
 
     Raises:
         UsageError: the build would refuse the settings, the sources or this machine.
-        ModelError: the model bundle cannot be used.
-        CorruptIndexError: the index or the plan is damaged.
-        JobStopped: `should_stop()` returned True.
     """
     root, info = local_path(out), read_bundle_info(local_path(model))
     requested = {"sources": source_names(sources), **settings}
@@ -381,14 +378,12 @@ def check_finished(out: Path, info: BundleInfo, requested: Mapping[str, Any], sh
 
     Args:
         requested: the requested settings, arguments of `BuildSettings.choose`.
-        should_stop: called before each input.
 
     Returns:
         The manifest of the index.
 
     Raises:
         UsageError: the model, the settings or the inputs differ.
-        CorruptIndexError: a file is missing or has another length.
     """
     finish_committed(out)
     index = CommittedIndex.open(out)

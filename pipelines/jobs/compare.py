@@ -111,14 +111,11 @@ def compare_sources(
     Args:
         group: all sources of the index; None takes those that the index records.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1.
-        should_stop: called before each input.
 
     Raises:
         UsageError: a source cannot be used, or the index does not record its sources and `group` is None.
         EdjeError: a source or a part of a source cannot be read, or the share of rows whose input no longer exists is
             larger than `max_vanished`.
-        TransientInputError: an input cannot be read for a temporary reason.
-        JobStopped: `should_stop()` returned True.
     """
     clips = holds_clips(index.manifest)
     if group is not None:
@@ -286,12 +283,7 @@ def _open_recorded(groups: tuple[SourceGroup, ...] | None, *, clips: bool) -> li
 
 
 def find_failed(index: CommittedIndex) -> SourceChanges:
-    """Look up the failed inputs of `index` by name. Nothing is written.
-
-    Raises:
-        TransientInputError: an input cannot be read for a temporary reason.
-        CorruptIndexError: the rows cannot be read.
-    """
+    """Look up the failed inputs of `index` by name. Nothing is written."""
     names = [column.name for column in index.manifest.columns]
     tables = iter_rows(index, ["row_id", "uri", "uri_raw", "status", "reason", *names])
     failed = [row for table in tables for row in table.to_pylist() if row["status"] == FAILED]

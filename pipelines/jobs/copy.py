@@ -438,7 +438,6 @@ def build_copied_ann(
 
     Args:
         origins: manifests of the indexes that the rows come from.
-        replace_file: see `build_ann`.
 
     Returns:
         The entry of the nearest-neighbour index in the manifest.

@@ -72,7 +72,6 @@ def encode_rows(
         EdjeError: too many inputs failed, or none could be indexed. In the second case, a change of a finished index
             is abandoned.
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
-        OSError: the index cannot be written.
     """
     from edje_index.indexing.shard_encoding import ShardTask
 
@@ -188,7 +187,6 @@ def run_shards(
     Args:
         activity: name of the job in progress events, such as "indexing".
         shards: numbers of the shards, ascending.
-        rows: number of rows in all `shards`.
         earlier: receipts of earlier runs, by shard. They are yielded first.
         make_worker: function that returns the worker of a process; see `pipelines.engines.base`. The worker reports
             `ShardProgress`.

@@ -47,7 +47,6 @@ def import_arrays(
             the uri of each row is its row id.
         encoder: name and version of the model that computed the arrays.
         ann: True to build the nearest-neighbour index.
-        should_stop: called before each part of the rows.
 
     Returns:
         The manifest of the index.
@@ -55,9 +54,6 @@ def import_arrays(
     Raises:
         UsageError: an input file is invalid, the files have different numbers of rows, `out` is in use, or the disk is
             too small.
-        MissingExtraError: `ann` is set and FAISS is not installed.
-        JobStopped: `should_stop()` returned True.
-        OSError: a file cannot be read, or the index cannot be written.
     """
     if ann:
         check_faiss()
@@ -96,7 +92,6 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
 
     Raises:
         UsageError: the file is not a complete .npy file of numbers, has another number of `dimensions`, or has no rows.
-        OSError: the operating system cannot read the file.
     """
     try:
         with naming(path):

@@ -268,9 +268,6 @@ def store_inputs(
     Returns:
         The attributes `duplicates`, `ignored`, `input_checksums` and `columns` of the plan, and the number of `rows`.
         `ignored` counts the values of source columns that are not stored.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     from edje_index.images.input_lists import write_input_lists
 
@@ -299,11 +296,7 @@ def store_inputs(
 
 
 def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> None:
-    """Check that the lists of inputs are unchanged, unless all shards are finished.
-
-    Raises:
-        CorruptIndexError: a list of inputs is missing or was changed.
-    """
+    """Check that the lists of inputs are unchanged, unless all shards are finished."""
     if len(finished_shards) == len(plan.shards):
         return
     for name, checksum in plan.input_checksums.items():
@@ -326,7 +319,6 @@ class CollectedColumns:
 
     Args:
         shard_size: number of rows per shard, which limits the length of the metadata of a row.
-        earlier: columns of the existing rows of the index.
     """
 
     def __init__(self, shard_size: int, earlier: Iterable[SourceColumn] = ()) -> None:
@@ -384,11 +376,7 @@ class SourceGroup:
 
 
 def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
-    """Return the sources of all rows, or None if the index does not record the sources of some rows.
-
-    Raises:
-        CorruptIndexError: the recorded sources are damaged.
-    """
+    """Return the sources of all rows, or None if the index does not record the sources of some rows."""
     settings = manifest.settings
     try:
         if settings.get(SOURCES_MEMBER, ()) is None:

@@ -144,11 +144,7 @@ def repair_index(
 
 
 class ShardEncoder:
-    """Encodes rows of a shard again with the model and the settings of an index, in the batches of its build.
-
-    Args:
-        should_stop: function that is called before each batch.
-    """
+    """Encodes rows of a shard again with the model and the settings of an index, in the batches of its build."""
 
     def __init__(
         self,
@@ -171,9 +167,6 @@ class ShardEncoder:
         Returns:
             The blocks of rows of the shard, by position. Rows that cannot be encoded again are missing;
             `problems` says why.
-
-        Raises:
-            JobStopped: `should_stop()` returned True.
         """
         from edje_index.images.transient import TransientInputError
         from edje_index.indexing.shard_encoding import encode_inputs

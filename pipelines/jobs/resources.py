@@ -58,7 +58,6 @@ def choose_workers(
     Raises:
         UsageError: this machine lacks the device or the memory for the workers, or the model cannot encode clips.
         EngineUnavailableError: the Ray cluster does not answer.
-        MissingExtraError: the model is to encode clips, but PyAV is not installed.
     """
     if engine == "ray":
         from pipelines.engines.ray_engine import check_ray

@@ -195,10 +195,6 @@ def roll_back(index: IndexLocation, snapshot: int, *, trust: bool = False) -> Sn
 
     Raises:
         UsageError: there is no index at `index`, or `snapshot` does not exist or is the current snapshot.
-        CorruptIndexError: a file of the snapshot is missing or damaged.
-        UnfinishedChangeError: another change was stopped.
-        EdjeError: another process is changing the index.
-        OSError: the index cannot be written.
     """
     from storage_formats.verify import check_files  # takes a tenth of the time of a deletion to import
 
@@ -222,8 +218,6 @@ def remove_snapshots(index: IndexLocation, keep: int | None, on_event: OnEvent =
 
     Raises:
         UsageError: there is no index at `index`, or `keep` is less than 1.
-        EdjeError: another process is changing the index.
-        OSError: a file cannot be removed.
     """
     if keep is not None and keep < 1:
         raise UsageError(f"keep must be at least 1, got {keep}; the current snapshot is always kept", parameter="keep")

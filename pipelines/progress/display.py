@@ -158,9 +158,6 @@ def log_file(path: Path, command: str) -> Iterator[None]:
 
     The first line names the command line `command`, without passwords in its URLs. The last line says how the job
     ended.
-
-    Raises:
-        UsageError: the file cannot be opened.
     """
     try:
         file = path.open("ab", buffering=0)  # a buffer that cannot be flushed would fail the job at the end

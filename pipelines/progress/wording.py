@@ -25,9 +25,6 @@ def human_bytes(size: float) -> str:
 def parse_bytes(text: str) -> int:
     """Parse a size in bytes. The units K, M, G and T are decimal, and Ki, Mi, Gi and Ti are binary. A B may follow.
 
-    Raises:
-        ValueError: `text` is not a size.
-
     Examples:
         >>> from pipelines.progress.wording import parse_bytes
         >>> parse_bytes("1.5G"), parse_bytes("500 MB"), parse_bytes("4GiB")

@@ -131,9 +131,6 @@ def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     """Yield `refs` in order with their content hashes. Threads read and hash a limited number of inputs ahead.
 
     An input that cannot be read gets a `problem`. An input that already has a content hash is not read.
-
-    Raises:
-        TransientInputError: an input cannot be read for a temporary reason.
     """
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
 
@@ -187,7 +184,6 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
 
     Raises:
         UsageError: the path does not exist, cannot be read, or is not a source.
-        MissingExtraError: the library for this kind of server is not installed.
     """
     if spec == STANDARD_INPUT:
         return ListSource(spec)

@@ -228,7 +228,6 @@ def lost_file(source: Source, error: Exception) -> InputRef:
 
     Raises:
         UsageError: a server refuses the file or does not have it. All images in the file would be lost.
-        TransientInputError: as for `problem_of`.
     """
     is_damage = not isinstance(error, OSError | ImageError) or (isinstance(error, OSError) and error.errno is None)
     problem = "damaged-archive" if is_damage else problem_of(error)

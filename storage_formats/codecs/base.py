@@ -47,7 +47,6 @@ class Codec(ABC):
         width_multiple: the width of a token must be a multiple of this number.
         block_shape: (m, d), tokens per block and values per token.
         record_shape: shape of one record in the Zarr array of the precision.
-        zarr_dtype: Zarr v3 data type of the Zarr array.
         fill_value: fill value of the Zarr array. A record of fill values decodes to NaN.
 
     Examples:
@@ -137,7 +136,6 @@ class Codec(ABC):
             memory: uint8 [bytes], contiguous.
             moves: (offsets, blocks), int64 [k] each, contiguous; the blocks are distinct.
             out: bf16 [n, m, d], C-contiguous.
-            threads: maximum number of threads.
             check: called as `check(start, stop)` just before the same thread decodes records [start, stop). The records
                 are then still in the processor's cache. `check` raises an exception if a record is damaged.
         """

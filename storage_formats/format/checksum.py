@@ -31,11 +31,7 @@ def crc32c_rows(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def crc32c_file(path: Path) -> tuple[int, int]:
-    """Return (length in bytes, CRC-32C) of the regular file at `path`.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-    """
+    """Return (length in bytes, CRC-32C) of the regular file at `path`."""
     with naming(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
         crc = crc32c_stream(file)
         return file.tell(), crc
@@ -50,12 +46,7 @@ def crc32c_stream(file: BinaryIO | FileIO) -> int:
 
 
 def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDArray[np.uint32]:
-    """Read the stored CRC-32C of each record of a shard, uint32 [rows].
-
-    Raises:
-        OSError: the checksum file cannot be read.
-        CorruptIndexError: the checksum file does not contain `rows` checksums.
-    """
+    """Read the stored CRC-32C of each record of a shard, uint32 [rows]."""
     path = layout.checksums(precision, shard)
     with open_index_file(layout.root, path) as file:
         length = os.fstat(file.fileno()).st_size

@@ -23,7 +23,6 @@ def cast_columns(table: pa.Table, schema: pa.Schema, source_names: Collection[st
     """Return the columns of `table` with the types of `schema`.
 
     Args:
-        schema: names and types of the columns of the result.
         source_names: names of the source columns. A source column may have a narrower type in `table`, or may be
             missing from `table`. A missing column is null in the result.
 

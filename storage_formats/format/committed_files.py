@@ -42,11 +42,7 @@ class CommittedFiles:
         self._lock = threading.Lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
-        """Return the file entry of each of `shards`, keyed by shard number. Each shard must belong to a segment.
-
-        Raises:
-            CorruptIndexError: a shard table cannot be read, or does not list one of `shards`.
-        """
+        """Return the file entry of each of `shards`, keyed by shard number. Each shard must belong to a segment."""
         requested = list(shards)
         with self._lock:
             missing = [shard for shard in requested if shard not in self._files]
@@ -77,9 +73,6 @@ def iter_shard_files(index: CommittedIndex, shards: Sequence[int]) -> Iterator[t
 
     Args:
         shards: shard numbers, ascending. Each shard must belong to a segment.
-
-    Raises:
-        CorruptIndexError: a shard table cannot be read.
     """
     spec = index.manifest.spec
     for segment, entry in zip(spec.used_segments, index.manifest.shard_tables, strict=True):

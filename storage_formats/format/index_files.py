@@ -15,9 +15,6 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
     Args:
         flags: flags of open(2) in addition to O_RDONLY.
-
-    Raises:
-        OSError: the file cannot be opened, or `path` is a FIFO, a device or a directory.
     """
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -61,20 +58,12 @@ class _IndexFile(io.BufferedReader):
 
 
 def open_index_file(root: str | Path, path: Path) -> BinaryIO:
-    """Open a regular file inside the index at `root` for buffered reading.
-
-    Raises:
-        OSError: the file cannot be opened, is not a regular file, or lies outside the index.
-    """
+    """Open a regular file inside the index at `root` for buffered reading."""
     return _IndexFile(check_inside(root, path))
 
 
 def read_index_file(root: str | Path, path: Path, *, max_bytes: int | None = None) -> bytes:
-    """Return the contents of a regular file inside the index at `root`.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, lies outside the index, or is longer than `max_bytes`.
-    """
+    """Return the contents of a regular file inside the index at `root`."""
     with open_index_file(root, path) as file:
         length = os.fstat(file.fileno()).st_size
         if max_bytes is not None and length > max_bytes:

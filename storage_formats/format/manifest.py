@@ -306,11 +306,7 @@ class CommittedIndex:
 
     @functools.cached_property
     def deleted(self) -> Tombstones:
-        """The tombstones of the snapshot, read at the first access.
-
-        Raises:
-            CorruptIndexError: the tombstones file is damaged.
-        """
+        """The tombstones of the snapshot, read at the first access."""
         self.fetch(filter(None, [self.manifest.snapshot.deleted]))
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
 
@@ -320,11 +316,7 @@ class CommittedIndex:
         return cls(as_path(root, "root").absolute(), Manifest.load(root, snapshot))
 
     def shard_files(self) -> list[tuple[int, FileEntry]]:
-        """Return a pair (shard number, file entry) for each line of the shard tables.
-
-        Raises:
-            CorruptIndexError: a shard table is missing or damaged.
-        """
+        """Return a pair (shard number, file entry) for each line of the shard tables."""
         self.fetch(self.manifest.shard_tables)
         return [line for table in self.manifest.shard_tables for line in read_shard_table(self.root, table)]
 
@@ -332,10 +324,6 @@ class CommittedIndex:
         """Download the committed files `entries` that `root` lacks. Does nothing for an index on a file system.
 
         Whoever reads a file of an index calls this first.
-
-        Raises:
-            CorruptIndexError: an object is missing, or is not the file that was committed.
-            ObjectStoreError: the object store refused a request or cannot be reached.
         """
         if self.remote is not None:
             self.remote.download(self.root, entries)

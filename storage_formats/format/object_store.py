@@ -80,14 +80,7 @@ def is_url(location: IndexLocation) -> bool:
 
 
 def local_path(location: IndexLocation, *, advice: str = "") -> Path:
-    """Return the path of a file or directory on this machine.
-
-    Args:
-        advice: end of the error message.
-
-    Raises:
-        UsageError: `location` is a URL.
-    """
+    """Return the path of a file or directory on this machine. A URL raises a UsageError that ends in `advice`."""
     if _looks_like_url(location):
         raise UsageError(f"{location} is a URL, but a path on this machine is needed{advice}")
     return as_path(location, "location")
@@ -119,7 +112,6 @@ class ObjectVersion:
     """One version of an object: the contents, and the identifiers that conditional writes need.
 
     Attributes:
-        data: contents of the object.
         etag: ETag of this version, for conditional writes to S3 and Azure.
         version: on Google Cloud Storage, the generation number. Elsewhere, the version id if the bucket keeps versions.
     """
@@ -154,7 +146,6 @@ class ObjectFolder:
 
     Attributes:
         url: the URL, without a slash at its end.
-        store: the `obstore` object that sends the requests.
     """
 
     url: str
@@ -166,7 +157,6 @@ class ObjectFolder:
 
         Raises:
             UsageError: the URL is not valid, or the environment lacks a setting that the store needs.
-            MissingExtraError: obstore is not installed.
         """
         url = url.rstrip("/")
         return cls(url, _open_store(url))
@@ -258,12 +248,7 @@ class ObjectFolder:
             )
 
     def download(self, root: Path, entries: Iterable[FileEntry]) -> None:
-        """Download the committed files that are missing below `root`, in parallel.
-
-        Raises:
-            CorruptIndexError: see `committed_chunks`.
-            OSError: a file cannot be written, or its path leads outside `root`.
-        """
+        """Download the committed files that are missing below `root`, in parallel."""
 
         def fetch(entry: FileEntry) -> None:
             path = check_inside(root, root / entry.path)

@@ -41,7 +41,6 @@ def iter_batches(
     """Yield `columns` of an open file in batches of at most `rows` rows.
 
     Args:
-        rows: largest number of rows of a batch.
         row_groups: numbers of the row groups to read; None reads all.
 
     Raises:
@@ -54,7 +53,6 @@ def read_table(data: bytes, columns: list[str] | None = None, *, optional: Colle
     """Read a table of distinct rows from the contents of a Parquet file.
 
     Args:
-        data: contents of the file.
         columns: names of the columns to read, in this order. None reads all columns.
         optional: names in `columns` that are skipped if the table does not have them.
 

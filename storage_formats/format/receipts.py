@@ -18,7 +18,6 @@ class ShardReceipt:
     """The counts and files of a committed shard.
 
     Attributes:
-        duplicates: number of rows whose input is a duplicate.
         seconds: time spent in each stage (read, decode, wait, encode, write), summed over threads.
         truncated: number of indexed rows whose images are truncated. The column `detail` of these rows has a text.
     """

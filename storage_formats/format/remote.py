@@ -37,7 +37,6 @@ def open_index(location: IndexLocation, snapshot: int | None = None) -> Committe
 
     Raises:
         UsageError, IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
-        ObjectStoreError: the object store refused a request or cannot be reached.
     """
     if not is_url(location):
         return CommittedIndex.open(location, snapshot)

@@ -131,9 +131,6 @@ def read_shard_rows(
             build.
         source_columns: source columns of the index. A column that is missing from the file is null in the result. A
             column with a narrower type in the file is converted.
-
-    Raises:
-        CorruptIndexError: the file is missing, is not a rows table, or differs from the committed file.
     """
     path = layout.rows_file(shard)
     schema = row_schema(source_columns)
@@ -163,9 +160,6 @@ def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> It
 
     Args:
         columns: names of the columns to read. None reads all columns.
-
-    Raises:
-        CorruptIndexError: a file is missing, is not a rows table, or differs from the committed file.
     """
     tables = iter_stored_rows(index, columns)
     for shard, table in zip(index.manifest.spec.shard_numbers(), tables, strict=True):
@@ -181,9 +175,6 @@ def iter_stored_rows(
     Args:
         columns: names of the columns to read. None reads all columns.
         shards: numbers of the shards to read. None reads all shards.
-
-    Raises:
-        CorruptIndexError: a file is missing, is not a rows table, or differs from the committed file.
     """
     names = None if columns is None else list(columns)
     files = list(_rows_files(index, shards or index.manifest.spec.shard_numbers()).items())

@@ -82,11 +82,7 @@ def check_content(path: Path, entry: FileEntry, content: bytes, *, row_ids: tupl
 
 
 def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
-    """Read the shard table with the file entry `table`. Return a pair (shard number, file entry) for each line.
-
-    Raises:
-        CorruptIndexError: the shard table is missing or damaged.
-    """
+    """Read the shard table with the file entry `table`. Return a pair (shard number, file entry) for each line."""
     path = Path(root) / table.path
     try:
         data = read_index_file(root, path, max_bytes=table.bytes)

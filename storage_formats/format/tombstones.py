@@ -129,11 +129,7 @@ def refuse_before_first(row_ids: Ints, spec: IndexSpec) -> None:
 
 
 def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombstones:
-    """Read the tombstones of a snapshot of the index at `root`.
-
-    Raises:
-        CorruptIndexError: the tombstones file is missing or damaged.
-    """
+    """Read the tombstones of a snapshot of the index at `root`."""
     entry = snapshot.deleted
     if entry is None:
         return Tombstones.none(spec.shard_size)

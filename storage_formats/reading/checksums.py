@@ -46,11 +46,7 @@ class BlockCheck:
         return BlockCheck(self.expected[part], self.row_ids[part], self.path)
 
     def compare(self, actual: Checksums, start: int, stop: int) -> None:
-        """Compare `actual[start:stop]` with `expected[start:stop]`.
-
-        Raises:
-            CorruptIndexError: a computed checksum differs from the stored checksum.
-        """
+        """Compare `actual[start:stop]` with `expected[start:stop]`."""
         computed, stored = actual[start:stop], self.expected[start:stop]
         if computed.tobytes() == stored.tobytes():  # faster than NumPy's comparison of so few values
             return
@@ -85,11 +81,7 @@ class BlockChecksums:
         self._lock = threading.Lock()
 
     def check(self, batch: Batch) -> BlockCheck:
-        """Return a `BlockCheck` for the records of `batch`.
-
-        Raises:
-            CorruptIndexError: a checksum file is missing or has the wrong length.
-        """
+        """Return a `BlockCheck` for the records of `batch`."""
         shards = [shard for shard, _, _ in batch.shard_spans]
         with self._lock:
             by_shard = {shard: self._kept[shard] for shard in shards if shard in self._kept}
@@ -109,11 +101,7 @@ class BlockChecksums:
         )
 
     def file_checksums(self, shards: list[int]) -> dict[int, int]:
-        """Return the CRC-32C of the checksum file of each of `shards`. It identifies all blocks of the shard.
-
-        Raises:
-            CorruptIndexError: a shard table cannot be read, or does not list one of `shards`.
-        """
+        """Return the CRC-32C of the checksum file of each of `shards`. It identifies all blocks of the shard."""
         return {shard: entry.crc32c for shard, entry in self._committed.files(shards).items()}
 
     def close(self) -> None:

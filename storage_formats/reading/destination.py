@@ -38,7 +38,6 @@ class Destination:
     read them into `records` instead, record i of the batch into `records[batch.out_indices[i]]`, and then call `check`.
 
     Args:
-        batch: the records to read.
         out: array for the blocks, bfloat16 [k, m, d], or for the records, uint8 [k, record_bytes], or for the scores,
             float32 [k].
         find_check: function that returns the stored checksums of a batch. It may read files, so it is called after the
@@ -68,11 +67,7 @@ class Destination:
         return self._find_check(self.batch)
 
     def take(self, memory: Bytes, offsets: Ints, part: Part, threads: int | None = None) -> None:
-        """Check and write the records `batch[part]`. The k records start at the byte offsets `offsets` [k] of `memory`.
-
-        Raises:
-            CorruptIndexError: a checksum differs from the stored checksum.
-        """
+        """Check and write the records `batch[part]`. They start at the byte offsets `offsets` [k] of `memory`."""
         check, size = self._check[part], self._codec.record_bytes
         if self._query is not None:
             self._score(self._query, memory, offsets, part, threads)

@@ -37,9 +37,6 @@ def read_direct(destination: Destination, files: ShardFiles, queues: QueuePool, 
 
     Args:
         buffers: pool of buffers for records that cannot be read directly into the destination.
-
-    Raises:
-        CorruptIndexError: a file cannot be read, or a record is damaged.
     """
     pending = unsettled()
     settle(pending)

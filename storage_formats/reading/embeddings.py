@@ -43,9 +43,6 @@ def read_shard_embeddings(
     Args:
         committed: file entry in the shard table, which the file must match. None skips this check.
         positions: [k], positions of the rows to read one by one. None reads all rows of the shard at once.
-
-    Raises:
-        CorruptIndexError: the embedding file is missing, has the wrong length, or differs from `committed`.
     """
     path, size = layout.embedding_shard(shard), 4 * spec.embed_dim
     try:
@@ -114,10 +111,6 @@ def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float3
 
     Args:
         row_ids: [k], row ids in any order. Duplicates are allowed.
-
-    Raises:
-        RowIdError: a row id is out of range, or belongs to no input.
-        CorruptIndexError: a file is missing, has the wrong length, or differs from the committed file.
     """
     layout, spec = Layout(index.root), index.manifest.spec
     ids = check_row_ids(row_ids, spec.rows)

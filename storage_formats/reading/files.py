@@ -57,9 +57,6 @@ class ShardFile:
         """Return the memory address at which the file is mapped. The first call maps the file.
 
         Call this method right before each read. A read beyond the end of a shortened file kills the process (SIGBUS).
-
-        Raises:
-            CorruptIndexError: the file has become shorter since it was opened.
         """
         size = os.fstat(self.fd).st_size
         if size < self.size:
@@ -110,11 +107,7 @@ class ShardFile:
         self.trusted_until = 0.0
 
     def read_fully(self, fd: int, position: int, target: memoryview, record_bytes: int) -> None:
-        """Read the records from `position` on with blocking reads of the descriptor `fd` until `target` is full.
-
-        Raises:
-            CorruptIndexError: the file is too short or cannot be read.
-        """
+        """Read the records from `position` on with blocking reads of the descriptor `fd` until `target` is full."""
         done = 0
         while done < len(target):
             try:
@@ -194,11 +187,7 @@ class ShardFiles:
         return file
 
     def acquire(self, batch: Batch) -> dict[int, ShardFile]:
-        """Return the open files of a batch, keyed by shard number. The caller must pass the result to `release` later.
-
-        Raises:
-            CorruptIndexError: a file is missing or too short.
-        """
+        """Return the open files of a batch by shard number. The caller must pass the result to `release` later."""
         files: dict[int, ShardFile] = {}
         try:
             for shard, _, stop in batch.shard_spans:

@@ -83,9 +83,6 @@ class LocalReads:
         """Read the records of `batch`. `destination_of` returns the destination of a part of the batch.
 
         Afterwards, nothing writes to the destination any more.
-
-        Raises:
-            CorruptIndexError: a file is missing or a record is damaged.
         """
         settle(unsettled())
         for engine, part in self.split(batch):

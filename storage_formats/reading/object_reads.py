@@ -40,7 +40,6 @@ class ObjectReads:
 
     Attributes:
         key: function that takes a shard number and returns the key of the token object.
-        record_bytes: length of a record in bytes.
         cache: cached blocks on the local disk; None reads all blocks from the object store.
     """
 
@@ -56,12 +55,7 @@ class ObjectReads:
         return info.size if info else 0
 
     def read(self, batch: Batch, destination_of: Callable[[Batch], Destination]) -> None:
-        """Read the records of `batch`, see `local_reads.LocalReads.read`.
-
-        Raises:
-            CorruptIndexError: an object is missing or a record is damaged.
-            ObjectStoreError: the object store refused a request or cannot be reached.
-        """
+        """Read the records of `batch`, see `local_reads.LocalReads.read`."""
         destination, size = destination_of(batch), self.record_bytes
         crews: deque[tuple[Crew[_Request], Bytes, Ints, Part]] = deque()
 

@@ -31,7 +31,6 @@ class ConversionTask:
 
     Attributes:
         source: precision to read, one of the precisions of the index.
-        targets: precisions to write.
     """
 
     root: str
@@ -54,9 +53,7 @@ def convert_shard(
         should_stop: called between pieces; True stops the conversion.
 
     Raises:
-        CorruptIndexError: a block does not match its checksum, or a file cannot be read.
         TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
-        OSError: a file cannot be written.
     """
     layout = Layout(Path(task.root))
     staged = StagedFiles(layout, task.shard)
@@ -117,7 +114,6 @@ def with_precisions(
 
     Args:
         targets: converted precisions, which the index does not have yet.
-        receipts: one receipt per shard.
 
     Raises:
         CorruptIndexError: a shard has no receipt.

@@ -69,13 +69,10 @@ class RowCopier:
         """Write and commit the files of one shard of the target, and write the receipt.
 
         Args:
-            on_progress: called with the number of rows copied so far.
             should_stop: called between pieces; True stops the copy.
 
         Raises:
-            CorruptIndexError: a record or a file of the source is damaged.
             TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
-            OSError: a file of the target cannot be written.
         """
         new_ids, first = self._spec.shard_rows(shard), self._spec.used_segments[-1].first_row
         old_ids = self._selection.row_ids(range(new_ids.start - first, new_ids.stop - first))
@@ -130,10 +127,6 @@ class ShardCopier:
 
     Args:
         offset: number to add to the row ids, a multiple of the shard size.
-        target: layout of the index to write to.
-
-    Raises:
-        CorruptIndexError: a shard table of `source` is missing or damaged.
     """
 
     def __init__(self, source: CommittedIndex, offset: int, target: Layout, plan: str) -> None:
@@ -141,12 +134,7 @@ class ShardCopier:
         self._entries = {file.path: file for _, file in source.shard_files()}
 
     def copy_shard(self, shard: int) -> ShardReceipt:
-        """Copy and commit the files of shard `shard` of the source, and write the receipt.
-
-        Raises:
-            CorruptIndexError: a file of the source is missing or damaged.
-            OSError: a file of the target cannot be written.
-        """
+        """Copy and commit the files of shard `shard` of the source, and write the receipt."""
         spec, source = self._source.manifest.spec, Layout(self._source.root)
         moved = shard + self._offset // spec.shard_size
         staged = StagedFiles(self._target, moved)
@@ -223,10 +211,6 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
     """Copy a file of the index at `root` to the new file `target`, and compare the copy with the file entry `source`.
 
     The file system shares the disk blocks if it can (reflink).
-
-    Raises:
-        CorruptIndexError: the file is missing, or its length or CRC-32C differs from `source`.
-        OSError: `target` cannot be written.
     """
     path = root / source.path
     try:

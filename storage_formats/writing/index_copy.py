@@ -39,11 +39,7 @@ _MAX_CLAIM_BYTES = 1 << 20
 
 
 def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
-    """Return the entries of all files of a snapshot, apart from `index.json`.
-
-    Raises:
-        CorruptIndexError: a shard table is missing or damaged, or names a file that is not a data file of an index.
-    """
+    """Return the entries of all files of a snapshot, apart from `index.json`."""
     named = [*(entry for _, entry in index.shard_files()), *index.manifest.own_files]
     for entry in named:
         if not DATA_FILE.fullmatch(entry.path) or entry.path.endswith("zarr.json"):
@@ -100,7 +96,6 @@ class RemoteCopy:
 
     Attributes:
         replaced: the `index.json` that the copy will replace. None if the destination has no `index.json`.
-        writer: identity of the claim.
     """
 
     index: CommittedIndex
@@ -109,11 +104,7 @@ class RemoteCopy:
     writer: str
 
     def put(self, entry: FileEntry) -> bool:
-        """Write a file, and compare it with `entry`. Return False if the same object was there already.
-
-        Raises:
-            CorruptIndexError: the file is missing or differs from `entry`.
-        """
+        """Write a file, and compare it with `entry`. Return False if the same object was there already."""
         info, checksum = self.folder.info(entry.path), to_hex(entry.crc32c)
         if info is not None and info.size == entry.bytes and info.metadata.get(_CHECKSUM) == checksum:
             return False

@@ -33,7 +33,6 @@ def new_manifest(
     """Write the shard tables and the tombstones of a new index. Return its manifest, which is not written.
 
     Args:
-        receipts: one receipt per shard, in any order.
         model: description of the model. The required member `fingerprint` is a hash of everything that determines the
             stored bytes.
         ann: value of `ann` in `index.json`, which describes the nearest-neighbour index (SPEC.md section 10).

@@ -21,11 +21,6 @@ class ShardWriter:
 
     Use the writer in a `with` statement, which removes uncommitted files at the end. Call `begin_index` before the
     first shard.
-
-    Args:
-        root: directory of the index.
-        spec: shape of the index.
-        shard: shard number.
     """
 
     def __init__(self, root: str | Path, spec: IndexSpec, shard: int) -> None:
@@ -43,9 +38,6 @@ class ShardWriter:
             positions: int64 [k], positions in the shard. They must ascend, within a call and across calls.
             tokens: ml_dtypes.bfloat16 [k, m, d], finite.
             embeddings: float32 [k, embed_dim], finite.
-
-        Raises:
-            OSError: the files cannot be written.
         """
         self._embeddings[positions] = embeddings
         for file in self._files:
@@ -57,11 +49,6 @@ class ShardWriter:
         Args:
             rows: rows table with one line per row of the shard, with the schema
                 `storage_formats.format.rows.ROW_SCHEMA`.
-            plan: fingerprint of the build plan.
-            seconds: seconds spent in each stage, for the receipt.
-
-        Raises:
-            OSError: the files cannot be written.
         """
         for file in self._files:
             self._staged.add_tokens(file)

@@ -36,7 +36,6 @@ class TokenShardFile:
 
     Args:
         path: path of the file, which must not exist.
-        rows: number of rows of the shard.
         shard_size: number of rows of a full shard.
     """
 

@@ -38,9 +38,6 @@ class Preparation:
     """What every step of the preparation needs.
 
     Attributes:
-        settings: settings of the training run.
-        start: bundle with the initial weights.
-        on_event: called with each progress event.
         should_stop: the preparation stops once `should_stop()` returns True.
     """
 
