@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -98,7 +99,9 @@ class _Table:
 
     def lines(self, shards: list[int]) -> list[dict[str, Any]]:
         """Return the lines of the table for `shards`. Each line is a dictionary from column name to value."""
-        requested = pa.array(shards, pa.int32())
+        # `pa.array` would import pandas, which takes 0.25 s.
+        wanted = pa.py_buffer(np.array(shards, dtype=np.int32))
+        requested = pa.Array.from_buffers(pa.int32(), len(shards), [None, wanted])
         try:
             self._index.fetch([self._entry])
             with open_index_file(self._index.root, self.path) as file:
