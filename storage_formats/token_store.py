@@ -447,7 +447,9 @@ class _View:
             used = rows_in_use(ids[order], spec)
             order, unused = order[used], order[~used]
             out[unused] = hole
-        is_first = np.diff(ids[order], prepend=-1) > 0
+        in_order = ids[order]
+        is_first = np.ones(len(order), dtype=bool)
+        np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
         firsts = order[is_first]
         if len(firsts):
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.index_files import open_regular
@@ -50,7 +51,8 @@ class ShardFile:
     readers: int = 0
     is_cached: bool | None = None
     trusted_until: float = 0.0
-    _map: mmap.mmap | None = field(default=None, repr=False)
+    _map: NDArray[np.uint8] | None = field(default=None, repr=False)
+    _address: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def mapped_at(self) -> int:
@@ -66,8 +68,9 @@ class ShardFile:
             )
         with self._lock:
             if self._map is None:
-                self._map = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
-            return int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+                self._map = np.frombuffer(mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ), dtype=np.uint8)
+                self._address = self._map.ctypes.data
+            return self._address
 
     def ask(self, now: float) -> None:
         """Ask the kernel whether the page cache has the file."""
