@@ -22,9 +22,11 @@ _PACKAGES = (_DISTRIBUTION, "torch", "numpy", "zarr", "ray", "faiss-cpu", "pyarr
 
 def environment() -> dict[str, Any]:
     """Return the date (UTC), the hardware, the kernel, and the versions of Python and of the main packages."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "processor": _processor(),
+        "processor": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
@@ -43,12 +45,6 @@ def dependencies() -> dict[str, str]:
     return {name: installed for name in sorted(names, key=str.lower) if (installed := _version(name))}
 
 
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -63,7 +59,9 @@ def available_memory() -> int:
     available = int(psutil.virtual_memory().available)
     limit, used = _read_cgroup("memory.max"), _read_cgroup("memory.current")
     if limit.isdigit() and used.isdigit():
-        available = min(available, max(0, int(limit) - int(used) + _file_cache()))
+        fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
+        cache = sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))  # freed when it is needed
+        available = min(available, max(0, int(limit) - int(used) + cache))
     return available
 
 
@@ -76,22 +74,11 @@ def free_disk(path: Path) -> int:
 def cuda_devices() -> int:
     """Return the number of CUDA devices that torch can use."""
     # A separate process counts the devices, so that this process does not import torch.
-    if not has_gpu_node():
+    if not any(os.path.exists(node) for node in _GPU_NODES):
         return 0
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
     last_word = done.stdout.split()[-1:] if done.returncode == 0 else []
     return int(last_word[0]) if last_word and last_word[0].isdigit() else 0
-
-
-def has_gpu_node() -> bool:
-    """Return True if the operating system has a device file of an NVIDIA or AMD GPU."""
-    return any(os.path.exists(node) for node in _GPU_NODES)
-
-
-def _file_cache() -> int:
-    """Return the size of the container's page cache in bytes. The kernel frees this memory when it is needed."""
-    fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
-    return sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 def _read_cgroup(name: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
@@ -27,3 +27,14 @@ def ordered_results(
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
+
+
+def ordered_map(
+    work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int, ahead: int
+) -> Generator[_Result, None, None]:
+    """Yield `work(item)` of each item, in order. Threads work on at most `ahead` items ahead."""
+    with ThreadPoolExecutor(threads, "edje-ahead") as pool:
+        try:
+            yield from ordered_results(items, lambda item: pool.submit(work, item), ahead=ahead)
+        finally:
+            pool.shutdown(cancel_futures=True)

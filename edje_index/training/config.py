@@ -306,18 +306,6 @@ class TrainSettings(TrainConfig):
         }
 
 
-def make_config(values: Mapping[str, Any]) -> TrainConfig:
-    """Return the training settings in `values`, a nested dictionary ``{group: {key: value}}``.
-
-    Missing settings get their default values.
-
-    Examples:
-        >>> make_config({"loop": {"steps": 1000}}).loop.steps
-        1000
-    """
-    return validated(TrainConfig, values)
-
-
 def validated(model: type[Model], values: Mapping[str, Any]) -> Model:
     """Validate `values`, a nested dictionary ``{group: {key: value}}``, and return them as an instance of `model`.
 
@@ -334,7 +322,7 @@ def validated(model: type[Model], values: Mapping[str, Any]) -> Model:
 def _describe(model: type[Settings], problem: Any) -> str:
     name, message, value = ".".join(map(str, problem["loc"])), str(problem["msg"]), problem["input"]
     if problem["type"] == "extra_forbidden":
-        names = setting_names(model)
+        names = [f"{group}.{key}" for group, kind in groups(model).items() for key in kind.model_fields]
         same_key = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
         alike = same_key or difflib.get_close_matches(name, [*names, *model.model_fields], n=1)
         return f"no setting is named {name}" + (f"; did you mean {' or '.join(alike)}?" if alike else "")
@@ -343,11 +331,6 @@ def _describe(model: type[Settings], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{name} is missing"
     return f"{name} is {value!r}; {message[0].lower()}{message[1:]}"
-
-
-def setting_names(model: type[Settings]) -> list[str]:
-    """Return the name ``group.key`` of every setting of every group in `model`."""
-    return [f"{group}.{key}" for group, kind in groups(model).items() for key in kind.model_fields]
 
 
 def groups(model: type[Settings]) -> dict[str, type[Settings]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,14 +47,13 @@ from edje_index.training.workers import WorkerGroup
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.ordered_results import ordered_results
+from storage_formats.ordered_results import ordered_map
 
 CAPTIONS, ALIGNMENT, JOINT = "captions", "alignment", "joint"
 BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
 """Number of steps without a finite gradient in a row after which training fails."""
 Record = dict[str, Any]
-_Item = TypeVar("_Item")
 _ALIGNMENT_WARMUP = 0.1  # warm-up steps as a fraction of the alignment steps
 _AHEAD = 2  # batches that are made ahead
 _MAX_DECODE_THREADS = 16
@@ -316,7 +315,7 @@ def _run_phase(
 
     sums: dict[str, torch.Tensor] = {}  # of the losses since the last log record
     started, waited, since = time.monotonic(), 0.0, first
-    batches = made_ahead(make_batch, range(first * accumulate, steps * accumulate))
+    batches = ordered_map(make_batch, range(first * accumulate, steps * accumulate), 1, 1 + _AHEAD)
     with contextlib.closing(batches), contextlib.nullcontext() if log is None else contextlib.closing(log):
         for step in range(first, steps):
             rate = learning_rate(step, steps, epoch, optimization, epochs_before)
@@ -467,12 +466,3 @@ def learning_rate(
         return max(floor, config.lr * config.decay_rate**epoch)
     done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2
-
-
-def made_ahead(make: Callable[[int], _Item], numbers: range) -> Generator[_Item, None, None]:
-    """Yield ``make(number)`` for each number in `numbers`. A thread makes two items ahead."""
-    with ThreadPoolExecutor(1, "edje-batches") as pool:
-        try:
-            yield from ordered_results(numbers, lambda number: pool.submit(make, number), ahead=1 + _AHEAD)
-        finally:
-            pool.shutdown(cancel_futures=True)

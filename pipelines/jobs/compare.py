@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,19 +253,14 @@ def _refuse_hidden_rows(index: CommittedIndex, hidden: Mapping[str, str], lost: 
     below: Counter[str] = Counter()
     for table in iter_rows(index, ["row_id", "uri"]) if hidden and lost else ():
         for line in table.to_pylist():
-            container = _container_of(line["uri"], hidden) if line["row_id"] in lost else None
-            below.update(() if container is None else (container,))
+            uri = line["uri"] if line["row_id"] in lost else ""
+            ends = (position for position, letter in enumerate(uri) if letter in "/!")
+            below.update([uri[:end] for end in ends if uri[:end] in hidden][:1])  # the outermost one
     for container, rows in below.items():
         raise EdjeError(
             f"cannot compare {container} with the index ({hidden[container]}). The index has "
             f"{counted(rows, 'row')} from {container}; check that it is mounted and readable. The index is unchanged"
         )
-
-
-def _container_of(uri: str, hidden: Iterable[str]) -> str | None:
-    """Return the directory or archive in `hidden` that contains the input `uri`; None if there is none."""
-    ends = (position for position, letter in enumerate(uri) if letter in "/!")
-    return next((uri[:end] for end in ends if uri[:end] in hidden), None)
 
 
 def _open_recorded(groups: tuple[SourceGroup, ...] | None, *, clips: bool) -> list[Source]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -40,7 +40,7 @@ from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, 
 from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.tombstones import check_rows_in_use, live_rows
-from storage_formats.ordered_results import ordered_results
+from storage_formats.ordered_results import ordered_map
 from storage_formats.row_ids import check_row_ids
 from storage_formats.writing.copying import RowCopier, count_values, with_values
 from storage_formats.writing.index_copy import begin_remote_copy, copy_to_directory, files_to_copy, manifest_bytes
@@ -355,8 +355,7 @@ def _copy_files(
     """Call `copy` for each entry, in several threads. Return the entries of the files that were not there yet."""
     copied, done = [], 0
     wanted = itertools.takewhile(lambda _: not should_stop(), entries)
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        results = ordered_results(wanted, lambda entry: pool.submit(copy, entry), ahead=2 * _FILES_AT_ONCE)
+    with contextlib.closing(ordered_map(copy, wanted, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)) as results:
         for done, (is_new, entry) in enumerate(zip(results, entries, strict=False), 1):
             copied += [entry] if is_new else []
             on_event(Progress("copying files", done, len(entries)))

@@ -42,16 +42,6 @@ _CUDA_BATCH = 32
 _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
 
 
-def default_device() -> str:
-    """Return the device that "auto" selects on this machine."""
-    return "cuda" if cuda_devices() else "cpu"
-
-
-def default_threads() -> int:
-    """Return the number of CPU threads per worker if the request names none."""
-    return min(usable_cpus(), _MAX_THREADS)
-
-
 @dataclass(frozen=True)
 class BuildSettings:
     """The settings of `pipelines.build_index` that affect the stored bytes, with actual values instead of defaults."""
@@ -104,13 +94,13 @@ class BuildSettings:
                 f"{frames} frames per clip are not allowed; give a number from 1 to {MAX_FRAMES}", parameter="frames"
             )
         if device == "auto":
-            device = stored.device if stored else default_device()
+            device = stored.device if stored else "cuda" if cuda_devices() else "cpu"
         if dtype is None or dtype == "auto":
             # Without "auto", equal devices choose alike, so that the bytes do not depend on the model of the CPU.
             is_fast = device == "cuda" or (dtype == "auto" and has_bfloat16())
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
-            threads = stored.threads if stored else default_threads()
+            threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
         if batch_size is None:
             batch_size = stored.batch_size if stored else _CPU_BATCH if device == "cpu" else _CUDA_BATCH
         return cls(

@@ -33,7 +33,6 @@ from pipelines.sources.base import (
     holds_inputs,
     is_input,
     is_url,
-    ordered_map,
     read_head,
 )
 from pipelines.sources.folder import FolderSource
@@ -49,6 +48,7 @@ from pipelines.sources.packed import (
 )
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import WEB_SCHEMES
+from storage_formats.ordered_results import ordered_map
 
 ACCEPTED = (
     f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of images, a list of paths "

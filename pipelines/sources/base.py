@@ -8,7 +8,6 @@ import threading
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +20,6 @@ from edje_index.images.urls import ChangedFileError, FileVersion, has_credential
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import WEB_SCHEMES
 from storage_formats.format.source_columns import Value
-from storage_formats.ordered_results import ordered_results
 
 STANDARD_INPUT = "-"
 
@@ -249,14 +247,3 @@ def read_head(path: bytes, size: int | None = None) -> bytes:
         return read_remote_range(url, length, 0, version) if length else b""
     with open(path, "rb", buffering=0) as file:
         return file.read(HEAD_BYTES)
-
-
-def ordered_map(
-    work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int, ahead: int
-) -> Iterator[_Result]:
-    """Yield `work(item)` of each item, in order. Threads work on at most `ahead` items ahead."""
-    with ThreadPoolExecutor(threads, "edje-list") as pool:
-        try:
-            yield from ordered_results(items, lambda item: pool.submit(work, item), ahead=ahead)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)

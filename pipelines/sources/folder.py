@@ -18,13 +18,13 @@ from pipelines.sources.base import (
     has_input_suffix,
     holds_inputs,
     ignored_as,
-    ordered_map,
     problem_of,
     read_head,
 )
 from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.format.layout import Layout
+from storage_formats.ordered_results import ordered_map
 
 _FILES_AT_ONCE = 16
 _FileId = tuple[int, int]  # device and inode: the same for every path to a file or directory

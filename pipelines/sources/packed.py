@@ -26,7 +26,7 @@ from edje_index.images.decode import HEAD_BYTES, ImageError, image_format, undec
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import RangedFile, open_ranged
 from edje_index.images.tars import Member
-from pipelines.sources.base import Source, file_name, ignored_as, listed_input, lost_file, ordered_map
+from pipelines.sources.base import Source, file_name, ignored_as, listed_input, lost_file
 from pipelines.sources.metadata import (
     MAX_SIDECAR_BYTES,
     SIDECAR_SUFFIXES,
@@ -38,6 +38,7 @@ from pipelines.sources.metadata import (
 from storage_formats.errors import UsageError
 from storage_formats.format.parquet import iter_batches, open_parquet
 from storage_formats.format.source_columns import Value
+from storage_formats.ordered_results import ordered_map
 
 NO_IMAGE = "(row without an image)"
 _FILES_AT_ONCE = 8

@@ -240,7 +240,11 @@ class Manifest:
 
     def write(self, layout: Layout) -> None:
         """Write `index.json`. This commits the index."""
-        spec = self.spec
+        spec, precisions = self.spec, list[dict[str, Any]]()
+        for name in spec.precisions:
+            precisions.append({"name": name, "record_bytes": codec(name, spec.block_shape).record_bytes})
+            if sources := self.encoded_from.get(name):
+                precisions[-1]["encoded_from"] = list(sources)
         value = {
             "format": FORMAT,
             "format_version": self.format_version,
@@ -250,7 +254,7 @@ class Manifest:
             "shards": spec.shards,
             "block_shape": list(spec.block_shape),
             "embed_dim": spec.embed_dim,
-            "precisions": [self._precision_to_json(name) for name in spec.precisions],
+            "precisions": precisions,
             "counts": asdict(self.counts),
             "model": self.model,
             "settings": self.settings,
@@ -267,11 +271,6 @@ class Manifest:
         if self.columns:
             value["columns"] = [column.to_json() for column in self.columns]
         write_json_atomic(layout.manifest, {**value, "crc32c": json_checksum(value)})
-
-    def _precision_to_json(self, name: str) -> dict[str, Any]:
-        value: dict[str, Any] = {"name": name, "record_bytes": codec(name, self.spec.block_shape).record_bytes}
-        sources = self.encoded_from.get(name)
-        return {**value, "encoded_from": list(sources)} if sources else value
 
     @property
     def ann_files(self) -> list[FileEntry]:

@@ -16,8 +16,6 @@ Value: TypeAlias = bool | int | float | str | datetime.datetime | list[str]
 """A value of a source column. A `datetime` has a time zone."""
 
 BOOL, INT64, FLOAT64, STRING, TIMESTAMP, STRINGS = "bool", "int64", "float64", "string", "timestamp", "list<string>"
-TYPES = (BOOL, INT64, FLOAT64, STRING, TIMESTAMP, STRINGS)
-"""The types of source columns."""
 
 MAX_COLUMNS = 256
 MAX_NAME_BYTES = 128
@@ -60,7 +58,7 @@ class SourceColumn:
 
     @property
     def type(self) -> str:
-        """The type of the column, one of `TYPES`. Conversion to this type loses no information."""
+        """The type of the column, a name above. Conversion to this type loses no information."""
         kinds = set(self.kinds)
         exact = (name for accepted, name in _TYPES_OF_KINDS if kinds <= accepted)
         return STRINGS if "texts" in kinds else next(exact, STRING)
@@ -130,7 +128,11 @@ def kind_of(value: Value) -> str:
     A "big-int" is an integer that float64 cannot represent exactly.
     """
     if isinstance(value, PlainText):
-        return _kind_of_plain(value)
+        if value.lower() in ("true", "false"):
+            return "bool"
+        if _INTEGER.fullmatch(value):
+            return kind_of(int(value))
+        return "float" if _FRACTION.fullmatch(value) else "text"
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
@@ -140,14 +142,6 @@ def kind_of(value: Value) -> str:
     if isinstance(value, str):
         return "text"
     return "timestamp" if isinstance(value, datetime.datetime) else "texts"
-
-
-def _kind_of_plain(text: str) -> str:
-    if text.lower() in ("true", "false"):
-        return "bool"
-    if _INTEGER.fullmatch(text):
-        return "int" if abs(int(text)) <= _EXACT_IN_FLOAT64 else "big-int"
-    return "float" if _FRACTION.fullmatch(text) else "text"
 
 
 def text_of(value: Value) -> str:

@@ -56,7 +56,9 @@ class TokenShardFile:
         """Write `records` [k, record_bytes] at ascending `positions` [k]. Skipped positions become holes."""
         for run in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1):
             if len(run):
-                self._append(int(positions[run[0]]), records[run[0] : run[-1] + 1])
+                self._fill_to(int(positions[run[0]]))
+                self._present[positions[run]] = True
+                self._write(records[run[0] : run[-1] + 1])
 
     def finish(self) -> tuple[int, NDArray[np.uint32]]:
         """Fill the remaining positions with holes, and write the padding and the shard index.
@@ -77,11 +79,6 @@ class TokenShardFile:
         """Close the file. May be called repeatedly."""
         with contextlib.suppress(OSError):  # `finish` reports what cannot be written
             self._file.close()
-
-    def _append(self, position: int, records: Records) -> None:
-        self._fill_to(position)
-        self._present[position : position + len(records)] = True
-        self._write(records)
 
     def _fill_to(self, position: int) -> None:
         while self._next < position:
