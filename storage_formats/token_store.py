@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +26,7 @@ from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.remote import cache_directory, open_index
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import Tombstones, live_rows, refuse_before_first, rows_in_use
+from storage_formats.ordered_results import ordered_map
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
@@ -312,40 +309,9 @@ class TokenStore:
             >>> [len(blocks) for blocks in store.iter_fetch([[0, 1, 2], [3], []])]
             [3, 1, 0]
         """
-        with contextlib.closing(self._futures(batches, ahead)) as futures:
-            for future in futures:
-                yield future.result()
-
-    async def aiter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> AsyncIterator[Blocks]:
-        """Yield blocks like `iter_fetch`, for use with `async for`. Does not block the event loop.
-
-        Examples:
-            >>> import asyncio
-            >>> from storage_formats import TokenStore
-            >>> async def count_blocks():
-            ...     store = TokenStore.open("photos.edje")
-            ...     return sum([len(blocks) async for blocks in store.aiter_fetch([[0, 1, 2], [3]])])
-            >>> asyncio.run(count_blocks())
-            4
-        """
-        with contextlib.closing(self._futures(batches, ahead)) as futures:
-            for future in futures:
-                yield await asyncio.wrap_future(future)
-
-    def _futures(self, batches: Iterable[RowIds], ahead: int) -> Generator[Future[Blocks]]:
-        """Yield one future per batch. A background thread fetches the batches ahead of the caller."""
         if ahead < 1:
             raise UsageError(f"ahead must be at least 1, got {ahead}")
-        thread = ThreadPoolExecutor(1, "edje-fetch")
-        pending: deque[Future[Blocks]] = deque()
-        try:
-            for row_ids in batches:
-                pending.append(thread.submit(self.fetch, row_ids))
-                if len(pending) > ahead:
-                    yield pending.popleft()
-            yield from pending
-        finally:
-            thread.shutdown(cancel_futures=True)
+        yield from ordered_map(self.fetch, batches, 1, 1 + ahead)
 
     def holes(self, blocks: Blocks) -> NDArray[np.bool_]:
         """Return which of the fetched `blocks` [k, m, d] are holes, bool [k].

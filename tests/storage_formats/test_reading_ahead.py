@@ -1,8 +1,7 @@
-"""Fetching batches in advance, for `for` and `async for` loops."""
+"""Fetching batches in advance."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import numpy as np
@@ -14,27 +13,15 @@ from tests.conftest import same_bits
 BATCHES = ([0, 5, 5], [], np.arange(299, 0, -7), [1])
 
 
-async def collect(store, ahead, stop_after):
-    generator, found = store.aiter_fetch(BATCHES, ahead=ahead), []
-    async for blocks in generator:
-        found.append(blocks)
-        if len(found) == stop_after:
-            break
-    await generator.aclose()
-    return found
-
-
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("edje-fetch")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("edje-ahead")]
 
 
 @pytest.mark.parametrize("ahead", [1, 10])
 def test_batches_come_in_order(built, ahead):
     store = TokenStore.open(built[0])
-    for found in (list(store.iter_fetch(iter(BATCHES), ahead=ahead)), asyncio.run(collect(store, ahead, 4))):
-        for ids, blocks in zip(BATCHES, found, strict=True):
-            assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
-    assert len(asyncio.run(collect(store, ahead, 1))) == 1
+    for ids, blocks in zip(BATCHES, store.iter_fetch(iter(BATCHES), ahead=ahead), strict=True):
+        assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
     assert not threads()
 
 
