@@ -144,9 +144,7 @@ _REMEDIES = {
 }
 
 
-def cannot_read(
-    path: object, error: Exception, advice: str = "run 'edje-index verify'", *, row_ids: tuple[int, ...] = ()
-) -> EdjeError:
+def cannot_read(path: object, error: Exception, advice: str = "run 'edje-index verify'") -> EdjeError:
     """Return the exception to raise if `error` prevents the reading of a file of the index.
 
     The errno decides. If the machine is in trouble, for example out of file descriptors, the result is a `MachineError`
@@ -156,4 +154,4 @@ def cannot_read(
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if number in _REMEDIES:
         return MachineError(f"cannot read {path}: {reason}; {_REMEDIES[number]}")
-    return CorruptIndexError(f"cannot read {path}: {reason}; {advice}", row_ids=row_ids)
+    return CorruptIndexError(f"cannot read {path}: {reason}; {advice}")

@@ -70,20 +70,6 @@ def check_file(root: Path, entry: FileEntry, *, only_length: bool = False) -> Pr
     return None
 
 
-@dataclass(frozen=True)
-class CheckedShard:
-    """The result of the check of one shard.
-
-    Attributes:
-        counts: numbers of indexed, duplicate and failed inputs; all 0 if the rows table cannot be read.
-        values: number of values of each source column; empty if the rows table cannot be read.
-    """
-
-    problems: list[Problem]
-    counts: Counts
-    values: Mapping[str, int]
-
-
 def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
     """Return the relative paths of the files of a shard."""
     paths = [layout.embedding_shard(shard), layout.rows_file(shard)]
@@ -93,8 +79,14 @@ def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
     return [layout.relative(path) for path in paths]
 
 
-def check_shard(layout: Layout, manifest: Manifest, shard: int, files: Mapping[str, FileEntry]) -> CheckedShard:
-    """Check all files of a shard. `files` are its entries in the shard table, by relative path."""
+def check_shard(
+    layout: Layout, manifest: Manifest, shard: int, files: Mapping[str, FileEntry]
+) -> tuple[list[Problem], Counts, dict[str, int]]:
+    """Check all files of a shard. `files` are its entries in the shard table, by relative path.
+
+    Return the problems, the numbers of inputs, and the number of values of each source column. If the rows table cannot
+    be read, all numbers are 0.
+    """
     spec, rows = manifest.spec, manifest.spec.shard_rows(shard)
     expected, problems = shard_paths(layout, spec, shard), list[Problem]()
     for path in expected:
@@ -130,7 +122,7 @@ def check_shard(layout: Layout, manifest: Manifest, shard: int, files: Mapping[s
         problems += _check_tokens(layout, spec, shard, codec(name, spec.block_shape), indexed)
     if indexed is not None:
         problems += _check_embeddings(layout, spec, shard, indexed)
-    return CheckedShard(problems, counts, values)
+    return problems, counts, values
 
 
 def _check_tokens(

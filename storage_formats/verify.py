@@ -33,7 +33,7 @@ from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.ordered_results import ordered_results
-from storage_formats.shard_check import CheckedShard, Problem, check_file, check_shard, shard_paths
+from storage_formats.shard_check import Problem, check_file, check_shard, shard_paths
 from storage_formats.writing.publish import add_counts
 
 _THREADS = 4  # also with fewer CPUs, because the threads mostly wait for data (docs/lab)
@@ -136,9 +136,9 @@ def _problems(
         results = ordered_results(
             iter_shard_files(index, shards), lambda item: pool.submit(check, *item), ahead=2 * _THREADS
         )
-        for done, checked in enumerate(results, 1):
-            problems += checked.problems
-            counts, values = add_counts(counts, checked.counts), values + Counter(checked.values)
+        for done, (of_shard, its_counts, its_values) in enumerate(results, 1):
+            problems += of_shard
+            counts, values = add_counts(counts, its_counts), values + Counter(its_values)
             if on_progress:
                 on_progress(done, len(shards))
         if checks_all and counts.inputs == manifest.spec.used_rows:  # else a rows table cannot be read
@@ -160,7 +160,10 @@ def _problems(
     return problems
 
 
-def _check_shard(index: CommittedIndex, shard: int, files: Mapping[str, FileEntry]) -> CheckedShard:
+def _check_shard(
+    index: CommittedIndex, shard: int, files: Mapping[str, FileEntry]
+) -> tuple[list[Problem], Counts, dict[str, int]]:
+    """Check a shard, see `check_shard`. The files of an index at a URL are downloaded first, and removed."""
     layout, manifest = Layout(index.root), index.manifest
     if index.remote is None:
         return check_shard(layout, manifest, shard, files)

@@ -34,17 +34,14 @@ def cast_columns(table: pa.Table, schema: pa.Schema, source_names: Collection[st
         if field.name not in source_names:
             arrays.append(table[field.name].cast(field.type))
         elif field.name in table.schema.names:
-            arrays.append(_widened(table[field.name], field.type))
+            column, arrow_type = table[field.name], field.type
+            if column.type not in ARROW_TYPES.values():
+                raise ValueError(f"a source column has the type {column.type}, which source columns cannot have")
+            if column.type != arrow_type:
+                wide = next(name for name, each in ARROW_TYPES.items() if each == arrow_type)
+                values = [None if value is None else as_type(value, wide) for value in column.to_pylist()]
+                column = pa.chunked_array([pa.array(values, arrow_type)])
+            arrays.append(column)
         else:
             arrays.append(pa.nulls(len(table), field.type))
     return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)  # fails if a non-nullable column has nulls
-
-
-def _widened(column: pa.ChunkedArray, arrow_type: pa.DataType) -> pa.ChunkedArray:
-    if column.type not in ARROW_TYPES.values():
-        raise ValueError(f"a source column has the type {column.type}, which source columns cannot have")
-    if column.type == arrow_type:
-        return column
-    wide = next(name for name, each in ARROW_TYPES.items() if each == arrow_type)
-    values = [None if value is None else as_type(value, wide) for value in column.to_pylist()]
-    return pa.chunked_array([pa.array(values, arrow_type)])
