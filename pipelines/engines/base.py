@@ -91,11 +91,12 @@ def run_inline(
         TaskFailedError: a task failed. No further task runs.
         EdjeError: a worker cannot be built, or the engine failed during the run.
     """
-    worker = build_worker(make_worker)
+    worker: Worker | None = None
     with contextlib.suppress(TaskInterrupted):
         for task in tasks:
             if should_stop():
                 return
+            worker = worker or build_worker(make_worker)
             yield run_task(worker, task, on_progress, should_stop)
 
 

@@ -223,7 +223,7 @@ def run_shards(
             for receipt in receipts if missing else ():
                 on_event(finish(receipt, receipt.seconds))
                 yield receipt
-        if finished < len(shards):
+        if finished < len(shards) or should_stop():  # what follows may take long
             raise JobStopped("stopped")
     except (UsageError, EngineUnavailableError):
         raise

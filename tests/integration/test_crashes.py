@@ -16,7 +16,7 @@ import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from storage_formats import verify_index
-from tests.command_line import command, environment, run_here, run_process
+from tests.command_line import command, environment, run_here
 from tests.integration.builds import contents, make_photos
 
 PHOTOS, SHARD_SIZE = 120, 8
@@ -114,15 +114,6 @@ def crash_and_resume(case: Path, out: Path, kind: str, chance: random.Random, *,
     assert result["inputs"] == result["indexed"] + result["duplicates"] + result["failed"] == PHOTOS
     assert verify_index(out) == []
     assert contents(out) == contents(case / "calm")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_engines_and_workers_give_the_same_bytes(case, tmp_path, workers):
-    result = run_process(*build(case, tmp_path / "index", "ray", workers))
-    assert result["failed"] == 16
-    assert result["duplicates"] == 10
-    assert contents(tmp_path / "index") == contents(case / "calm")
 
 
 @pytest.mark.parametrize(

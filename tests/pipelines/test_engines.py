@@ -70,6 +70,7 @@ def test_a_worker_that_cannot_be_built_is_one_clear_error(engine):
     ignore = {"on_progress": lambda _: None, "on_event": lambda _: None, "should_stop": lambda: False}
     with pytest.raises(EdjeError, match=r"^a worker could not start: RuntimeError: no such weights$"):
         list(engine(broken_worker, [Job(1)], **ignore))
+    assert list(run_inline(broken_worker, [Job(1)], **{**ignore, "should_stop": lambda: True})) == [], "not even built"
     assert gc.isenabled()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -157,12 +156,3 @@ def test_hostile_members_are_one_clear_error(index, member, value):
     (root / "index.json").write_text(json.dumps({**members, "crc32c": json_checksum(members)}))
     with contextlib.suppress(CorruptIndexError, UsageError):
         TokenStore.open(root).fetch([0])
-
-
-def test_files_that_no_snapshot_names_are_strays(index):
-    root, _ = index
-    manifest = delete(root, [1])
-    shutil.copy(root / manifest.snapshot.deleted.path, root / "manifest/deleted-00000000.bin")
-    assert [problem.path for problem in verify_index(root)] == ["manifest/deleted-00000000.bin"]
-    Layout(root).snapshot(0).write_text("{")
-    assert [problem.code for problem in verify_index(root)] == ["snapshot"]

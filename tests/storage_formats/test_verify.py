@@ -82,13 +82,17 @@ def test_damaged_block_is_named_by_its_row(copy):
 
 
 def test_files_that_no_commit_made_are_named(copy):
-    (copy / "rows" / "extra.parquet").write_bytes(b"")
-    (copy / "tokens" / "bf16" / "c.9.0.0").write_bytes(b"")
-    assert codes(copy) == {("rows/extra.parquet", "stray-file"), ("tokens/bf16/c.9.0.0", "stray-file")}
+    delete_rows(copy, [0])
+    strays = {"rows/extra.parquet", "tokens/bf16/c.9.0.0", "manifest/deleted-00000000.bin"}
+    for path in strays:
+        (copy / path).write_bytes(b"")
+    assert codes(copy) == {(path, "stray-file") for path in strays}
     lock = Layout(copy).lock  # of a process that was killed while it removed them
     lock.parent.mkdir()
     lock.write_text("{}")
     assert codes(copy) == set()
+    Layout(copy).snapshot(0).write_text("{")
+    assert codes(copy) == {("snapshots", "snapshot")}
 
 
 def test_the_temporary_file_of_a_killed_change_is_no_damage(copy):
