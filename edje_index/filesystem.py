@@ -7,29 +7,16 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edje_index.errors import ModelError
 
 
-@dataclass(frozen=True)
-class JsonLine:
-    """One line of a JSON Lines file.
+def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") -> Iterator[tuple[int, Any, str]]:
+    """Yield (number, value, "") for each line of a JSON Lines file, or (number, None, error) if a line is not JSON.
 
-    Attributes:
-        value: the parsed value; None if the line is not JSON.
-        error: reason why the line is not JSON; None if the line is JSON.
-    """
-
-    number: int
-    value: Any = None
-    error: str | None = None
-
-
-def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") -> Iterator[JsonLine]:
-    """Yield the lines of a JSON Lines file. Blank lines are skipped.
+    Blank lines are skipped.
 
     Args:
         path: path of the file, which is UTF-8.
@@ -39,11 +26,11 @@ def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") 
         for number, line in enumerate(file, 1):
             if line.strip(b" \t\r\n\xef\xbb\xbf"):
                 try:
-                    yield JsonLine(number, json.loads(line.decode("utf-8-sig", decode_errors)))
+                    yield number, json.loads(line.decode("utf-8-sig", decode_errors)), ""
                 except UnicodeDecodeError as error:
-                    yield JsonLine(number, error=f"the text is not UTF-8: {error}")
+                    yield number, None, f"the text is not UTF-8: {error}"
                 except (ValueError, RecursionError) as error:
-                    yield JsonLine(number, error=f"the text is not JSON: {error}")
+                    yield number, None, f"the text is not JSON: {error}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -195,8 +195,8 @@ _Located = tuple[str, Any]  # position of a record, and its value or a _RecordEr
 
 
 def _json_lines(path: Path) -> Iterator[_Located]:
-    for line in read_json_lines(path):
-        yield f"line {line.number}", line.value if line.error is None else _RecordError(line.error)
+    for number, value, error in read_json_lines(path):
+        yield f"line {number}", _RecordError(error) if error else value
 
 
 def _json_file(path: Path) -> Iterator[_Located]:

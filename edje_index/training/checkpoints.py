@@ -183,7 +183,7 @@ def read_log(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / LOG
     if not path.exists():
         return []
-    return [line.value for line in read_json_lines(path) if line.error is None]
+    return [value for _, value, error in read_json_lines(path) if not error]
 
 
 def best_steps(records: list[dict[str, Any]], count: int) -> set[tuple[int, int]]:

@@ -173,7 +173,7 @@ class OnlineFeatures(Features):
 
 def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
     """Return the number of images that the workers of a training run could not read, also before it was resumed."""
-    values = [line.value for path in sorted(run_dir.glob(_UNREADABLE)) for line in read_json_lines(path)]
+    values = [value for path in sorted(run_dir.glob(_UNREADABLE)) for _, value, _ in read_json_lines(path)]
     reasons = {value["uri"]: value["reason"] for value in values if value}  # a killed worker may leave half a line
     return dict(sorted(Counter(reasons.values()).items()))
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from edje_index.models import MAX_FRAMES
 from pipelines.cli.options import (
     DTYPE,
     LOCAL_INDEX,
@@ -17,9 +16,7 @@ from pipelines.cli.options import (
     address_option,
     column_option,
     device_option,
-    dry_run_option,
     engine_option,
-    frames_option,
     json_option,
     location,
     max_failed_option,
@@ -28,9 +25,8 @@ from pipelines.cli.options import (
     quiet_option,
     shard_size_option,
     stored_precisions_option,
-    truncated_option,
 )
-from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.cli.output import note, print_json, print_line, print_result, running_job
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import IndexLocation
@@ -49,7 +45,7 @@ _NO_MODEL = (
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option("--out", required=True, type=LOCAL_INDEX, help="Directory of the new index.")
 @click.option("--model", type=PATH, help="Directory of the model bundle.")
-@engine_option("ray")
+@engine_option
 @click.option(
     "--workers",
     type=POSITIVE,
@@ -76,10 +72,23 @@ _NO_MODEL = (
 @column_option
 @max_failed_option
 @click.option("--max-pixels", type=POSITIVE, help="Fail images with more pixels than this.  [default: 89478485]")
-@truncated_option
-@frames_option
+@click.option(
+    "--truncated",
+    type=click.Choice(["fail", "load"]),
+    default="fail",
+    show_default=True,
+    help="What to do with a truncated image: fail makes a failed row, load indexes the readable part of the image.",
+)
+@click.option(
+    "--frames",
+    type=click.IntRange(1, MAX_FRAMES),
+    metavar="N",
+    help="Also index videos: encode N evenly spaced frames of each video.  [default: ignore videos]",
+)
 @memory_option
-@dry_run_option
+@click.option(
+    "--dry-run", is_flag=True, help="Show the work, and the disk space and memory that it needs. Write nothing."
+)
 @quiet_option
 @json_option
 def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
@@ -110,6 +119,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
     from pipelines.jobs.build import build_index, try_build
+    from pipelines.jobs.resources import described
 
     out = options["out"]
     if dry_run:
@@ -118,32 +128,33 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
             estimate = try_build(**options, on_event=on_event, should_stop=should_stop)
         if as_json:
             print_json(estimate)
-        else:
-            _print_estimate(estimate, out)
+            return
+        inputs, duplicates, shards = estimate["inputs"], estimate["duplicates"], estimate["shards"]
+        failed = sum(estimate["failed_by_reason"].values())
+        finished = f", {estimate['finished_shards']:,} finished" if estimate["finished_shards"] else ""
+        print_line(
+            f"{out}: {counted(inputs, 'input')} = {inputs - duplicates - failed:,} to encode + {duplicates:,} "
+            f"duplicates + {failed:,} that cannot be read"
+        )
+        print_line(f"{out}: {counted(estimate['rows'], 'row')} in {counted(shards, 'shard')}{finished}")
+        free, available = human_bytes(estimate["free_disk_bytes"]), human_bytes(estimate["free_memory_bytes"])
+        print_line(f"{out}: disk {described(estimate['disk_bytes'])}; {free} free")
+        print_line(f"{out}: memory at least {described(estimate['memory_bytes'])}; {available} available")
         return
     with running_job(out, quiet=quiet) as (on_event, should_stop):
         result = build_index(**options, on_event=on_event, should_stop=should_stop)
-    if as_json:
-        print_json(asdict(result))
-    else:
-        _print(result, out)
-    _note_failures(result, out)
-    if result.truncated:
-        note(f"{counted(result.truncated, 'truncated image')} indexed, but decoded only in part")
-
-
-def _print(result: BuildResult, out: Path) -> None:
-    if result.already_finished:
-        print_line(f"{out} is already finished; nothing was done")
-    print_line(
+    lines = [f"{out} is already finished; nothing was done"] if result.already_finished else []
+    lines.append(
         f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed + {result.duplicates:,} duplicates "
         f"+ {result.failed:,} failed, in {counted(result.shards, 'shard')}"
     )
     if not result.already_finished:
-        parts = [f"{result.seconds:.1f} s"]
-        if result.images_per_second:
-            parts += [f"{result.images_per_second:.1f} images/s", f"bottleneck {result.bottleneck or 'none'}"]
-        print_line(", ".join(parts))
+        speed = f", {result.images_per_second:.1f} images/s, bottleneck {result.bottleneck or 'none'}"
+        lines.append(f"{result.seconds:.1f} s{speed if result.images_per_second else ''}")
+    print_result(result, *lines, as_json=as_json)
+    _note_failures(result, out)
+    if result.truncated:
+        note(f"{counted(result.truncated, 'truncated image')} indexed, but decoded only in part")
 
 
 def _new_rows_options(command: _Command) -> _Command:
@@ -152,7 +163,7 @@ def _new_rows_options(command: _Command) -> _Command:
         column_option,
         max_failed_option,
         model_option,
-        engine_option("ray"),
+        engine_option,
         click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']"),
         address_option,
         quiet_option,
@@ -191,15 +202,12 @@ def append(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
 
     with running_job(root, quiet=quiet) as (on_event, should_stop):
         result = append_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
-    if as_json:
-        print_json(asdict(result))
-    else:
-        at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
-        print_line(
-            f"{root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} + "
-            f"{result.duplicates:,} duplicates + {result.failed:,} failed, in {counted(result.shards, 'new shard')}; "
-            f"{result.seconds:.1f} s"
-        )
+    at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
+    line = (
+        f"{root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} + {result.duplicates:,} "
+        f"duplicates + {result.failed:,} failed, in {counted(result.shards, 'new shard')}; {result.seconds:.1f} s"
+    )
+    print_result(result, line, as_json=as_json)
     _note_failures(result, root)
 
 
@@ -244,36 +252,14 @@ def update(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
     resumes = not options["dry_run"]
     with running_job(root, quiet=quiet, resumes=resumes) as (on_event, should_stop):
         result = update_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
-    if as_json:
-        print_json(asdict(result))
-    else:
-        print_line(f"{root}: {_summary(result)}")
+    done = f"{counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
+    if result.dry_run:
+        done = f"would add {counted(result.rows, 'row')} and delete {counted(result.deleted, 'row')}"
+    line = (
+        f"{root}: {counted(result.inputs, 'input')} = {result.unchanged:,} unchanged + {result.new:,} new + "
+        f"{result.changed:,} changed + {result.duplicates:,} duplicates + {result.failed:,} failed; "
+        f"{result.vanished:,} vanished; {done}"
+    )
+    print_result(result, line, as_json=as_json)
     if not result.dry_run:
         _note_failures(result, root)
-
-
-def _summary(result: BuildResult) -> str:
-    inputs = (
-        f"{counted(result.inputs, 'input')} = {result.unchanged:,} unchanged + {result.new:,} new + "
-        f"{result.changed:,} changed + {result.duplicates:,} duplicates + {result.failed:,} failed; "
-        f"{result.vanished:,} vanished"
-    )
-    if not result.dry_run:
-        return f"{inputs}; {counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
-    return f"{inputs}; would add {counted(result.rows, 'row')} and delete {counted(result.deleted, 'row')}"
-
-
-def _print_estimate(estimate: dict[str, Any], out: Path) -> None:
-    from pipelines.jobs.resources import described
-
-    inputs, duplicates, shards = estimate["inputs"], estimate["duplicates"], estimate["shards"]
-    failed = sum(estimate["failed_by_reason"].values())
-    finished = f", {estimate['finished_shards']:,} finished" if estimate["finished_shards"] else ""
-    print_line(
-        f"{out}: {counted(inputs, 'input')} = {inputs - duplicates - failed:,} to encode + {duplicates:,} duplicates + "
-        f"{failed:,} that cannot be read"
-    )
-    print_line(f"{out}: {counted(estimate['rows'], 'row')} in {counted(shards, 'shard')}{finished}")
-    free, available = human_bytes(estimate["free_disk_bytes"]), human_bytes(estimate["free_memory_bytes"])
-    print_line(f"{out}: disk {described(estimate['disk_bytes'])}; {free} free")
-    print_line(f"{out}: memory at least {described(estimate['memory_bytes'])}; {available} available")

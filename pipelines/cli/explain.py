@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from pipelines.cli.options import (
+    FILE,
     PATH,
-    html_page_option,
     json_option,
     model_option,
     quiet_option,
@@ -24,7 +24,7 @@ _FREQUENT = 10
 @click.command()
 @click.argument("index", type=PATH)
 @click.argument("rows", metavar="[ROW]...", nargs=-1, type=click.IntRange(min=0))
-@html_page_option("explain.html")
+@click.option("--out", type=FILE, default="explain.html", show_default=True, help="HTML file to write.")
 @model_option
 @read_precision_option
 @click.option(

@@ -148,7 +148,11 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
     if value["state"] == "begun":
         lines.append(("shards", f"{value['finished_shards']:,} of {value['shards']:,} finished"))
     else:
-        counts = value["counts"]
+        counts, ann, columns = value["counts"], value["ann"], value["columns"]
+        kind = " ".join(filter(None, [str(ann.get("kind")), ann.get("factory")]))
+        ann_line = f"{kind}, {counted(ann.get('vectors', 0), 'vector')} in {counted(len(ann.get('files', [])), 'file')}"
+        if recall := ann.get("recall"):
+            ann_line += f", recall@{recall['k']} {recall['value']:.3f} with {ann.get('probes')} lists per query"
         failed = "".join(f", {reason} {count:,}" for reason, count in counts["failed"].items())
         sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in value["bytes_by_folder"].items())
         lines += [
@@ -159,10 +163,15 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
             *([("deleted", f"{value['deleted']:,}")] if value["deleted"] else []),
             ("shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"),
             ("size", f"{human_bytes(value['bytes'])} ({sizes})"),
-            ("search", _ann_line(value["ann"])),
+            ("search", ann_line),
             *(("", f"run 'edje-index ann build': {reason}") for reason in value["ann_rebuild"]),
+            ("columns", ", ".join(each["name"] for each in columns if each["values"] is None)),
+            *(
+                ("", f"{each['name']} ({each['type']}), {counted(each['values'], 'value')}")
+                for each in columns
+                if each["values"] is not None  # from the sources
+            ),
         ]
-        lines += _column_lines(value["columns"])
     model = value["model"]
     untrained = "" if model.get("trained", True) else ", untrained"
     return [
@@ -172,24 +181,6 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{model.get('vision') or model.get('encoder', 'unknown')}{untrained}"),
         ("", f"encoder fingerprint {model['fingerprint']}"),
         ("plan", value["plan"]),
-    ]
-
-
-def _ann_line(ann: dict[str, Any]) -> str:
-    kind = " ".join(filter(None, [str(ann.get("kind")), ann.get("factory")]))
-    line = f"{kind}, {counted(ann.get('vectors', 0), 'vector')} in {counted(len(ann.get('files', [])), 'file')}"
-    if recall := ann.get("recall"):
-        line += f", recall@{recall['k']} {recall['value']:.3f} with {ann.get('probes')} lists per query"
-    return line
-
-
-def _column_lines(columns: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return one line for all standard columns, and one line for each column from the sources."""
-    standard = ", ".join(each["name"] for each in columns if each["values"] is None)
-    from_sources = [each for each in columns if each["values"] is not None]
-    return [
-        ("columns", standard),
-        *(("", f"{each['name']} ({each['type']}), {counted(each['values'], 'value')}") for each in from_sources),
     ]
 
 

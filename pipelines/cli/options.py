@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from edje_index.models import MAX_FRAMES
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, ScoreWeights, parse_score
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE
 from storage_formats.format.object_store import IndexLocation, index_location, local_path
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class _LocalPath(click.Path):
@@ -68,12 +64,6 @@ DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
-dry_run_option = click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Show what the command would do, and the disk space and memory that it needs. Write nothing.",
-)
-
 model_option = click.option(
     "--model", type=PATH, help="Directory of the model bundle.  [default: the bundle that built INDEX]"
 )
@@ -114,6 +104,13 @@ shard_size_option = click.option(
     "--shard-size", type=POSITIVE, default=SHARD_SIZE, show_default=True, help="Number of rows per shard."
 )
 
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(["ray", "inline"]),
+    default="ray",
+    show_default=True,
+    help="Execution engine: this process (inline) or Ray workers (ray).",
+)
 address_option = click.option(
     "--address", metavar="HOST:PORT", help="Ray cluster to join.  [default: start Ray on this machine]"
 )
@@ -137,40 +134,9 @@ memory_option = click.option(
     help="Plan for at most this much memory on this machine, for example 500M or 8G.  [default: the free memory]",
 )
 
-truncated_option = click.option(
-    "--truncated",
-    type=click.Choice(["fail", "load"]),
-    default="fail",
-    show_default=True,
-    help="What to do with a truncated image: fail makes a failed row, load indexes the readable part of the image.",
-)
-
-frames_option = click.option(
-    "--frames",
-    type=click.IntRange(1, MAX_FRAMES),
-    metavar="N",
-    help="Also index videos: encode N evenly spaced frames of each video.  [default: ignore videos]",
-)
-
 images_option = click.option(
     "--images", type=PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]"
 )
-
-
-def engine_option(default: str) -> Callable[[_Command], _Command]:
-    """Return the option `--engine` with the default value `default`: "ray" or "inline"."""
-    return click.option(
-        "--engine",
-        type=click.Choice(["ray", "inline"]),
-        default=default,
-        show_default=True,
-        help="Execution engine: this process (inline) or Ray workers (ray).",
-    )
-
-
-def html_page_option(default: str) -> Callable[[_Command], _Command]:
-    """Return the option `--out` for an HTML file, with the default value `default`."""
-    return click.option("--out", type=FILE, default=default, show_default=True, help="HTML file to write.")
 
 
 def _check_score(_: click.Context, __: click.Parameter, score: str) -> str:

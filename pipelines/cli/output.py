@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ def print_json(value: dict[str, Any]) -> None:
 def print_line(text: str) -> None:
     """Print `text` on standard output, with control characters escaped."""
     click.echo(printable(text))
+
+
+def print_result(result: Any, *lines: str, as_json: bool) -> None:
+    """Print a dataclass as JSON, or `lines` that describe it."""
+    if as_json:
+        print_json(asdict(result))
+    for line in () if as_json else lines:
+        print_line(line)
 
 
 def note(message: str) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,7 +14,7 @@ import click
 
 from edje_index.scoring.weights import ScoreWeights
 from pipelines.cli.options import DEVICE, PATH, images_option, json_option, quiet_option
-from pipelines.cli.output import print_json, print_line, running_job
+from pipelines.cli.output import print_json, print_result, running_job
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
@@ -150,11 +149,7 @@ def train(
         raise UsageError(message) from error
     if not is_first:
         return
-    if as_json:
-        print_json(asdict(result))
-    else:
-        for line in describe_result(result):
-            print_line(line)
+    print_result(result, *describe_result(result), as_json=as_json)
 
 
 def describe_result(result: TrainResult) -> list[str]:
@@ -175,22 +170,18 @@ def describe_result(result: TrainResult) -> list[str]:
         lines.append(f"{counted(result.truncated, 'truncated image')} used, but decoded only in part")
     weights = {direction: ScoreWeights.from_json(values) for direction, values in result.score.items()}
     lines += [f"{direction} score: {part.described()}" for direction, part in weights.items()]
-    lines += [_describe_choice(candidates, choice) for candidates, choice in (result.dev or {}).items()]
+    for candidates, choice in (result.dev or {}).items():  # candidates: "images" or "captions"
+        queries = "images" if candidates == "captions" else "captions"
+        held_out = choice["held_out_recall"]
+        cross_validated = "" if held_out is None else f"final {held_out:.1%} with weights fitted to other images, "
+        lines.append(
+            f"R@1 of {candidates} for {choice['queries']:,} dev {queries}, pool {choice['pool']}: embeddings "
+            f"{choice['embedding_recall']:.1%}, {cross_validated}{choice['recall']:.1%} with weights fitted to "
+            "the same images"
+        )
     if result.fitting.get("hubness_bank") and not any(part.hubness for part in weights.values()):
         lines.append("the hubness correction did not improve the likelihood of the dev captions and was left out")
     return lines
-
-
-def _describe_choice(candidates: str, choice: dict[str, Any]) -> str:
-    """Return one line on the dev recall of `candidates` ("images" or "captions") with the fitted weights."""
-    queries = "images" if candidates == "captions" else "captions"
-    held_out = choice["held_out_recall"]
-    cross_validated = "" if held_out is None else f"final {held_out:.1%} with weights fitted to other images, "
-    return (
-        f"R@1 of {candidates} for {choice['queries']:,} dev {queries}, pool {choice['pool']}: embeddings "
-        f"{choice['embedding_recall']:.1%}, {cross_validated}{choice['recall']:.1%} with weights fitted to "
-        "the same images"
-    )
 
 
 def read_settings(

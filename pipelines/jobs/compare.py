@@ -74,12 +74,6 @@ class _Row:
     failed_for: str | None
     duplicate_of: int | None
 
-    def is_of(self, ref: InputRef) -> bool:
-        """Return True if an update keeps this row for the input `ref`, which has the same name."""
-        if ref.content_hash is None or self.content_hash is None:
-            return self.failed_for is not None and self.failed_for == ref.problem
-        return self.content_hash == bytes.fromhex(ref.content_hash) and self.failed_for not in _CAN_WORK_NOW
-
 
 @dataclass(slots=True)
 class _Pending:
@@ -121,7 +115,18 @@ def compare_sources(
     if group is not None:
         sources = open_sources(group.sources, group.column, clips=clips)
     else:
-        sources = _open_recorded(recorded_sources(index.manifest), clips=clips)
+        groups = recorded_sources(index.manifest)
+        if groups is None:
+            raise UsageError(
+                "the index does not record the sources of all its rows; name all sources", parameter="sources"
+            )
+        if any(STANDARD_INPUT in group.sources for group in groups):
+            raise UsageError(
+                "the index was made from a list on standard input, which cannot be read again; name all sources",
+                parameter="sources",
+            )
+        opened = [source for group in groups for source in open_sources(group.sources, group.column, clips=clips)]
+        sources = without_nested(opened)
     stored: dict[bytes, list[_Row]] = {}  # rows without an input so far, by name
     rows = inputs = unreachable = 0
     for table in iter_rows(index, _COLUMNS):
@@ -138,10 +143,15 @@ def compare_sources(
     def take(ref: InputRef, *, any_content: bool) -> _Row | None:
         """Remove and return the first row with the name and content of `ref`, or with its name and any content."""
         same_name = stored.get(_name(ref.uri, ref.uri_raw), [])
-        row = next((row for row in same_name if any_content or row.is_of(ref)), None)
-        if row is not None:
-            same_name.remove(row)
-        return row
+        for row in same_name:
+            if ref.content_hash is None or row.content_hash is None:
+                is_kept = row.failed_for is not None and row.failed_for == ref.problem
+            else:
+                is_kept = row.content_hash == bytes.fromhex(ref.content_hash) and row.failed_for not in _CAN_WORK_NOW
+            if any_content or is_kept:
+                same_name.remove(row)
+                return row
+        return None
 
     kept: list[_Row] = []
     pending: list[_Pending] = []
@@ -261,20 +271,6 @@ def _refuse_hidden_rows(index: CommittedIndex, hidden: Mapping[str, str], lost: 
             f"cannot compare {container} with the index ({hidden[container]}). The index has "
             f"{counted(rows, 'row')} from {container}; check that it is mounted and readable. The index is unchanged"
         )
-
-
-def _open_recorded(groups: tuple[SourceGroup, ...] | None, *, clips: bool) -> list[Source]:
-    """Open the recorded sources. A source that is equal to another source, or inside another source, is skipped."""
-    if groups is None:
-        raise UsageError("the index does not record the sources of all its rows; name all sources", parameter="sources")
-    if any(STANDARD_INPUT in group.sources for group in groups):
-        raise UsageError(
-            "the index was made from a list on standard input, which cannot be read again; name all sources",
-            parameter="sources",
-        )
-    return without_nested(
-        [source for group in groups for source in open_sources(group.sources, group.column, clips=clips)]
-    )
 
 
 def find_failed(index: CommittedIndex) -> SourceChanges:

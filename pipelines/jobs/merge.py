@@ -99,7 +99,19 @@ def merge_indexes(
         receipts = copy_shards(change, shards, spec.used_rows, plan, copy_shard, on_event, should_stop)
         ann = build_copied_ann(change.layout.root, spec, manifests, on_event)
         on_event(StatusMessage("looking for duplicates"))
-        duplicates, deleted = _find_duplicates(opened), Tombstones.none(spec.shard_size)
+        known: NDArray[np.bytes_] = np.empty(0, _HASH)  # contents of the indexed rows of earlier indexes
+        duplicates: list[NDArray[np.int64]] = []  # row ids, for each index
+        for each in opened:
+            found, hashes = [np.empty(0, np.int64)], [np.empty(0, _HASH)]
+            for table in iter_rows(each, ["row_id", "content_hash", "status"]):
+                values = np.array([(value or "").encode() for value in table["content_hash"].to_pylist()], _HASH)
+                is_known = np.isin(values, known) & (values != b"")
+                found.append(table["row_id"].to_numpy()[is_known])
+                indexed = np.array([status == INDEXED for status in table["status"].to_pylist()], dtype=np.bool_)
+                hashes.append(values[(values != b"") & indexed])
+            duplicates.append(np.concatenate(found))
+            known = np.unique(np.concatenate([known, *hashes]))
+        deleted = Tombstones.none(spec.shard_size)
         for each, rows, offset in zip(opened, duplicates, offsets, strict=True):
             deleted = deleted.with_rows(np.concatenate([each.deleted.row_ids(), rows]) + offset)
         lists = [each.encoded_from for each in manifests]
@@ -170,24 +182,3 @@ def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
                     f"{indexes[0].root} and {right} in {other.root}; {advice}",
                     parameter="indexes",
                 )
-
-
-def _find_duplicates(indexes: Sequence[CommittedIndex]) -> list[NDArray[np.int64]]:
-    """Find rows that have the same content as an indexed row of an earlier index. Deleted rows are ignored.
-
-    Returns:
-        For each index, the row ids of the duplicates in this index, int64 [k].
-    """
-    known: NDArray[np.bytes_] = np.empty(0, _HASH)
-    duplicates = []
-    for index in indexes:
-        rows, hashes = [np.empty(0, np.int64)], [np.empty(0, _HASH)]
-        for table in iter_rows(index, ["row_id", "content_hash", "status"]):
-            values = np.array([(value or "").encode() for value in table["content_hash"].to_pylist()], _HASH)
-            is_known = np.isin(values, known) & (values != b"")
-            rows.append(table["row_id"].to_numpy()[is_known])
-            indexed = np.array([status == INDEXED for status in table["status"].to_pylist()], dtype=np.bool_)
-            hashes.append(values[(values != b"") & indexed])
-        duplicates.append(np.concatenate(rows))
-        known = np.unique(np.concatenate([known, *hashes]))
-    return duplicates

@@ -194,8 +194,9 @@ class ListSource(Source):
                     yield number, {_PATH: os.fsdecode(text)}
 
     def _json_entries(self) -> Iterator[_Entry]:
-        for line in read_json_lines(self._file, decode_errors="surrogateescape"):  # file names need not be UTF-8
-            yield line.number, line.value if isinstance(line.value, dict) else {}
+        # File names need not be UTF-8.
+        for number, value, _ in read_json_lines(self._file, decode_errors="surrogateescape"):
+            yield number, value if isinstance(value, dict) else {}
 
     def _csv_rows(self) -> Iterator[_Row]:
         """Yield the rows of a table, including the header.

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from edje_index.images.thumbnails import read_thumbnails
-from pipelines import append_index, merge_indexes, update_index
-from storage_formats import TokenStore, UsageError, read_rows, verify_index
+from pipelines import append_index, update_index
+from storage_formats import TokenStore, read_rows, verify_index
 from tests.edje_index.clip_cases import KINDS, clip, panned, photo
 from tests.pipelines.conftest import run_build
 
@@ -107,22 +107,3 @@ def _same_blocks(left: Path, right: Path, names: list[str]) -> None:
         rows = by_name(root)
         blocks.append(TokenStore.open(root).fetch([rows[name]["row_id"] for name in names]))
     np.testing.assert_array_equal(*blocks)
-
-
-def test_merges_keep_the_number_of_frames(request_clips: Any, tmp_path: Path) -> None:
-    clips = Path(request_clips.sources[0])
-    requests = {
-        "images": replace(request_clips, sources=(str(clips / "still.png"),), frames=None),
-        "more": replace(request_clips, sources=(str(clips / "still.png"),)),
-        "three": replace(request_clips, sources=(str(clips / "a.mp4"),)),
-        "four": replace(request_clips, sources=(str(clips / "a.avi"),), frames=4),
-    }
-    for name, request in requests.items():
-        run_build(replace(request, out=tmp_path / name), ignore)
-    for names, numbers in ((["three", "four"], "3"), (["images", "three"], "images only")):
-        with pytest.raises(UsageError, match=rf"frames per clip is {numbers} in"):
-            merge_indexes([tmp_path / name for name in names], tmp_path / "all.edje")
-        assert not (tmp_path / "all.edje").exists()
-    merge_indexes([tmp_path / "more", tmp_path / "three"], tmp_path / "all.edje")
-    updated = update_index(tmp_path / "all.edje", engine="inline", on_event=ignore)
-    assert (updated.unchanged, updated.vanished) == (2, 0)

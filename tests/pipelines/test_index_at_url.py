@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from edje_index import add_ann
+from edje_index import TokenIndex, add_ann
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest
 from pipelines import compact_index, copy_index, delete_rows, quantize_index, repair_index
 from pipelines.jobs.snapshots import history, remove_snapshots
@@ -23,6 +23,7 @@ from storage_formats.format.remote import open_index
 from storage_formats.format.rows import read_index_rows
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
 from storage_formats.writing.index_copy import begin_remote_copy
+from tests.edje_index.search.indexes import build_photos
 from tests.pipelines.test_copy import check_equal, contents
 
 obstore_store = pytest.importorskip("obstore.store")
@@ -163,6 +164,22 @@ def test_readers_download_what_they_need(index, tmp_path):
     found = [AnnIndex(each).nearest(query, 3)[0].tolist() for each in (opened, local)]
     assert found[0] == found[1]
     assert not list((tmp_path / "cache").rglob("tokens/*/c.*"))
+
+
+def test_hits_equal_those_of_the_local_index(tmp_path, run):
+    root, _ = build_photos(tmp_path)
+    copy_index(root, URL)
+    local, there = TokenIndex.open(root), TokenIndex.open(URL)
+    assert list(there.search("a dog", k=3)) == list(local.search("a dog", k=3))
+    first = local.search("a dog", k=1)[0].row_id
+    delete_rows(root, rows=[first])
+    copy_index(root, URL)
+    assert there.search("a dog", k=1)[0].row_id == first
+    assert there.refresh() == 1
+    assert first not in [hit.row_id for hit in there.search("a dog", k=5)]
+    for command, key in ((("search", "a dog", "-k", 2), "hits"), (("info",), "counts")):
+        values = [json.loads(run(command[0], each, *command[1:], "--json")[1])[key] for each in (URL, root)]
+        assert values[0] == values[1]
 
 
 def test_a_reader_of_a_replaced_index_opens_it_again(index, other):

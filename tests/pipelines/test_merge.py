@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edje_index.indexing.faiss_index import AnnRequest, add_ann
 from pipelines import JobStopped, compact_index, delete_rows, merge_indexes
+from pipelines.progress.events import StatusMessage
 from storage_formats import IncompleteIndexError, IndexSpec, Manifest, TokenStore, UsageError, read_rows, verify_index
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
@@ -163,3 +165,46 @@ def test_source_columns_are_united(tmp_path):
     assert rows[0]["captions"] == ROWS[0]["captions"]
     problems = [problem for problem in verify_index(tmp_path / "merged") if problem.code == "columns"]
     assert problems == []
+
+
+SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(1, 2), embed_dim=16)
+CODES = AnnRequest("IVF8,PQ8x4fs", recall=0.9)
+
+
+@pytest.fixture
+def root(tmp_path, one_faiss_thread):
+    write_random_index(tmp_path / "index", SPEC, failed=frozenset({3, 130}))
+    return tmp_path / "index"
+
+
+@pytest.mark.parametrize("requested", [CODES, AnnRequest("IVF5,Flat", recall=0.98)], ids=["codes", "exact"])
+def test_copies_keep_the_kind_and_the_target_recall(root, requested):
+    add_ann(root, requested)
+    delete_rows(root, rows=list(range(0, 300, 4)))
+    compact_index(root)
+    ann = Manifest.load(root).ann
+    assert (ann["factory"], ann["recall"]["target"]) == (requested.ann, requested.recall)
+    assert verify_index(root) == []
+    assert ann["recall"] == add_ann(root, requested).ann["recall"], "not measured for these rows"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "factory", "message"),
+    [
+        ("IVF8,PQ8x4fs", "IVF8,PQ8x4fs", "IVF8,PQ8x4fs", False),
+        ("IVF8,PQ8x4fs", "IVF5,Flat", "Flat", True),
+        ("IVF8,PQ8x4fs", "auto", "Flat", True),
+        ("auto", "auto", "Flat", False),
+    ],
+)
+def test_merges_keep_a_kind_that_all_indexes_have(root, left, right, factory, message):
+    other, events = root.with_name("other"), []
+    write_random_index(other, SPEC, seed=1)
+    add_ann(root, AnnRequest(left, 0.8))
+    add_ann(other, AnnRequest(right, 0.9))
+    merge_indexes([root, other], root.with_name("merged"), on_event=events.append)
+    ann = Manifest.load(root.with_name("merged")).ann
+    assert ann.get("factory", "Flat") == factory
+    assert ann.get("recall", {"target": 0.9})["target"] == 0.9
+    texts = [event.text for event in events if isinstance(event, StatusMessage) and "kinds" in event.text]
+    assert len(texts) == message

@@ -1,4 +1,4 @@
-"""The plan of a build: what it holds, resuming from it, and refused requests."""
+"""The plan of a build: what it holds and needs, resuming from it, and refused requests."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import os
 import shutil
 from typing import Any
 
+import psutil
 import pytest
 
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.input_lists import read_shard_inputs
+from pipelines import environment
 from pipelines.engines import ray_engine
 from pipelines.jobs import plan as planning
 from pipelines.jobs import resources
+from pipelines.jobs.build import try_build
 from pipelines.jobs.plan import BuildSettings, Plan
 from pipelines.jobs.resources import check_ann_memory, choose_workers, disk_need, workers_memory
 from pipelines.progress.events import JobStopped
 from storage_formats.change import read_journal
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
-from tests.pipelines.conftest import run_build
+from storage_formats.format.manifest import CommittedIndex
+from tests.pipelines.conftest import run_build, stop_after_one_shard
 
 
 def plan(request: Any) -> Plan:
@@ -105,23 +109,6 @@ def test_another_model_is_refused_with_both_fingerprints(config, tmp_path):
 def test_what_the_machine_chose_is_taken_from_the_begun_index(config):
     begun = plan(config(threads=3))
     assert plan(config(threads=None, device="auto", dtype="auto")).settings == begun.settings
-
-
-@pytest.mark.parametrize(
-    ("dtype", "device", "has_bfloat16", "chosen"),
-    [
-        (None, "cpu", True, "float32"),
-        (None, "cuda", False, "bfloat16"),
-        ("auto", "cpu", True, "bfloat16"),
-        ("auto", "cpu", False, "float32"),
-        ("auto", "cuda", False, "bfloat16"),
-        ("bfloat16", "cpu", False, "bfloat16"),
-        ("float32", "cuda", True, "float32"),
-    ],
-)
-def test_only_auto_depends_on_the_model_of_the_cpu(config, monkeypatch, dtype, device, has_bfloat16, chosen):
-    monkeypatch.setattr(planning, "has_bfloat16", lambda: has_bfloat16)
-    assert settings_of_request(config(dtype=dtype, device=device)).dtype == chosen
 
 
 @pytest.mark.parametrize("dtype", [None, "auto"])
@@ -232,3 +219,39 @@ def test_a_stop_while_listing_leaves_nothing(config):
     with pytest.raises(JobStopped, match="stopped while listing the sources"):
         run_build(config(), should_stop=lambda: True)
     assert not config().out.exists()
+
+
+def tree(folder):
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+def test_an_estimate_agrees_with_the_build_and_writes_nothing(config, tmp_path):
+    request = config(dedupe=True)
+    before = tree(tmp_path)
+    options = {name: value for name, value in vars(request).items() if name != "max_failed"}
+    tried = try_build(**options)
+    assert tree(tmp_path) == before
+    stop_after_one_shard(run_build, request)
+    stopped = tree(request.out)
+    assert try_build(**options)["finished_shards"] == 1
+    assert tree(request.out) == stopped
+    result = run_build(request)
+    for name in ("inputs", "duplicates", "rows", "shards"):
+        assert tried[name] == getattr(result, name)
+    assert tried["disk_bytes"] == disk_need(CommittedIndex.open(request.out).manifest.spec)
+    used = sum(path.stat().st_size for path in (Layout(request.out).tokens).rglob("c.*"))
+    assert 0.9 * used <= tried["disk_bytes"]["tokens"] <= 1.2 * used
+    assert (tried["workers"], tried["finished_shards"]) == (1, 0)
+
+
+def test_a_containers_limit_bounds_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "_CGROUP", tmp_path)
+    assert 0 < environment.available_memory() <= psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text("5000000")
+    (tmp_path / "memory.current").write_text("2000000")
+    assert environment.available_memory() == 3_000_000
+    (tmp_path / "memory.stat").write_text("anon 1700000\ninactive_file 200000\nactive_file 50000\nshmem 50000\n")
+    assert environment.available_memory() == 3_250_000, "the cache of files is given up when memory is short"
+    (tmp_path / "memory.stat").unlink()
+    (tmp_path / "memory.current").write_text("6000000")
+    assert environment.available_memory() == 0

@@ -1,15 +1,17 @@
-"""Displays and logs of events."""
+"""Displays and logs of events, and sizes in words."""
 
 from __future__ import annotations
 
 import io
 import json
-import logging
 import re
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ByteSize, TypeAdapter
 
 from pipelines.cli.output import running_job
 from pipelines.progress.display import Display, log_file, progress_display
@@ -19,6 +21,7 @@ from pipelines.progress.events import (
     Progress,
     StatusMessage,
 )
+from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 
 PROGRESS = Progress("indexing", 2048, 10_000, 10, 2, 3, "decode")
@@ -62,13 +65,6 @@ def test_a_terminal_shows_the_same_words_in_place():
     assert "10,000 inputs in 10 shards" in stream.shown()
     assert "publishing \\x1b[31m" in stream.shown(), "control characters of names are escaped"
     assert "2,048/10,000" in stream.shown()
-
-
-def test_quiet_shows_nothing():
-    for stream in (Terminal(), io.StringIO()):
-        with progress_display(quiet=True, stream=stream) as on_event:
-            on_event(PLAN)
-        assert stream.getvalue() == ""
 
 
 def test_what_libraries_print_during_a_job_does_not_damage_its_result(capsys):
@@ -141,7 +137,19 @@ def test_passwords_in_urls_are_left_out(tmp_path):
     assert start["command"] == "edje-index build https://...@host/a.tar hf://owner/set@v1 --out a@b"
 
 
-def test_a_program_can_log_events_with_its_own_handler(caplog):
-    with caplog.at_level(logging.INFO, "edje_index.job"), progress_display(quiet=True) as on_event:
-        on_event(PLAN)
-    assert (caplog.records[0].msg, caplog.records[0].fields["inputs"]) == ("plan", 10_000)
+UNITS = ["", "B", "K", "kB", "m", "MB", "G", "GB", "t", "TB", "KiB", "MiB", "GiB", "TiB"]
+
+
+@given(st.integers(0, 10**6), st.integers(0, 9), st.sampled_from(["", " "]), st.sampled_from(UNITS))
+def test_a_size_is_parsed_as_pydantic_does(whole, tenths, space, unit):
+    text = f"{whole}.{tenths}{space}{unit}"
+    expected = TypeAdapter(ByteSize).validate_python(text)
+    assert parse_bytes(text) == pytest.approx(expected, rel=1e-15, abs=1)  # pydantic rounds to a float
+
+
+@pytest.mark.parametrize(
+    "text", ["", "G", "-1G", "8,5G", "1e9", "8X", "8GG", "8iB", "8 G x", "\u0663G", "8G\n", "inf", "nan"]
+)
+def test_other_texts_are_refused(text):
+    with pytest.raises(ValueError, match="is not a size; give a number of bytes with a unit"):
+        parse_bytes(text)

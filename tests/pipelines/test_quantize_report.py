@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 
 import numpy as np
@@ -13,7 +12,7 @@ from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.evaluation.quantization import compare_tokens, measure_precisions
 from edje_index.evaluation.report import quantization_report, write_report
 from pipelines.cli import main
-from storage_formats import IndexSpec, Manifest, TokenStore, codec
+from storage_formats import IndexSpec, TokenStore, codec
 from tests.command_line import run_here
 from tests.conftest import write_random_index
 from tests.integration.builds import make_photos
@@ -98,17 +97,6 @@ def _scores_by_hand(root, text, pool):
     blocks, entry = TokenStore.open(root).fetch(rows), codec("int8", (4, 16))
     change = index.model.joint.score(text, blocks) - index.model.joint.score(text, entry.decode(entry.encode(blocks)))
     return float(change.abs().mean())
-
-
-def test_a_bundle_that_is_gone_leaves_ranking_out(built, tmp_path):
-    bundle = Manifest.load(built).model["bundle"]
-    shutil.move(bundle, tmp_path / "elsewhere")
-    try:
-        assert "no longer exists" in measure_precisions(built, "bf16").ranking_left_out
-        moved = measure_precisions(built, "bf16", ("fp8",), pool=5, model=tmp_path / "elsewhere")
-        assert (moved.query_source, moved.queries) == ("built-in captions", 24)
-    finally:
-        shutil.move(tmp_path / "elsewhere", bundle)
 
 
 def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, capsys):

@@ -283,10 +283,3 @@ def test_failed_inputs_are_tried_again(built, photos):
     assert contents(built)[str(photos / "07.jpg")][0] == "indexed"
     assert verify_index(built) == []
     assert update(built).new == 1
-
-
-def test_failed_inputs_with_the_content_of_another_row_are_duplicates(built, photos):
-    shutil.copy(photos / "01.jpg", photos / "07.jpg")
-    result = retry(built)
-    assert (result.duplicates, result.rows, result.deleted, result.snapshot) == (1, 0, 1, 1)
-    assert str(photos / "07.jpg") not in contents(built)

@@ -120,21 +120,6 @@ def test_maps_are_bright_where_a_query_looks(case, run, tmp_path, tiny_bundle):
         )
 
 
-def test_a_photo_that_is_gone_still_has_words(case, run, tmp_path):
-    _, result = explained(case, run, tmp_path, "0")
-    photo = Path(result["rows"][0]["uri"])
-    content = photo.read_bytes()
-    try:
-        photo.unlink()
-        page, result = explained(case, run, tmp_path, "0")
-    finally:
-        photo.write_bytes(content)
-    assert "missing: no such file" in " ".join(page.text)
-    assert "No attention maps: missing: no such file" in " ".join(page.text)
-    assert result["rows"][0]["attention"].startswith("missing: ")
-    assert result["rows"][0]["words"]["tokens"] == 4
-
-
 def test_what_cannot_be_explained_is_refused(case, run, tmp_path):
     for arguments, words in (
         (["99"], "has no tokens; choose a row"),
