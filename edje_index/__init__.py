@@ -83,6 +83,7 @@ JOBS = {
     "pipelines.jobs.add_rows": "add_images append_index update_index",
     "pipelines.jobs.build": "BuildResult build_index",
     "pipelines.jobs.copy": "CopyResult compact_index copy_index",
+    "pipelines.jobs.hub": "copy_model",
     "pipelines.jobs.merge": "merge_indexes",
     "pipelines.jobs.quantize": "QuantizeResult quantize_index",
     "pipelines.jobs.repair": "RepairResult repair_index",

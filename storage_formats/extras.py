@@ -13,6 +13,7 @@ EXTRAS_OF_MODULE = {
     "fastapi": ("serve",),
     "h5py": ("bench",),
     "httpx": ("serve",),
+    "huggingface_hub": ("remote",),
     "jinja2": ("search", "build", "train"),
     "lance": ("bench",),
     "langchain_core": ("langchain",),

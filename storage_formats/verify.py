@@ -27,7 +27,7 @@ from storage_formats.format.manifest import (
     Counts,
     kept_snapshots,
 )
-from storage_formats.format.object_store import WEB_SCHEMES, IndexLocation, ObjectFolder, is_url
+from storage_formats.format.object_store import STORE_SCHEMES, IndexLocation, ObjectFolder, is_url
 from storage_formats.format.remote import CLAIM, ROOT, absent, cache_directory, read_root
 from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import FileEntry
@@ -95,7 +95,7 @@ def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
         yield CommittedIndex.open(location)
         return
     folder = ObjectFolder.open(str(location))
-    if folder.scheme in WEB_SCHEMES:
+    if folder.scheme not in STORE_SCHEMES:
         raise UsageError(
             f"{folder.url} cannot be checked, because a web server does not list files; copy the index to a directory, "
             "which checks every file, or give a URL that begins with s3://, gs:// or az://"

@@ -24,6 +24,7 @@ class WebServer:
         files: contents by path, for example "/a.jpg". A path includes the query.
         faults: what happens to the next requests for a path: "reset", "truncate", "slow" or a status such as "503".
         responses: special responses by path.
+        service: answers every request, from its method, path, headers and body; None answers from the other attributes.
         ranges: whether the server answers range requests.
         requests: (path, value of the header Range) of each request so far.
         open_requests: number of requests that are being answered, and the largest such number so far.
@@ -33,6 +34,7 @@ class WebServer:
     files: dict[str, bytes] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     responses: dict[str, Callable[[dict[str, str]], Response]] = field(default_factory=dict)
+    service: Callable[[str, str, dict[str, str], bytes], Response] | None = None
     ranges: bool = True
     requests: list[tuple[str, str]] = field(default_factory=list)
     open_requests: Counter[str] = field(default_factory=Counter)
@@ -76,7 +78,14 @@ def _handler(state: WebServer) -> type[BaseHTTPRequestHandler]:
                 with lock:
                     state.open_requests["now"] -= 1
 
+        do_HEAD = do_POST = do_PUT = do_GET
+
         def _answer(self, fault: str) -> None:
+            if state.service is not None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                sent = {name.title(): value for name, value in self.headers.items()}
+                status, headers, data = state.service(self.command, self.path, sent, body)
+                return self._file(data, headers) if status == 200 else self._send(status, headers, data)
             if fault == "reset":
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()
@@ -89,20 +98,20 @@ def _handler(state: WebServer) -> type[BaseHTTPRequestHandler]:
             elif self.path in state.responses:
                 self._send(*state.responses[self.path](dict(self.headers.items())))
             elif self.path in state.files:
-                self._file(state.files[self.path], is_truncated=fault == "truncate")
+                self._file(state.files[self.path], {}, is_truncated=fault == "truncate")
             else:
                 self._send(404, {}, b"nothing here")
 
-        def _file(self, data: bytes, *, is_truncated: bool) -> None:
+        def _file(self, data: bytes, headers: dict[str, str], *, is_truncated: bool = False) -> None:
             wanted = self.headers.get("Range", "") if state.ranges else ""
             if not wanted:
-                return self._send(200, {}, data, is_truncated=is_truncated)
+                return self._send(200, headers, data, is_truncated=is_truncated)
             first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
             if first >= len(data):
                 return self._send(416, {"Content-Range": f"bytes */{len(data)}"}, b"")
             part = data[first : last + 1]
             content_range = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
-            return self._send(206, {"Content-Range": content_range}, part, is_truncated=is_truncated)
+            return self._send(206, {**headers, "Content-Range": content_range}, part, is_truncated=is_truncated)
 
         def _send(self, status: int, headers: dict[str, str], data: bytes, *, is_truncated: bool = False) -> None:
             self.send_response_only(status)
@@ -111,7 +120,7 @@ def _handler(state: WebServer) -> type[BaseHTTPRequestHandler]:
                     self.send_header(name, value)
             self.end_headers()
             with contextlib.suppress(OSError):
-                self.wfile.write(data[: len(data) // 2] if is_truncated else data)
+                self.wfile.write(b"" if self.command == "HEAD" else data[: len(data) // 2] if is_truncated else data)
             if is_truncated or "Content-Length" in headers:
                 self.close_connection = True
 

@@ -37,7 +37,7 @@ FORMAT = "edje-model-bundle"
 FORMAT_VERSION = 2
 READ_VERSIONS = (1, FORMAT_VERSION)
 INFO_FILE = "bundle.json"
-_MAX_BYTES = 64 << 20
+MAX_INFO_BYTES = 64 << 20
 VISION_FOLDER, JOINT_FOLDER = "vision", "joint"
 VISION_CONFIG = "vision/open_clip_config.json"
 VISION_WEIGHTS = "vision/open_clip_model.safetensors"
@@ -181,7 +181,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
     file = folder / INFO_FILE
     try:
         with os.fdopen(open_regular(file), "rb") as opened:
-            if os.fstat(opened.fileno()).st_size > _MAX_BYTES:
+            if os.fstat(opened.fileno()).st_size > MAX_INFO_BYTES:
                 raise ModelError(f"{file} is too large to describe a model bundle; restore this file")
             content = json.loads(opened.read())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -217,7 +217,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
         _ = info.pooled_similarity, info.hubness_bank, info.logit_range  # raises ValueError for invalid numbers
-        _ = info.bfloat16_recall_change
+        _ = info.bfloat16_recall_change, [int(file["bytes"]) for file in info.files.values()]
         fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{file} is damaged ({error!r}): restore this file, or make the bundle again") from error

@@ -11,7 +11,6 @@ import functools
 import http.client
 import importlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -19,17 +18,23 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from edje_index.images.transient import retry
-from edje_index.images.urls import HUB_SCHEME, ChangedFileError, FileVersion, UnreachableError, scheme_of
+from edje_index.images.urls import ChangedFileError, FileVersion, UnreachableError, scheme_of
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.object_store import STORE_SCHEMES, ObjectChangedError, ObjectFolder, ObjectStoreError
+from storage_formats.format.object_store import (
+    HUB_SCHEME,
+    STORE_SCHEMES,
+    ObjectChangedError,
+    ObjectFolder,
+    ObjectStoreError,
+    hub_address,
+    hub_kind,
+)
 
 if TYPE_CHECKING:
     import urllib3
 
-DEFAULT_ENDPOINT = "https://huggingface.co"
 _BUCKETS = 32  # whose connections stay open
 _MAX_PAGE_BYTES = 64 << 20
-_HUB_KINDS = ("datasets", "spaces")
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 
 CONNECTIONS_PER_HOST = 8
@@ -139,9 +144,9 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
         return files, [prefix.rstrip("/").rpartition("/")[2] for prefix in result["common_prefixes"]]
     if scheme_of(url) != HUB_SCHEME:
         return None
-    endpoint, headers, repository, revision, path = _hub(url)
-    kind = "" if repository.split("/")[0] in _HUB_KINDS else "models/"
-    page: str | None = f"{endpoint}/api/{kind}{repository}/tree/{revision}/{path}".rstrip("/")
+    server, repository, revision, path, headers = hub_address(url)
+    kind = "models/" if hub_kind(url) == "models" else ""
+    page: str | None = f"{server}/api/{kind}{repository}/tree/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
     while page is not None:
         answered, body = _request(page, headers, _MAX_PAGE_BYTES)
         try:
@@ -174,21 +179,8 @@ def _web_address(url: str) -> tuple[str, dict[str, str]]:
     """Return the URL of the content of a file, and the headers of a request for it."""
     if scheme_of(url) != HUB_SCHEME:
         return url, {}
-    endpoint, headers, repository, revision, path = _hub(url)
-    return f"{endpoint}/{repository}/resolve/{revision}/{path}", headers
-
-
-def _hub(url: str) -> tuple[str, dict[str, str], str, str, str]:
-    """Return (server, headers, repository such as "datasets/OWNER/NAME", revision, path), encoded for a URL."""
-    parts = url.partition("://")[2].strip("/").split("/")
-    length = 3 if parts[0] in _HUB_KINDS else 2
-    if len(parts) < length or not all(parts):
-        raise ValueError(f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME/data")
-    repository, _, revision = "/".join(parts[:length]).partition("@")
-    token = os.environ.get("HF_TOKEN")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    endpoint = os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
-    return endpoint, headers, repository, quote(revision or "main", safe=""), quote("/".join(parts[length:]))
+    server, repository, revision, path, headers = hub_address(url)
+    return f"{server}/{repository}/resolve/{quote(revision, safe='')}/{quote(path)}", headers
 
 
 @contextlib.contextmanager

@@ -8,11 +8,8 @@ from typing import NamedTuple
 
 from storage_formats.format.object_store import INDEX_SCHEMES
 
-HUB_SCHEME = "hf"
-_IMAGE_SCHEMES = (*INDEX_SCHEMES, HUB_SCHEME)
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_REMOTE = re.compile(f"(?:{'|'.join(_IMAGE_SCHEMES)})://".encode(), re.IGNORECASE)
+_REMOTE = re.compile(f"(?:{'|'.join(INDEX_SCHEMES)})://".encode(), re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/?#\s]*@")
 
 

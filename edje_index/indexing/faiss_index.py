@@ -80,18 +80,6 @@ class AnnRequest:
         return cls(kind, ann.get("recall", {}).get("target", TARGET_RECALL))
 
 
-def default_position(manifest: Manifest) -> int | None:
-    """Return the position of the kind of the nearest-neighbour index in `AnnKind.defaults`.
-
-    The default kinds are those for the rows of the first FAISS file. Return None for another kind.
-    """
-    spec, appended = manifest.spec, len(manifest.ann_files) - 1  # an append adds a segment and a file
-    built_segments = spec.used_segments[: len(spec.used_segments) - appended]
-    defaults = AnnKind.defaults(sum(segment.rows for segment in built_segments), spec.embed_dim)
-    factory = AnnRequest.like(manifest.ann).ann
-    return next((position for position, kind in enumerate(defaults) if kind.factory == factory), None)
-
-
 def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: OnProgress | None = None) -> Manifest:
     """Build the nearest-neighbour index of a finished index, and commit the result.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from pipelines.cli.models import report
 from pipelines.cli.options import (
     LOCAL_INDEX,
     POSITIVE,
@@ -18,9 +19,10 @@ from pipelines.cli.options import (
     quiet_option,
     where_option,
 )
-from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.cli.output import note, print_json, print_line, print_result, running_job
 from pipelines.progress.wording import counted, human_bytes
-from storage_formats.format.object_store import IndexLocation
+from storage_formats.errors import UsageError
+from storage_formats.format.object_store import IndexLocation, hub_kind
 
 _SHOWN = 10
 
@@ -55,16 +57,14 @@ def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> 
 
     with running_job(index, quiet=quiet) as (on_event, _):
         result = delete_rows(index, on_event=on_event, **options)
-    if as_json:
-        print_json(asdict(result))
-        return
     named = ", ".join(map(str, result.deleted[:_SHOWN]))
     more = f" and {len(result.deleted) - _SHOWN:,} more" if len(result.deleted) > _SHOWN else ""
     what = f" ({named}{more})" if named else ""
     verb = "would be deleted" if result.dry_run else "deleted"
     before = f", {result.already_deleted:,} were deleted before" if result.already_deleted else ""
     erased = f", {result.erased:,} {'would be erased' if result.dry_run else 'erased'}" if options["erase"] else ""
-    print_line(f"{index}: {counted(len(result.deleted), 'row')} {verb}{what}{before}{erased}; {result.left:,} left")
+    line = f"{index}: {counted(len(result.deleted), 'row')} {verb}{what}{before}{erased}; {result.left:,} left"
+    print_result(result, line, as_json=as_json)
 
 
 @click.command()
@@ -89,16 +89,12 @@ def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
 
     with running_job(index, quiet=quiet) as (on_event, should_stop):
         result = compact_index(index, on_event=on_event, should_stop=should_stop)
-    if as_json:
-        print_json(asdict(result))
-    elif not result.removed:
-        print_line(f"{index}: no row is deleted; nothing to do")
-    else:
-        print_line(
-            f"{index}: {counted(result.rows, 'row')} copied to row ids from {result.first_row:,}, {result.removed:,} "
-            f"removed, {result.seconds:.1f} s"
-        )
-        print_line(f"old and new row ids: {result.row_map}")
+    lines = [f"{index}: no row is deleted; nothing to do"]
+    if result.removed:
+        copied = f"{index}: {counted(result.rows, 'row')} copied to row ids from {result.first_row:,}"
+        lines = [f"{copied}, {result.removed:,} removed, {result.seconds:.1f} s"]
+        lines.append(f"old and new row ids: {result.row_map}")
+    print_result(result, *lines, as_json=as_json)
 
 
 @click.command()
@@ -124,15 +120,13 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
 
     with running_job(out, quiet=quiet) as (on_event, should_stop):
         result = merge_indexes(indexes, out, on_event=on_event, should_stop=should_stop)
-    if as_json:
-        print_json(asdict(result))
-        return
-    for each in result.inputs:
-        print_line(
-            f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,} duplicates; row ids plus "
-            f"{each['offset']:,}"
-        )
-    print_line(f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')}, {result.seconds:.1f} s")
+    lines = [
+        f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,} duplicates; row ids plus "
+        f"{each['offset']:,}"
+        for each in result.inputs
+    ]
+    merged = f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')}, {result.seconds:.1f} s"
+    print_result(result, *lines, merged, as_json=as_json)
 
 
 @click.command()
@@ -147,9 +141,13 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
 def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> None:
     """Copy INDEX to OUT, and check every file with its checksum.
 
-    INDEX and OUT are directories or URLs. A URL begins with s3://, gs:// or az://. INDEX can also be an http:// or
-    https:// URL. Credentials come from the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
-    AWS_ENDPOINT_URL selects a server that is compatible with S3.
+    INDEX and OUT are directories or URLs. A URL begins with s3://, gs://, az:// or hf://datasets/. INDEX can also be an
+    http:// or https:// URL. Credentials come from the environment, for example AWS_ACCESS_KEY_ID and
+    AWS_SECRET_ACCESS_KEY. AWS_ENDPOINT_URL selects a server that is compatible with S3.
+
+    hf://datasets/OWNER/NAME is a repository of the Hugging Face Hub. The copy creates it, private, with a card that
+    describes the index. A model bundle is copied to and from hf://OWNER/NAME in the same way. The token is HF_TOKEN,
+    or that of 'hf auth login'.
 
     One snapshot is copied. Blocks are not decoded. If the file system can share disk blocks, a copy to a directory
     takes no disk space until INDEX or OUT changes.
@@ -166,18 +164,26 @@ def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, *
       edje-index copy photos.edje s3://my-bucket/photos.edje
       edje-index copy s3://my-bucket/photos.edje restored.edje
       edje-index copy photos.edje free.edje --where "licence = 'cc0'"
+      edje-index copy photos.edje hf://datasets/me/photos
+      edje-index copy hf://me/model model
     """
+    from edje_index.bundles.info import INFO_FILE
     from pipelines.jobs.copy import copy_index
+    from pipelines.jobs.hub import copy_model
+
+    if hub_kind(index) == "models" or (isinstance(index, Path) and (index / INFO_FILE).exists()):
+        if any(value not in (None, False, ()) for value in options.values()):
+            raise UsageError("a model is copied as a whole: use no option that selects a part of an index")
+        with running_job(quiet=quiet) as (on_event, should_stop):
+            bundle = copy_model(index, out, on_event=on_event, should_stop=should_stop)
+        report(bundle, as_json=as_json)
+        return
 
     with running_job(out, quiet=quiet) as (on_event, should_stop):
         result = copy_index(index, out, on_event=on_event, should_stop=should_stop, **options)
-    if as_json:
-        print_json(asdict(result))
-        return
-    print_line(
-        f"{out}: snapshot {result.snapshot} in {counted(result.files, 'file')}; copied "
-        f"{counted(result.copied_files, 'file')}, {human_bytes(result.copied_bytes)}, {result.seconds:.1f} s"
-    )
+    copied = f"{counted(result.copied_files, 'file')}, {human_bytes(result.copied_bytes)}, {result.seconds:.1f} s"
+    line = f"{out}: snapshot {result.snapshot} in {counted(result.files, 'file')}; copied {copied}"
+    print_result(result, line, as_json=as_json)
 
 
 @click.command()
@@ -208,15 +214,12 @@ def repair(
 
     with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
         result = repair_index(index, model=model, on_event=on_event, should_stop=should_stop)
-    if as_json:
-        print_json(asdict(result))
     for problem in result.left:
         note(f"{problem.path}: {problem.message}")
-    if not as_json:
-        for file in result.repaired:
-            print_line(f"{file.path}: repaired from {file.source}")
-        left = f"{counted(len(result.left), 'problem')} left" if result.left else "no problem left"
-        print_line(f"{index}: {counted(len(result.repaired), 'file')} repaired, {left}")
+    lines = [f"{file.path}: repaired from {file.source}" for file in result.repaired]
+    left = f"{counted(len(result.left), 'problem')} left" if result.left else "no problem left"
+    total = f"{index}: {counted(len(result.repaired), 'file')} repaired, {left}"
+    print_result(result, *lines, total, as_json=as_json)
     return 1 if result.left else 0
 
 
@@ -267,11 +270,9 @@ def rollback(index: IndexLocation, snapshot: int, trust: bool, as_json: bool) ->
     from pipelines.jobs.snapshots import roll_back
 
     result = roll_back(index, snapshot, trust=trust)
-    if as_json:
-        print_json(asdict(result))
-    else:
-        rows = f"{counted(result.rows, 'row')}, {result.deleted:,} deleted"
-        print_line(f"{index}: snapshot {result.snapshot} has the contents of snapshot {snapshot}: {rows}")
+    rows = f"{counted(result.rows, 'row')}, {result.deleted:,} deleted"
+    line = f"{index}: snapshot {result.snapshot} has the contents of snapshot {snapshot}: {rows}"
+    print_result(result, line, as_json=as_json)
 
 
 @click.command()
@@ -295,11 +296,9 @@ def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
 
     with running_job(quiet=False, resumes=False) as (on_event, _):
         removal = remove_snapshots(index, keep, on_event)
-    if as_json:
-        print_json(asdict(removal))
-    else:
-        files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
-        print_line(f"{index}: {counted(len(removal.snapshots), 'snapshot')} and {files} removed")
+    files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
+    line = f"{index}: {counted(len(removal.snapshots), 'snapshot')} and {files} removed"
+    print_result(removal, line, as_json=as_json)
 
 
 @click.command()
@@ -318,11 +317,9 @@ def failures(index: IndexLocation, as_json: bool) -> None:
       edje-index failures photos.edje
       edje-index failures photos.edje --json | jq -r '.failures[].uri'
     """
-
-    rows = (row for row in failed_rows(index))
+    rows = failed_rows(index)
     if as_json:
         print_json({"index": str(index), "failures": list(rows)})
-        return
     for row in rows:
         print_line(f"{row['row_id']}  {row['reason']}  {row['uri']}  {row['detail']}")
 

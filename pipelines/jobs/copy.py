@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.indexing.ann_kind import AnnKind
-from edje_index.indexing.faiss_index import AnnRequest, ann_without_rows, build_ann, default_position, extend_ann
+from edje_index.indexing.faiss_index import AnnRequest, ann_without_rows, build_ann, extend_ann
 from edje_index.progress import ShardProgress
 from edje_index.search.rows import IndexRows
 from pipelines.engines.base import open_engine
 from pipelines.jobs.changing import changing
 from pipelines.jobs.encode import run_shards
+from pipelines.jobs.hub import send_to_hub
 from pipelines.jobs.plan import recorded_sources, with_sources
 from pipelines.jobs.resources import check_free_disk, disk_need
-from pipelines.progress.events import JobStopped, OnEvent, PlanReady, Progress, ShouldStop, StatusMessage, ignore, never
-from pipelines.progress.wording import counted
+from pipelines.progress.events import (
+    JobStopped,
+    OnEvent,
+    PlanReady,
+    Progress,
+    ShouldStop,
+    StatusMessage,
+    ignore,
+    never,
+    stop_at_events,
+)
+from pipelines.progress.wording import counted, human_bytes
 from storage_formats.change import Change, begin_index, now
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest, RowMap
-from storage_formats.format.object_store import ObjectFolder, index_location, is_url, local_path
+from storage_formats.format.object_store import ObjectFolder, hub_kind, index_location, is_url, local_path
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.remote import open_index
+from storage_formats.format.remote import ROOT, open_index, read_root
 from storage_formats.format.row_map import write_row_map
 from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, iter_stored_rows
 from storage_formats.format.selection import Selection
@@ -43,7 +55,15 @@ from storage_formats.format.tombstones import check_rows_in_use, live_rows
 from storage_formats.ordered_results import ordered_map
 from storage_formats.row_ids import check_row_ids
 from storage_formats.writing.copying import RowCopier, count_values, with_values
-from storage_formats.writing.index_copy import begin_remote_copy, copy_to_directory, files_to_copy, manifest_bytes
+from storage_formats.writing.index_copy import (
+    begin_remote_copy,
+    copy_to_directory,
+    file_contents,
+    files_to_copy,
+    is_data,
+    manifest_bytes,
+    what_is_lost,
+)
 from storage_formats.writing.publish import add_counts, new_manifest, total_counts, write_shard_tables
 
 Ints = NDArray[np.int64]
@@ -252,7 +272,7 @@ def copy_index(
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> CopyResult:
-    """Copy a snapshot of an index between directories and object stores, as `edje-index copy` does.
+    """Copy a snapshot of an index between directories, object stores and the Hub, as `edje-index copy` does.
 
     With `rows` or `where`, only these rows are copied, to a directory. They get the row ids from 0. No token is
     decoded, and the model is not needed. Call the function again with the same arguments to resume a stopped copy.
@@ -260,7 +280,8 @@ def copy_index(
 
     Args:
         index: directory of the index, or its URL.
-        out: directory of the copy, or its URL on an object store (`s3://`, `gs://` or `az://`).
+        out: directory of the copy, or its URL on an object store (`s3://`, `gs://` or `az://`) or on the Hugging Face
+            Hub (`hf://datasets/OWNER/NAME`). A repository that does not exist is created, and is private.
         snapshot: number of the snapshot to copy; None copies the current snapshot.
         replace: True to remove an index at the URL `out` first.
         rows: ids of the rows to copy.
@@ -320,7 +341,30 @@ def copy_index(
     else:
         files = list(files_to_copy(opened))
         on_event(StatusMessage(f"copying {len(files):,} files of snapshot {manifest.snapshot.number}"))
-        if is_url(target):
+        if hub_kind(target) is not None:
+            _, there = read_root(ObjectFolder.open(str(target)))
+            if there is not None and not replace and (lost := what_is_lost(opened, str(target), there)):
+                raise UsageError(lost, parameter="out")
+
+            def checked(file: FileEntry) -> Path | bytes:
+                pieces = file_contents(opened, file)  # compared with the checksum
+                if opened.remote is not None or file.path.endswith("zarr.json"):
+                    return b"".join(pieces)
+                deque(pieces, maxlen=0)
+                return opened.root / file.path
+
+            named: dict[str, Callable[[], Path | bytes]] = {
+                **{file.path: partial(checked, file) for file in files},
+                ROOT: partial(manifest_bytes, opened),
+            }
+            report = stop_at_events(on_event, should_stop, "stopped; the copied files are kept")
+            message, size = f"Copy snapshot {manifest.snapshot.number}", human_bytes(sum(file.bytes for file in files))
+            sent = send_to_hub(
+                str(target), "datasets", named, message, report, index=opened, size=size,
+                is_removed=lambda name: replace and is_data(name) and name not in named,
+            )  # fmt: skip
+            copied = [file for file in files if file.path in sent]
+        elif is_url(target):
             with begin_remote_copy(opened, ObjectFolder.open(str(target)), replace=replace) as remote:
                 copied = _copy_files(files, remote.put, on_event, should_stop)
                 remote.commit()
@@ -429,39 +473,28 @@ class _Shard:
 def build_copied_ann(
     root: Path, spec: IndexSpec, origins: Sequence[Manifest], on_event: OnEvent, *, replace_file: bool = True
 ) -> dict[str, Any]:
-    """Build a nearest-neighbour index of copied rows, if one of their indexes has one.
+    """Build a nearest-neighbour index of copied rows, if one of the indexes `origins` has one. Return its entry.
 
-    It gets the kind that the user chose for the indexes `origins`, and the highest of their target recalls. If all
-    kinds are default kinds, it gets the default kind for the new number of rows, with the smallest codes of all
-    `origins`. If the kinds differ, it gets the default kind.
-
-    Args:
-        origins: manifests of the indexes that the rows come from.
-
-    Returns:
-        The entry of the nearest-neighbour index in the manifest.
+    It keeps the kind that they have, with the highest of their target recalls. It gets the default kind if their kinds
+    differ, or if all have the default kind for their rows.
     """
     searchable = [manifest for manifest in origins if manifest.ann_files]
     if not searchable:
         return origins[0].ann
     requests = [AnnRequest.like(manifest.ann) for manifest in searchable]
-    recall = max(request.recall for request in requests)
-    positions = [position for position in map(default_position, searchable) if position is not None]
-    kinds = sorted({request.ann for request in requests})
-    if len(positions) == len(searchable):
-        defaults = AnnKind.defaults(spec.used_rows, spec.embed_dim)
-        kind = defaults[min(max(positions), len(defaults) - 1)].factory
-    elif len(kinds) == 1:
-        kind = kinds[0]
-    else:
-        kind, differing = "auto", ", ".join(kinds)
+    kind, *others = sorted({request.ann for request in requests})
+    if others:
+        kinds = ", ".join([kind, *others])
         on_event(
-            StatusMessage(
-                f"nearest-neighbour indexes of different kinds ({differing}); the new one has the default kind"
-            )
+            StatusMessage(f"nearest-neighbour indexes of different kinds ({kinds}); the new one has the default kind")
         )
+    if others or all(
+        AnnKind.choose(manifest.spec.used_rows, manifest.spec.embed_dim).factory == kind for manifest in searchable
+    ):
+        kind = "auto"
     on_event(StatusMessage("building the nearest-neighbour index"))
-    ann = build_ann(root, spec, replace_file=replace_file, request=AnnRequest(kind, recall))
+    request = AnnRequest(kind, max(request.recall for request in requests))
+    ann = build_ann(root, spec, replace_file=replace_file, request=request)
     if kind not in ("auto", ann.get("factory", "Flat")):
         on_event(StatusMessage(f"there are too few rows for a nearest-neighbour index {kind}; it is Flat now"))
     return ann

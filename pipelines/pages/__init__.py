@@ -51,7 +51,7 @@ def search_page(
     by_score = ranked[:shown]
     by_embedding = sorted(ranked, key=lambda hit: hit.embedding_rank)[:shown]
     row_ids = sorted({each.hit.row_id for each in [*by_score, *by_embedding]})
-    return _render(
+    return render(
         "search.html",
         index=index,
         query=query,
@@ -68,23 +68,22 @@ def search_page(
 
 def explain_page(explanation: Explanation) -> str:
     """Return the HTML page of an explanation."""
+    from PIL import Image
+
     thumbnails = read_thumbnails(explanation.root, [row.row_id for row in explanation.rows])
-    photos = ["" if row.pixels is None else _photo(row.pixels) for row in explanation.rows]
+    photos = []
+    for row in explanation.rows:
+        photos.append("")
+        if row.pixels is not None:
+            image = Image.fromarray(row.pixels)
+            image.thumbnail((_MAP_SIDE, _MAP_SIDE))
+            photos[-1] = _data_uri(image, "JPEG")
     maps = [[] if row.attention is None else [_mask(weights) for weights in row.attention] for row in explanation.rows]
-    return _render(
+    return render(
         "explain.html",
         page=explanation,
         rows=list(zip(explanation.rows, thumbnails, photos, maps, strict=True)),
     )
-
-
-def _photo(pixels: NDArray[np.uint8]) -> str:
-    """Return a small copy of the image that the vision tower read, as a data URI."""
-    from PIL import Image
-
-    image = Image.fromarray(pixels)
-    image.thumbnail((_MAP_SIDE, _MAP_SIDE))
-    return _data_uri(image, "JPEG")
 
 
 def _mask(weights: NDArray[np.float32]) -> str:
@@ -102,7 +101,7 @@ def _data_uri(image: Image.Image, kind: str) -> str:
 
 
 @name_missing_extra("search")
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
     """Render the template `templates/<template>` with `values`. Return the HTML page."""
     return _environment().get_template(template).render(**values)
 

@@ -1,4 +1,7 @@
-"""Reads and writes the objects below a URL of an object store, through the library obstore."""
+"""Reads and writes the objects below a URL of an object store, through the library obstore.
+
+Repositories of the Hugging Face Hub, `hf://[datasets/]OWNER/NAME[@REVISION]`, are read as folders of its web server.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from storage_formats.arguments import as_path
 from storage_formats.atomic import replacing
@@ -30,9 +33,12 @@ if TYPE_CHECKING:
 
 STORE_SCHEMES = ("s3", "gs", "az")
 WEB_SCHEMES = ("http", "https")
-INDEX_SCHEMES = (*STORE_SCHEMES, *WEB_SCHEMES)
+HUB_SCHEME = "hf"
+INDEX_SCHEMES = (*STORE_SCHEMES, *WEB_SCHEMES, HUB_SCHEME)
+HUB_CREDENTIALS = "set HF_TOKEN to a token that may do this, or run 'hf auth login'"
 CHUNK_BYTES = 8 << 20  # longer requests would not fit into the time-out on a slow line
 
+_HUB_KINDS = ("datasets", "spaces")
 _REQUEST_TIMEOUT = timedelta(seconds=60)
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
@@ -100,6 +106,34 @@ def index_location(location: IndexLocation) -> IndexLocation:
             + ", ".join(f"{scheme}://" for scheme in INDEX_SCHEMES)
         )
     return as_path(location, "location")
+
+
+def hub_kind(location: IndexLocation) -> str | None:
+    """Return what a URL of the Hub names: "models" or "datasets". Return None for other locations."""
+    scheme, _, rest = str(location).partition("://")
+    if not is_url(location) or scheme.lower() != HUB_SCHEME:
+        return None
+    return rest.split("/")[0] if rest.split("/")[0] in _HUB_KINDS else "models"
+
+
+def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
+    """Take a URL of the Hub apart: (server, repository such as "datasets/OWNER/NAME", revision, path, headers).
+
+    The headers have the token of `HF_TOKEN`, or that of `hf auth login`. Raises ValueError without a repository.
+    """
+    parts = url.partition("://")[2].strip("/").split("/")
+    length = 3 if parts[0] in _HUB_KINDS else 2
+    if len(parts) < length or not all(parts):
+        raise ValueError(f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME")
+    repository, _, revision = "/".join(parts[:length]).partition("@")
+    token = os.environ.get("HF_TOKEN", "")
+    if not token:
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        with contextlib.suppress(OSError):
+            token = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface", "token").expanduser().read_text().strip()
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return endpoint, repository, revision or "main", "/".join(parts[length:]), headers
 
 
 def _looks_like_url(location: IndexLocation) -> bool:
@@ -399,19 +433,23 @@ class ObjectFolder:
 
         The exceptions of a refused conditional write are not converted.
         """
-        from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
+        from obstore import exceptions as refused
 
         try:
             yield
-        except (NotFoundError, FileNotFoundError) as error:
+        except (refused.NotFoundError, FileNotFoundError) as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(key)) from error
-        except (AlreadyExistsError, PreconditionError):
+        except (refused.AlreadyExistsError, refused.PreconditionError):
             raise
-        except BaseError as error:
+        except refused.BaseError as error:
             reason, advice = _reason(error), "check the URL, the network, and the credentials in the environment"
             if "169.254.169.254" in reason:  # the last place that S3 clients look at, which answers only on EC2
                 reason, advice = "there are no credentials", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
                 advice += ", AWS_PROFILE for a profile of ~/.aws, or AWS_SKIP_SIGNATURE=true for a public bucket"
+            if self.scheme == HUB_SCHEME and isinstance(
+                error, (refused.PermissionDeniedError, refused.UnauthenticatedError)
+            ):
+                reason, advice = "there is no such repository, or it is private", f"check the URL; {HUB_CREDENTIALS}"
             raise ObjectStoreError(
                 f"a request for {self.url_of(key)} failed: {reason}; {advice}, then try again"
             ) from error
@@ -446,7 +484,12 @@ def _open_store(url: str) -> ObjectStore:
         "backoff": {"init_backoff": timedelta(seconds=_FIRST_WAIT), "max_backoff": timedelta(seconds=5), "base": 2},
     }
     try:
-        return obstore.store.from_url(url, config=profile, client_options=client, retry_config=retry)
+        address = url
+        if scheme == HUB_SCHEME:
+            server, repository, revision, path, client["default_headers"] = hub_address(url)
+            address = f"{server}/{repository}/resolve/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
+            client["allow_http"] = server.startswith("http://")
+        return obstore.store.from_url(address, config=profile, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise UsageError(
             f"cannot use the URL {url}: {_reason(error)}; check the URL, and the variables of the environment, such as "

@@ -109,7 +109,7 @@ class RemoteCopy:
         if info is not None and info.size == entry.bytes and info.metadata.get(_CHECKSUM) == checksum:
             return False
         self.folder.put(
-            entry.path, lambda: _contents(self.index, entry), length=entry.bytes, metadata={_CHECKSUM: checksum}
+            entry.path, lambda: file_contents(self.index, entry), length=entry.bytes, metadata={_CHECKSUM: checksum}
         )
         return True
 
@@ -167,18 +167,16 @@ def begin_remote_copy(index: CommittedIndex, folder: ObjectFolder, *, replace: b
     """
     if folder.scheme not in STORE_SCHEMES:
         raise UsageError(
-            f"{folder.url} can only be read; write to a URL that begins with s3://, gs:// or az://", parameter="out"
+            f"{folder.url} can only be read; write to a URL that begins with s3://, gs://, az:// or hf://datasets/",
+            parameter="out",
         )
     writer = f"copy {to_hex(crc32c(manifest_bytes(index)))}"
     _claim(folder, writer)
     try:
         version, manifest = read_root(folder) if not replace else _readable_root(folder)
-        if manifest is not None and (lost := _what_is_lost(index, folder.url, manifest)):
+        if manifest is not None and (lost := what_is_lost(index, folder.url, manifest)):
             if not replace:
-                raise UsageError(
-                    f"{folder.url} {lost}; choose another destination. To discard that index, copy with replace=True",
-                    parameter="out",
-                )
+                raise UsageError(lost, parameter="out")
             manifest = None
         if manifest is None and version is not None:  # a deletion has no condition, so a late one could remove the copy
             version = folder.replace(ROOT, REPLACED, version)
@@ -232,20 +230,27 @@ def _read_claim(folder: ObjectFolder) -> dict[str, str]:
     return claim if isinstance(claim, dict) else {}
 
 
-def _what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | None:
-    """Return what the index at `url` has and `index` has not; None if a copy of `index` loses nothing.
+def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | None:
+    """Return the message of an error if the index at `url` has what `index` has not; None if a copy loses nothing.
 
     `manifest` is the current manifest of the index at `url`.
     """
     kept = kept_snapshots(index)
     if manifest.snapshot not in [each.snapshot for each in kept]:
-        return f"is at snapshot {manifest.snapshot.number}, which {index.location} does not have"
-    known = {entry for each in kept for entry in _entries(CommittedIndex(index.root, each, index.remote))}
-    opened = open_index(url)
-    if opened.manifest != manifest:
-        raise EdjeError(f"another writer changed {url}; run the copy again")
-    lost = sorted(entry.path for entry in _entries(opened) if entry not in known)
-    return f"has the file {lost[0]}, which {index.location} does not have" if lost else None
+        lost = f"is at snapshot {manifest.snapshot.number}"
+    else:
+        known = {entry for each in kept for entry in _entries(CommittedIndex(index.root, each, index.remote))}
+        opened = open_index(url)
+        if opened.manifest != manifest:
+            raise EdjeError(f"another writer changed {url}; run the copy again")
+        unknown = sorted(entry.path for entry in _entries(opened) if entry not in known)
+        if not unknown:
+            return None
+        lost = f"has the file {unknown[0]}"
+    return (
+        f"{url} {lost}, which {index.location} does not have; choose another destination. To discard that index, copy "
+        "with replace=True"
+    )
 
 
 def _entries(index: CommittedIndex) -> set[FileEntry]:
@@ -263,7 +268,7 @@ def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
     return {layout.relative(path): json_bytes(document) for path, document in documents.items()}
 
 
-def _contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
+def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
     """Yield the contents of a file of `index` in pieces, and compare them with `entry`."""
     if entry.path.endswith("zarr.json"):
         yield _zarr_files(index)[entry.path]

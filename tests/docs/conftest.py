@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,14 +10,15 @@ from pathlib import Path
 
 import obstore
 import pytest
+from huggingface_hub import constants
 
 from edje_index.images import remote
 from storage_formats.format.object_store import ObjectFolder
 from tests.command_line import environment
 from tests.conftest import REPO
 from tests.docs.guide_files import write_guide_files
+from tests.hub_server import TOKEN, hub_server
 from tests.object_store import s3_server, use_endpoint
-from tests.web_server import web_server
 
 sys.path.insert(0, str(REPO / "docs/hooks"))  # as MkDocs does when it loads hooks
 
@@ -55,7 +55,9 @@ def home(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 @pytest.fixture
 def servers(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers for the URLs of the guides: `s3://` leads to an S3-compatible server, `hf://` to one with a data set."""
-    with s3_server() as endpoint, web_server() as hub:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the server has no Xet storage
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with s3_server() as endpoint, hub_server() as hub:
         use_endpoint(monkeypatch, endpoint)
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("EDJE_CACHE", str(home / "cache"))
@@ -63,9 +65,7 @@ def servers(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for path in sorted((home / "photos").glob("0000*.png")):
             obstore.put(store, f"photos/{path.name}", path.read_bytes())
         data = (home / "data/train-00000.parquet").read_bytes()
-        entry = {"type": "file", "path": "data/train-00000.parquet", "size": len(data)}
-        hub.files["/datasets/owner/name/resolve/main/data/train-00000.parquet"] = data
-        hub.files["/api/datasets/owner/name/tree/main/data"] = json.dumps([entry]).encode()
+        hub.add("datasets/owner/name", {"data/train-00000.parquet": data})
         yield
         remote._pool().clear()
     remote._bucket.cache_clear()

@@ -1,0 +1,139 @@
+"""A server in this process that speaks the protocol of the Hugging Face Hub, for uploads and downloads."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from tests.web_server import Response, web_server
+
+TOKEN = "secret"
+_PLACE = re.compile(
+    r"/(?:api/models/|api/)?((?:datasets/)?[\w-]+/[\w-]+)/(revision|tree|preupload|commit|resolve)/(\w+)/?(.*)"
+)
+
+
+@dataclass
+class Hub:
+    """The state of the server. Files with zero bytes are large: their contents are at another host name.
+
+    Attributes:
+        repositories: contents by name, by repository such as "datasets/owner/name".
+        commits: number of commits, by repository.
+        blobs: contents of large files by SHA-256; `uploads` lists those that were sent.
+        refused: status of the next requests, by the beginning of method and path.
+    """
+
+    url: str = ""
+    repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    commits: dict[str, int] = field(default_factory=dict)
+    private: set[str] = field(default_factory=set)
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    uploads: list[str] = field(default_factory=list)
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, files: dict[str, bytes]) -> None:
+        self.repositories[name], self.commits[name] = files, 0
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Response:
+        path = unquote(urlsplit(path).path)
+        if status := next((self.refused[each] for each in self.refused if f"{method} {path}".startswith(each)), 0):
+            return _json({"error": "refused"}, status)
+        if path.startswith("/lfs/"):
+            sha256 = path.removeprefix("/lfs/")
+            if method == "PUT":
+                assert hashlib.sha256(body).hexdigest() == sha256
+                self.blobs[sha256] = body
+                self.uploads.append(sha256)
+                return _json({})
+            assert "Authorization" not in headers, "the token went to another host"
+            return 200, {"ETag": f'"{sha256}"'}, self.blobs[sha256]
+        if headers.get("Authorization") != f"Bearer {TOKEN}":
+            return _json({"error": "Invalid username or password."}, 401)
+        if path == "/api/repos/create":
+            value = json.loads(body)
+            name = f"{'datasets/' * (value.get('type') == 'dataset')}{value['organization']}/{value['name']}"
+            status = 409 if name in self.repositories else 200
+            if status == 200:
+                self.add(name, {".gitattributes": b""})
+                self.private |= {name} if "private" in (value.get("visibility"), *value) else set()
+            return _json({"url": f"{self.url}/{name}"}, status)
+        if path == "/api/validate-yaml":
+            return _json({})
+        if path.endswith(".git/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for each in objects:
+                if each["oid"] not in self.blobs:
+                    each["actions"] = {"upload": {"href": f"{self.url}/lfs/{each['oid']}"}}
+            return _json({"transfer": "basic", "objects": objects})
+        place = _PLACE.fullmatch(path)
+        if place is None or place[1] not in self.repositories:
+            return _json({"error": "Repository not found"}, 404)
+        name, action, _, below = place.groups()
+        files, sha = self.repositories[name], hashlib.sha1(f"{name} {self.commits[name]}".encode()).hexdigest()
+        if action == "revision":
+            return _json(
+                {"id": name.removeprefix("datasets/"), "sha": sha, "siblings": [{"rfilename": each} for each in files]}
+            )
+        if action == "tree":
+            return _json([_entry(each, data) for each, data in files.items() if each.startswith(below)])
+        if action == "preupload":
+            return _json({"files": [
+                {"path": each["path"], "uploadMode": _mode(base64.b64decode(each["sample"])), "shouldIgnore": False}
+                for each in json.loads(body)["files"]
+            ]})  # fmt: skip
+        if action == "commit":
+            return self.commit(name, sha, [json.loads(line) for line in body.splitlines()])
+        if below not in files:
+            return 404, {"X-Error-Code": "EntryNotFound"}, b""
+        data = files[below]
+        sha256 = hashlib.sha256(data).hexdigest()
+        self.blobs[sha256] = data  # a test may have changed the file
+        if _mode(data) == "regular":
+            return 200, {"X-Repo-Commit": sha, "ETag": f'"{sha256}"'}, data
+        links = {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{sha256}"'}
+        location = f"{self.url.replace('127.0.0.1', 'localhost')}/lfs/{sha256}"
+        return 302, {"X-Repo-Commit": sha, "Location": location, **links}, b""
+
+    def commit(self, name: str, sha: str, lines: list[dict[str, Any]]) -> Response:
+        if lines[0]["value"]["parentCommit"] != sha:
+            return _json({"error": "the branch has moved"}, 412)
+        files = dict(self.repositories[name])
+        for line in lines[1:]:
+            value = line["value"]
+            if line["key"] == "deletedFile":
+                del files[value["path"]]
+            else:
+                is_large = line["key"] == "lfsFile"
+                files[value["path"]] = self.blobs[value["oid"]] if is_large else base64.b64decode(value["content"])
+        self.repositories[name] = files
+        self.commits[name] += 1
+        return _json({"commitUrl": f"{self.url}/{name}/commit/{sha}", "commitOid": sha})
+
+
+def _mode(data: bytes) -> str:
+    return "lfs" if b"\0" in data else "regular"
+
+
+def _entry(name: str, data: bytes) -> dict[str, Any]:
+    lfs = {"lfs": {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}}
+    return {"type": "file", "path": name, "size": len(data), "oid": "0" * 40, **(lfs if _mode(data) == "lfs" else {})}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return status, {}, json.dumps(value).encode()
+
+
+@contextlib.contextmanager
+def hub_server() -> Iterator[Hub]:
+    with web_server() as server:
+        hub = Hub(server.url)
+        server.service = hub.answer
+        yield hub
