@@ -364,10 +364,9 @@ EXPERIMENTS: dict[str, Experiment] = {
             ("embeddings alone", (82.3, 94.8), _embeddings_r1, ()),
             ("strided", (83.24, 94.1, 60.09, 77.2), _r1, (Variant(adapter="strided"),)),
             ("clustered", (85.66, 96.1, 63.31, 79.76), _r1, (Variant(adapter="clustered"),)),
-            ("pruned", (82.4, 93.7, 58.6, 76.4), None, ()),
+            ("pruned", (82.4, 93.7, 58.6, 76.4), _r1, (Variant(adapter="pruned"),)),
             ("compressed", (86.9, 96.4, 64.6, 80.9), _r1, (_COMPRESSED,)),
         ],
-        ("Pruned patches rank as the embeddings alone do, so this package has no such adapter.",),
     ),
     "language-model": Experiment(
         "Recall by language model, in percent",

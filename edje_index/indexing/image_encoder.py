@@ -156,5 +156,8 @@ def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) ->
         patches, embeddings = vision.encode(pixels.flatten(0, 1))
         patches, embeddings = (values.view(*pixels.shape[:2], *values.shape[1:]) for values in (patches, embeddings))
         return adapter(patches.flatten(1, 2)), functional.normalize(embeddings.mean(dim=1), dim=-1)
+    if adapter.needs_attention:
+        patches, embeddings, received = vision.encode_with_attention(pixels)
+        return adapter(patches, received), embeddings
     patches, embeddings = vision.encode(pixels)
     return adapter(patches), embeddings

@@ -18,9 +18,10 @@ from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 
 COMPRESSED, LOCAL = "compressed", "local"
-STRIDED, CLUSTERED = "strided", "clustered"
+STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
 PATCHES = "patches"
-REDUCTIONS = (STRIDED, CLUSTERED)
+PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # these need only the patch features, not the attention
+REDUCTIONS = (*PATCH_REDUCTIONS, PRUNED)
 KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
 PUBLISHED_HIDDEN_DIM = 8192  # hidden width of the MLP of the adapters in the EDJE paper
 CLUSTER_SEED, CLUSTER_ITERATIONS = 0, 25
@@ -32,7 +33,7 @@ class AdapterConfig:
 
     Attributes:
         kind: kind of adapter. ``compressed``: learned queries attend to the patches. ``local``: an MLP on every patch.
-            ``strided``, ``clustered``: reduction to m patches, then an MLP. ``patches``: patch features
+            ``strided``, ``clustered``, ``pruned``: reduction to m patches, then an MLP. ``patches``: patch features
             without change, for training.
         num_tokens: number of tokens per image, m. For ``local`` and ``patches``, m is n.
         hidden_dim: hidden width of the MLP. If it is 0, there is no MLP, and d must be d_v.
@@ -80,7 +81,13 @@ class AdapterConfig:
 
 
 class Adapter(nn.Module):
-    """Maps patch features [b, n, d_v] to stored tokens [b, m, d]."""
+    """Maps patch features [b, n, d_v] to stored tokens [b, m, d].
+
+    Attributes:
+        needs_attention: True if ``forward`` has a second argument, the attention that each patch receives [b, n].
+    """
+
+    needs_attention = False
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__()
@@ -135,23 +142,33 @@ class LocalAdapter(Adapter):
 
 
 class ReducedAdapter(Adapter):
-    """A ``strided`` or ``clustered`` adapter: a reduction to m patches, then a ``local`` adapter.
+    """A ``strided``, ``clustered`` or ``pruned`` adapter: a reduction to m patches, then a ``local`` adapter.
 
     If ``hidden_dim`` is 0, there is only the reduction. A ``patches`` adapter has neither.
     """
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
+        self.needs_attention = config.kind == PRUNED
         self.local: nn.Module = LocalAdapter(config) if config.hidden_dim else nn.Identity()
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Map patch features [b, n, d_v] to tokens [b, m, d]."""
-        if self.config.kind == STRIDED:
-            patches = stride_tokens(patches, self.config.num_tokens)
+    def forward(self, patches: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
+        """Map patch features [b, n, d_v] to tokens [b, m, d].
+
+        `received` is the attention that each patch receives [b, n]. Only a ``pruned`` adapter needs this argument.
+        """
+        count = self.config.num_tokens
+        if self.config.kind == PATCHES:
+            tokens = patches
+        elif self.config.kind == STRIDED:
+            tokens = stride_tokens(patches, count)
         elif self.config.kind == CLUSTERED:
             with torch.autocast(patches.device.type, enabled=False):
-                patches = cluster_tokens(patches, self.config.num_tokens)
-        result: torch.Tensor = self.local(patches)
+                tokens = cluster_tokens(patches, count)
+        else:
+            assert received is not None
+            tokens = prune_tokens(patches, received, count)
+        result: torch.Tensor = self.local(tokens)
         return result
 
 
@@ -182,7 +199,7 @@ def build_adapter(config: AdapterConfig) -> Adapter:
     is_training_free = config.kind not in (COMPRESSED, LOCAL) and config.vision_dim == config.language_dim
     if (config.kind == PATCHES or config.is_feature) and not (is_training_free and config.is_feature):
         raise ModelError(
-            "hidden_dim must be 0 for a patches adapter, and may be 0 for a strided or clustered adapter, with "
+            "hidden_dim must be 0 for a patches adapter, and may be 0 for a strided, clustered or pruned adapter, with "
             f"equal vision_dim and language_dim; got {config}"
         )
     classes: dict[str, type[Adapter]] = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter}
@@ -210,6 +227,15 @@ def stride_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
     """Keep m = `count` of the patches [b, n, d_v] at equal distances: token i is patch floor(i n / m)."""
     n = patches.shape[1]
     return patches[:, torch.arange(count, device=patches.device) * n // count]
+
+
+def prune_tokens(patches: torch.Tensor, received: torch.Tensor, count: int) -> torch.Tensor:
+    """Keep the `count` of the patches [b, n, d_v] that receive the most attention in the last layer of the tower.
+
+    `received` is the attention that each patch receives [b, n]. The tokens are in the order of the patches.
+    """
+    kept = received.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+    return patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
 
 
 def cluster_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:

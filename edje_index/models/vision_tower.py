@@ -21,7 +21,10 @@ from edje_index.models._torchvision_compat import prepare_torchvision
 prepare_torchvision()
 
 from open_clip.timm_model import TimmModel  # noqa: E402
-from open_clip.transformer import VisionTransformer  # noqa: E402
+from open_clip.transformer import ResidualAttentionBlock, VisionTransformer  # noqa: E402
+
+# Patch features [b, n, d], embedding [b, e], attention that each patch receives [b, n].
+FeaturesAndAttention = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class VisionTower(torch.nn.Module, ABC):
@@ -64,6 +67,11 @@ class VisionTower(torch.nn.Module, ABC):
         ``pixels`` has the shape [b, 3, height, width].
         """
 
+    @abstractmethod
+    def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
+        """Return the results of ``encode``, and the attention that each patch receives [b, n]."""
+        # It is the mean of the softmax weights of the last layer over all heads and queries, class token included.
+
 
 class TimmTower(VisionTower):
     """A vision transformer from timm: SigLIP, SigLIP2, EVA, DINOv2."""
@@ -92,6 +100,24 @@ class TimmTower(VisionTower):
         hidden = self.visual.trunk.forward_features(pixels)
         return hidden[:, self.prefix :], self._pool(hidden)
 
+    def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
+        trunk = self.visual.trunk
+        block, attention = trunk.blocks[-1], trunk.blocks[-1].attn
+        is_rotary = getattr(trunk, "rope", None) is not None
+        if not hasattr(attention, "qkv") or not hasattr(attention, "q_norm") or is_rotary:
+            raise ModelError(
+                f"a pruned adapter does not support the vision tower {type(trunk).__name__}: choose another adapter"
+            )
+        last_inputs: list[torch.Tensor] = []
+        handle = block.register_forward_pre_hook(lambda _, args: last_inputs.append(args[0]))
+        try:
+            hidden = trunk.forward_features(pixels)
+        finally:
+            handle.remove()
+        q, k = _queries_and_keys(attention.qkv(block.norm1(last_inputs[0])), attention.num_heads)
+        received = received_attention(attention.q_norm(q), attention.k_norm(k), attention.scale)
+        return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
+
     def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
         return functional.normalize(self.visual.head(self.visual.trunk.forward_head(hidden)).float(), dim=-1)
 
@@ -114,8 +140,31 @@ class ClipTower(VisionTower):
         self._penultimate = len(blocks) - 2
 
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output = self.visual.forward_intermediates(pixels, indices=[self._penultimate], output_fmt="NLC")
-        return output["image_intermediates"][0], functional.normalize(output["image_features"].float(), dim=-1)
+        patches, _, embedding = self._forward(pixels)
+        return patches, embedding
+
+    def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
+        block = self.visual.transformer.resblocks[-1]
+        if not isinstance(block, ResidualAttentionBlock):
+            raise ModelError(
+                "a pruned adapter does not support a vision tower with layers of type "
+                f"{type(block).__name__}: choose another adapter"
+            )
+        patches, prefix, embedding = self._forward(pixels)
+        attention = block.attn
+        hidden = block.ln_1(torch.cat([prefix, patches], dim=1))
+        qkv = functional.linear(hidden, attention.in_proj_weight, attention.in_proj_bias)
+        q, k = _queries_and_keys(qkv, attention.num_heads)
+        received = received_attention(q, k, attention.head_dim**-0.5)
+        return patches, embedding, received[:, prefix.shape[1] :]
+
+    def _forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return patch features [b, n, d], class token [b, 1, d] and L2-normalised embedding [b, e]."""
+        output = self.visual.forward_intermediates(
+            pixels, indices=[self._penultimate], output_fmt="NLC", output_extra_tokens=True
+        )
+        embedding = functional.normalize(output["image_features"].float(), dim=-1)
+        return output["image_intermediates"][0], output["image_intermediates_prefix"][0], embedding
 
 
 def vision_tower(visual: torch.nn.Module) -> VisionTower:
@@ -127,3 +176,23 @@ def vision_tower(visual: torch.nn.Module) -> VisionTower:
     raise ModelError(
         f"the vision tower {type(visual).__name__} has no patch features: choose a vision transformer (ViT)"
     )
+
+
+def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the attention that each key receives, averaged over heads and queries, float32 [b, t].
+
+    `q` and `k` are the queries and keys [b, h, t, c], and `scale` is the factor of the queries.
+    """
+    # The heads are computed one by one, which limits the memory to b x t x t values.
+    heads = q.shape[1]
+    total = torch.zeros(k.shape[0], k.shape[2], dtype=torch.float32, device=k.device)
+    for head in range(heads):
+        scores = (q[:, head] * scale) @ k[:, head].transpose(-1, -2)
+        total += scores.float().softmax(dim=-1).mean(dim=1)
+    return total / heads
+
+
+def _queries_and_keys(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split the joint projection `qkv` [b, t, 3 h c]. Return queries and keys, [b, h, t, c] each."""
+    q, k, _ = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
+    return q, k

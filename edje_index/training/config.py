@@ -27,7 +27,7 @@ from pydantic import (
 
 from storage_formats.errors import UsageError
 
-AdapterKind: TypeAlias = Literal["compressed", "local", "strided", "clustered"]
+AdapterKind: TypeAlias = Literal["compressed", "local", "strided", "clustered", "pruned"]
 ONLINE = "online"
 SettingPath = Annotated[Path, Field(strict=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -48,8 +48,8 @@ class ArchitectureConfig(Settings):
     """Architecture of the model to train."""
 
     adapter: AdapterKind = "compressed"
-    """Kind of adapter. compressed: learned queries attend to the patches. local: one token per patch. strided
-    and clustered: the patches are reduced without training."""
+    """Kind of adapter. compressed: learned queries attend to the patches. local: one token per patch. strided,
+    clustered, pruned: the patches are reduced without training."""
     tokens: PositiveInt = 64
     """Stored tokens per image. A local adapter ignores this setting and stores one token per patch."""
     adapter_hidden: PositiveInt = 8192

@@ -85,7 +85,7 @@ def test_embeddings_need_towers_and_other_models_need_nothing(full_data, tmp_pat
     study = Study(tmp_path, tmp_path / "out", lambda line: None, listing=True)
     for name in ("zero-shot", "adapters"):
         for row in measured(EXPERIMENTS[name], study)["rows"]:
-            assert bool(row["missing"]) == ("embeddings" not in row["label"] and row["label"] != "pruned")
+            assert bool(row["missing"]) == ("embeddings" not in row["label"])
     for row in measured(EXPERIMENTS["prior-art"], study)["rows"]:
         assert bool(row["missing"]) == (not row["label"].startswith(("ALBEF", "BLIP")))
 

@@ -307,7 +307,7 @@ def test_a_student_learns_from_a_teacher(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["strided", "clustered"])
+@pytest.mark.parametrize("adapter", ["strided", "clustered", "pruned"])
 def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
     arguments = training(case, tmp_path / "out", features=False)
     result = run_here(*arguments, "--set", f"architecture.adapter={adapter}", "--steps", "4")

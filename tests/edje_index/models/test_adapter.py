@@ -13,15 +13,18 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     CLUSTERED,
     COMPRESSED,
+    PRUNED,
     STRIDED,
     AdapterConfig,
     build_adapter,
     cluster_tokens,
+    prune_tokens,
     stride_tokens,
 )
 
 CONFIG = AdapterConfig(COMPRESSED, num_tokens=3, vision_dim=8, language_dim=6, hidden_dim=10, num_heads=2)
 PATCHES = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
+RECEIVED = torch.rand(2, 9, generator=torch.Generator().manual_seed(1))
 
 
 def test_patches_are_stored_untouched_by_an_adapter_without_weights() -> None:
@@ -33,14 +36,20 @@ def test_patches_are_stored_untouched_by_an_adapter_without_weights() -> None:
         build_adapter(replace(adapter.config, hidden_dim=4))
 
 
-@pytest.mark.parametrize("kind", [STRIDED, CLUSTERED])
+@pytest.mark.parametrize("kind", [STRIDED, CLUSTERED, PRUNED])
 def test_training_free_kinds_reduce_then_apply_the_local_layer(kind: str) -> None:
-    reduced = {STRIDED: stride_tokens, CLUSTERED: cluster_tokens}[kind](PATCHES, 3)
+    reduced = {
+        STRIDED: stride_tokens(PATCHES, 3),
+        CLUSTERED: cluster_tokens(PATCHES, 3),
+        PRUNED: prune_tokens(PATCHES, RECEIVED, 3),
+    }[kind]
+    arguments = (PATCHES, RECEIVED) if kind == PRUNED else (PATCHES,)
     adapter = build_adapter(replace(CONFIG, kind=kind))
-    assert torch.equal(adapter(PATCHES), adapter.local(reduced))
-    assert adapter(PATCHES).shape == (2, 3, 6)
+    assert torch.equal(adapter(*arguments), adapter.local(reduced))
+    assert adapter(*arguments).shape == (2, 3, 6)
+    assert adapter.needs_attention == (kind == PRUNED)
     bare = build_adapter(replace(CONFIG, kind=kind, hidden_dim=0, language_dim=8))
-    assert torch.equal(bare(PATCHES), reduced)
+    assert torch.equal(bare(*arguments), reduced)
     assert not list(bare.parameters())
 
 
@@ -72,6 +81,13 @@ def test_stride_spreads_evenly_whatever_the_counts(sizes: tuple[int, int]) -> No
     assert len(positions) == m
     steps = set(torch.diff(positions).tolist())
     assert steps <= {n // m, -(-n // m)}
+
+
+def test_prune_keeps_the_most_attended_in_image_order() -> None:
+    tokens = torch.arange(5.0)[None, :, None].repeat(2, 1, 1)
+    received = torch.tensor([[0.1, 0.5, 0.2, 0.9, 0.3], [0.2, 0.2, 0.2, 0.2, 0.2]])
+    kept = prune_tokens(tokens, received, 3)[:, :, 0]
+    assert kept.tolist() == [[1, 3, 4], [0, 1, 2]]
 
 
 def test_centroids_are_the_means_of_their_tokens() -> None:

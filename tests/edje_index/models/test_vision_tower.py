@@ -78,6 +78,36 @@ def test_clip_patches_are_the_input_of_the_last_layer_without_class_token(case: 
     assert patches.shape == (2, case.tower.num_patches, case.tower.patch_dim)
 
 
+@pytest.mark.parametrize(("case", "heads"), [("clip", 2), ("siglip", 3)], indirect=["case"])
+@torch.inference_mode()
+def test_attention_is_that_of_the_last_layer(case: Case, heads: int) -> None:
+    """Compare with PyTorch's own multi-head attention, which can return its weights."""
+    tower = case.tower
+    pixels = random_pixels(case.config)
+    patches, embedding, received = tower.encode_with_attention(pixels)
+    for left, right in zip(tower.encode(pixels), (patches, embedding), strict=True):
+        torch.testing.assert_close(left, right, atol=TOLERANCE, rtol=0)
+    weights = _last_layer_attention(case.model, pixels, heads)
+    assert tower.num_heads == heads
+    torch.testing.assert_close(received, weights.mean(dim=(1, 2))[:, -tower.num_patches :], atol=1e-6, rtol=0)
+
+
+def _last_layer_attention(model: torch.nn.Module, pixels: torch.Tensor, heads: int) -> torch.Tensor:
+    """Softmax weights [b, h, t, t] of the tower's last layer."""
+    visual = model.visual
+    is_clip = hasattr(visual, "transformer")
+    layer = (visual.transformer.resblocks if is_clip else visual.trunk.blocks)[-1].attn
+    norm = visual.transformer.resblocks[-1].ln_1 if is_clip else visual.trunk.blocks[-1].norm1
+    seen: list[torch.Tensor] = []
+    handle = norm.register_forward_hook(lambda _, args, output: seen.append(output))
+    visual(pixels)
+    handle.remove()
+    reference = torch.nn.MultiheadAttention(seen[0].shape[2], heads, batch_first=True)
+    reference.in_proj_weight.copy_(layer.in_proj_weight if is_clip else layer.qkv.weight)
+    reference.in_proj_bias.copy_(layer.in_proj_bias if is_clip else layer.qkv.bias)
+    return reference(seen[0], seen[0], seen[0], average_attn_weights=False)[1]
+
+
 def test_towers_without_patch_tokens_are_refused() -> None:
     resnet = clip_config(layers=[1, 1, 1, 1], width=16, patch_size=None)
     with pytest.raises(ModelError, match="no patch features"):

@@ -98,7 +98,7 @@ def test_going_on_from_a_bundle_takes_its_adapter_where_it_fits(tiny_bundle, tmp
     assert torch.equal(other.joint.text_embeddings.weight, first.joint.text_embeddings.weight)
 
 
-@pytest.mark.parametrize("adapter", ["compressed", "local", "strided", "clustered"])
+@pytest.mark.parametrize("adapter", ["compressed", "local", "strided", "clustered", "pruned"])
 def test_features_are_what_the_adapter_is_trained_on(tiny_bundle, tmp_path, adapter):
     """A feature bundle and the trained part of the adapter make together what the whole adapter makes."""
 
