@@ -214,6 +214,7 @@ CHECKS: dict[str, Callable[[Installation], None]] = {
 """What runs with each extra. The empty name is the package without extras."""
 
 NOT_CHECKED = {
+    "faiss-gpu": "needs a GPU",
     "release": "runs this module",
     "test": "the job of the tests installs it",
     **dict.fromkeys(("test-serve", "test-integrations", "langchain", "llama-index"), "the slow tests use it"),

@@ -210,10 +210,18 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> _FaissI
         step = max(2, rows // (kind.lists * _TRAINING_VECTORS_PER_LIST) // 2 * 2)
         sample = np.concatenate([vectors[row_ids % step == 0] for row_ids, vectors in embeddings])
         if len(sample) >= max(kind.lists, _CODES if kind.sub_vectors else 0):
-            index: _FaissIndex = faiss.index_factory(width, kind.factory, faiss.METRIC_INNER_PRODUCT)
-            index.train(sample)
-            index.nprobe = min(_DEFAULT_PROBES, kind.lists)
-            return index
+            for centroids in (_on_gpus(faiss.IndexFlatIP(width)), None):
+                index: _FaissIndex = faiss.index_factory(width, kind.factory, faiss.METRIC_INNER_PRODUCT)
+                index.clustering_index = centroids  # compares vectors while the centroids are computed
+                try:
+                    index.train(sample)
+                except RuntimeError:
+                    if centroids is None:
+                        raise
+                    continue  # the memory of the GPUs has ended
+                index.clustering_index = None  # FAISS keeps no reference to it
+                index.nprobe = min(_DEFAULT_PROBES, kind.lists)
+                return index
     return faiss.IndexIDMap2(faiss.IndexFlatIP(width))
 
 
@@ -222,10 +230,40 @@ def _fill(index: _FaissIndex, embeddings: IndexedEmbeddings, on_progress: OnProg
     # glibc raises its limit for separate mappings when a large array is freed, and then keeps the pieces of old lists.
     with contextlib.suppress(OSError, AttributeError):  # other C libraries need no setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-    for done, (row_ids, vectors) in enumerate(embeddings, 1):
-        index.add_with_ids(vectors, row_ids)
-        if on_progress:
-            on_progress("adding embeddings", done, len(embeddings.shards))
+
+    def add_all() -> None:
+        for done, (row_ids, vectors) in enumerate(embeddings, 1):
+            index.add_with_ids(vectors, row_ids)
+            if on_progress:
+                on_progress("adding embeddings", done, len(embeddings.shards))
+
+    own = index.quantizer if _lists(index) else None  # finds the inverted list of a vector
+    copy = None if own is None else _on_gpus(own)
+    if copy is not None:
+        index.quantizer = copy
+        try:
+            return add_all()
+        except RuntimeError:
+            index.reset()  # the memory of the GPUs has ended: begin again on the CPU
+        finally:
+            index.quantizer = own
+    add_all()
+
+
+def _on_gpus(flat: _FaissIndex) -> _FaissIndex | None:
+    """Return a copy of a flat FAISS index on all GPUs. Return None if FAISS can use no GPU.
+
+    The GPUs train the centroids and find the inverted list of each vector. Codes, their lists and searches stay on the
+    CPU, because FAISS has neither 4-bit fast-scan codes nor filters of rows on GPUs.
+    """
+    import faiss
+
+    module: Any = faiss
+    if not module.get_num_gpus():  # 0 in builds of FAISS for CPUs
+        return None
+    with contextlib.suppress(RuntimeError):  # other processes may have taken the memory of the GPUs
+        return module.index_cpu_to_all_gpus(flat)
+    return None
 
 
 def _lists(index: _FaissIndex) -> int:
