@@ -1,8 +1,9 @@
-# Five commands do everything on a machine that has Python 3.11 or newer, git and make:
+# These commands do everything on a machine that has Python 3.11 or newer, git and make:
 #   make demo      index a folder of photos with a trained model, then quantize, verify, fetch and search
 #   make test      run the linters and the tests
 #   make docs      build the site of the documentation in site/; a broken link is an error
 #   make release   build wheel and sdist in dist/, and try them with each extra
+#   make gpu-check compare results of a GPU with those of the CPU, and its rates with its limits
 #   make image     build the container image of the service with docker, and try it
 # They create the virtual environment .venv and install the extras that they need; pip shows each package as it comes.
 
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 # scikit-image ships photos with its wheel, so the demo needs no network beyond the package registry.
 PHOTOS = $$($(BIN)/python -c "import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / 'data')")
 
-.PHONY: demo docs release image test test-slow oracles lint clean
+.PHONY: demo docs release gpu-check image test test-slow oracles lint clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'error: Python 3.11 or newer is needed, not ' + \
@@ -58,6 +59,11 @@ demo: $(VENV)/.demo
 	@echo "Open $(DEMO)/motorcycle.html in a browser: the photos before and after re-ranking. Then try:"
 	@echo "  $(BIN)/edje-index search $(DEMO)/photos.edje \"a cup of coffee\" --html coffee.html"
 	@echo "  $(BIN)/edje-index build ~/Pictures --out pictures.edje --model $(DEMO)/model"
+
+# Takes ten minutes at most. Without a GPU, everything runs on the CPU, and the report says so.
+gpu-check: $(VENV)/.demo
+	test -d $(DEMO)/model || $(BIN)/edje-index model get --out $(DEMO)/model
+	$(BIN)/python -m benchmarks.gpu_check $(PHOTOS) $(DEMO)/model --report benchmarks/results
 
 # Each extra has a clean environment, in which commands run that need the extra.
 release: $(VENV)/.release

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import quantize
+from benchmarks import gpu_check, quantize
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from storage_formats import TokenStore, verify_index
+from storage_formats import EdjeError, TokenStore, verify_index
 from tests.command_line import run_process
 from tests.integration.builds import make_photos
 
@@ -50,3 +50,19 @@ def test_a_build_is_compared_with_a_bare_loop(tmp_path, monkeypatch):
     assert set(report["summary"]["bare loop"]["stage_seconds"]) == {"decode", "encode"}
     for row in report["summary"].values():
         assert min(row["wall"], row["cpu"], row["peak_pss"], row["model_images_per_second"]) > 0
+
+
+@pytest.mark.slow
+def test_results_of_a_device_are_compared_with_those_of_the_cpu(tmp_path, monkeypatch):
+    make_photos(tmp_path / "photos", 5)
+    create_untrained_bundle(tmp_path / "model", sizes=TINY)
+    report = gpu_check.gpu_check(tmp_path / "photos", tmp_path / "model", device="cpu", repeats=1)
+    rates = {part: rate for part, _, _, rate, *_ in report["lines"]}
+    parts = ("decode", "DeviceFetcher", "DataLoader", "encode", "build", "re-rank", "train step", "FAISS")
+    assert all(any(name.startswith(part) for name in rates) for part in parts)
+    assert min(rates.values()) > 0
+    assert "nothing was measured on a GPU" in gpu_check.report_lines(report)[0]
+    decode = gpu_check.decode_records_torch
+    monkeypatch.setattr(gpu_check, "decode_records_torch", lambda *given: decode(*given) + 1)
+    with pytest.raises(EdjeError, match="decoding fp8 on cpu gives other bits"):
+        gpu_check.gpu_check(tmp_path / "photos", tmp_path / "model", device="cpu", repeats=1)
