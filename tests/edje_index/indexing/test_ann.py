@@ -86,70 +86,26 @@ def test_the_stored_recall_is_that_of_a_search(root):
     assert recall["value"] == pytest.approx(np.mean(shares), abs=1e-4)
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """FAISS as on a machine with GPUs. A clone on the CPU takes the place of the one on the GPUs.
-
-    Yields weak references to the clones, because FAISS itself keeps no references to them either.
-    """
-    clones = []
+def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(root, monkeypatch):
+    """A clone on the CPU takes the place of the one on the GPUs."""
+    expected, clones = [file["crc32c"] for file in add_ann(root, CODES).ann["files"]], []
 
     def clone(index):
-        on_gpus = faiss.clone_index(index)
-        clones.append(weakref.ref(on_gpus))
+        clones.append(weakref.ref(on_gpus := faiss.clone_index(index)))  # FAISS itself keeps no references either
         return on_gpus
-
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", clone)
-    return clones
-
-
-def test_gpus_train_and_assign_and_the_file_is_the_same(root, gpus, monkeypatch):
-    expected = without_gpus(monkeypatch, lambda: built_codes(root))
-    trained_centroids = []
-
-    def train(index, sample, train=faiss.IndexIVFPQFastScan.train):
-        assert gpus[-1]() is not None
-        train(index, sample)
-        trained_centroids.append(gpus[-1]().ntotal)
-
-    monkeypatch.setattr(faiss.IndexIVFPQFastScan, "train", train)
-    assert built_codes(root) == expected
-    assert trained_centroids == [10]
-    assert len(gpus) == 2  # the second one assigns the vectors
-    appended(root, np.eye(16, dtype=np.float32))
-    assert len(gpus) == 3
-    add_ann(root, AnnRequest("Flat"))
-    assert len(gpus) == 3
-
-
-def built_codes(root):
-    """Build inverted lists of codes; returns the checksum of the file and the recall."""
-    ann = add_ann(root, CODES).ann
-    return [file["crc32c"] for file in ann["files"]], ann["recall"]
-
-
-def without_gpus(monkeypatch, call):
-    with monkeypatch.context() as patch:
-        patch.setattr(faiss, "get_num_gpus", lambda: 0)
-        return call()
-
-
-def test_gpus_without_free_memory_are_not_used(root, gpus, monkeypatch):
-    expected = without_gpus(monkeypatch, lambda: built_codes(root))
-    failing = []
 
     def fail(index):
         raise RuntimeError("out of memory")
 
     def end_during_the_work(index):
-        failing.append(faiss.IndexPQ(index.d, 8, 8))  # it cannot be trained with so few vectors, nor searched
-        return failing[-1]
+        clones.append(faiss.IndexPQ(index.d, 8, 8))  # it cannot be trained with so few vectors, nor searched
+        return clones[-1]
 
-    for clone in (fail, end_during_the_work):
-        monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", clone)
-        assert built_codes(root) == expected
-    assert len(failing) == 2
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
+    for on_gpus, count in ((clone, 2), (fail, 2), (end_during_the_work, 4)):  # one trains, one assigns the vectors
+        monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", on_gpus)
+        assert [file["crc32c"] for file in add_ann(root, CODES).ann["files"]] == expected
+        assert len(clones) == count
 
 
 def appended(root, vectors):
