@@ -72,11 +72,12 @@ def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> 
 @quiet_option
 @json_option
 def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
-    """Rewrite INDEX without its deleted rows.
+    """Rewrite INDEX without its deleted rows, or join its small shards.
 
-    The remaining rows get new ids. A Parquet file maps old row ids to new row ids; TokenStore.translate reads this
-    file. Tokens are copied, so the model is not needed. INDEX can be searched during the compaction. The disk needs
-    room for a second copy of the remaining rows. To remove the old files afterwards, run 'edje-index gc --keep 1'.
+    The remaining rows get new ids. If no row is deleted, only the rows of shards that are not full are joined and get
+    new ids. A Parquet file maps old row ids to new row ids; TokenStore.translate reads this file. Tokens are copied, so
+    the model is not needed. INDEX can be searched during the compaction. The disk needs room for a second copy of these
+    rows. To remove the old files afterwards, run 'edje-index gc --keep 1'.
 
     Run the same command again to resume a stopped compaction.
 
@@ -89,9 +90,10 @@ def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
 
     with running_job(index, quiet=quiet) as (on_event, should_stop):
         result = compact_index(index, on_event=on_event, should_stop=should_stop)
-    lines = [f"{index}: no row is deleted; nothing to do"]
-    if result.removed:
-        copied = f"{index}: {counted(result.rows, 'row')} copied to row ids from {result.first_row:,}"
+    lines = [f"{index}: no row is deleted, and no shards can be joined; nothing to do"]
+    if result.row_map is not None:
+        shards = counted(result.shards, "shard")
+        copied = f"{index}: {counted(result.rows, 'row')} in {shards}, copied to row ids from {result.first_row:,}"
         lines = [f"{copied}, {result.removed:,} removed, {result.seconds:.1f} s"]
         lines.append(f"old and new row ids: {result.row_map}")
     print_result(result, *lines, as_json=as_json)

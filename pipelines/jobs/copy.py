@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
@@ -83,7 +83,7 @@ class CopyResult:
         snapshot: number of its current snapshot; of a copy, number of the copied snapshot.
         seconds: wall time of this run.
         first_row: first row id of the copied rows.
-        removed: number of deleted rows that a compaction removed; 0 if there was nothing to do.
+        removed: number of deleted rows that a compaction removed.
         row_map: path or URL of the Parquet file that maps the row ids before a compaction to those after it; None if
             there was nothing to do.
         duplicates: number of rows that a merge deleted, because an earlier index has the same content.
@@ -129,8 +129,8 @@ def compact_index(
     """Rewrite an index without its deleted rows, as `edje-index compact` does. The model is not needed.
 
     The copied rows get new ids. `storage_formats.TokenStore.translate` maps old row ids to new row ids. If no row is
-    deleted, the index does not change. Call the function again to resume a stopped compaction.
-    The other arguments are those of `build_index`.
+    deleted, the shards that are not full are joined if that makes fewer; the other rows keep their ids. Call the
+    function again to resume a stopped compaction. The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index. The index can be read during the compaction.
@@ -158,13 +158,18 @@ def compact_index(
     with changing(index, "compact", request, on_event) as change:
         assert change.index is not None
         source, manifest, spec = change.index, change.index.manifest, change.index.manifest.spec
-        removed = len(source.deleted)
-        if not removed:
+        removed, shards = len(source.deleted), list(spec.shard_numbers())
+        if only_shards_with_deleted:
+            shards = _with_duplicates(source, source.deleted.shards.tolist())
+        elif not removed:
+            small = {shard: rows for shard in shards if (rows := len(spec.shard_rows(shard))) < spec.shard_size}
+            is_saving = -(-sum(small.values()) // spec.shard_size) < len(small)
+            shards = _with_duplicates(source, small) if is_saving else []
+        if not shards:
             rows, first_row = spec.used_rows, spec.used_segments[0].first_row
             return CopyResult(rows, spec.used_shards, manifest.snapshot.number, time.monotonic() - started, first_row)
 
         # The plan: rows of `shards` move to one new segment, the others stay.
-        shards = _shards_to_compact(source) if only_shards_with_deleted else list(spec.shard_numbers())
         selection = Selection.of(source, shards=shards)
         kept = _segments_without(spec, set(shards))
         if not len(selection) and not kept:
@@ -228,9 +233,9 @@ def compact_index(
     )
 
 
-def _shards_to_compact(index: CommittedIndex) -> list[int]:
-    """Return the shards with deleted rows, and those with duplicates of a row of these shards, ascending."""
-    spec, shards = index.manifest.spec, set(index.deleted.shards.tolist())
+def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
+    """Return the shards `some`, and those with duplicates of a row of these shards, ascending."""
+    spec, shards = index.manifest.spec, set(some)
     grew = bool(index.manifest.counts.duplicates)
     while grew:
         before = len(shards)

@@ -33,6 +33,23 @@ def test_images_are_added_and_replaced_by_name(tmp_path):
     assert verify_index(root) == []
 
 
+def test_a_compaction_joins_single_images_and_moves_no_other_row(tmp_path):
+    root, _ = build_photos(tmp_path)
+    for row in range(3):
+        add_images(root, [photo(root, row)], [f"own-{row}"])
+    before = TokenIndex.open(root)
+    result = compact_index(root)
+    assert (result.rows, result.shards, result.first_row, result.removed) == (16, 2, 40, 0)
+    index = TokenIndex.open(root)
+    moved = index.store.translate([0, 7, 8, 12, 16, 24, 32])
+    assert moved.tolist() == [0, 7, 40, 44, 45, 46, 47]
+    assert same_bits(index.store.fetch(moved), before.store.fetch([0, 7, 8, 12, 16, 24, 32]))
+    hits = [[(hit.uri, hit.score) for hit in each.search("a dog", k=16)] for each in (index, before)]
+    assert hits[0] == hits[1]
+    assert verify_index(root) == []
+    assert compact_index(root).row_map is None
+
+
 def test_if_an_image_fails_nothing_changes(tmp_path):
     root, image = build_photos(tmp_path)[0], Image.new("RGB", (32, 32))
     for images, uris, columns, message in [
