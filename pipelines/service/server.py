@@ -86,9 +86,10 @@ def run_service(
 ) -> None:
     """Answer requests until SIGTERM or SIGINT. Then answer the requests that have arrived, and return.
 
-    Every 10 seconds, the connections are closed on which no request has been complete, and no answer has been read, for
-    10 seconds. Uvicorn has no limit on this time: 600 connections that sent nothing, or a part of the headers, kept the
-    service from answering anybody until they ended. With this limit, the service answered again after 15 s.
+    Every 10 seconds, the connections are closed that have sent no complete headers, or not read an answer, for 10
+    seconds. Uvicorn has no limit on this time: 600 connections that sent nothing, or a part of the headers, kept the
+    service from answering anybody until they ended. With this limit, the service answered again after 15 s. A
+    connection that waits for its next request is closed after 75 seconds.
 
     Args:
         index: the open index.
@@ -123,9 +124,10 @@ def run_service(
         before, idle = idle, {}
         connections: set[Any] = server.server_state.connections
         for connection in tuple(connections):
-            cycle = connection.cycle
-            if cycle is None or cycle.response_complete:
-                idle[connection] = cycle, connection.transport.get_write_buffer_size()
+            cycle, unread = connection.cycle, connection.transport.get_write_buffer_size()
+            is_kept_alive = connection.timeout_keep_alive_task is not None and not unread
+            if cycle is None or (cycle.response_complete and not is_kept_alive):
+                idle[connection] = cycle, unread
                 if before.get(connection) == idle[connection]:
                     connection.transport.abort()
 
@@ -141,7 +143,7 @@ def run_service(
         proxy_headers=False,
         limit_concurrency=limits.connections,
         h11_max_incomplete_event_size=64 << 10,
-        timeout_keep_alive=10,  # httpx reuses a connection for 5 s; with 5 s, requests would meet the end of it
+        timeout_keep_alive=75,  # a reverse proxy reuses a connection for 60 s; its request must not meet the end of it
         timeout_graceful_shutdown=int(limits.deadline_seconds) + 1,
         timeout_notify=10,
         callback_notify=close_idle_connections,

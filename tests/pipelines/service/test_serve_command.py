@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPResponse
+from http.client import HTTPConnection, HTTPResponse
 
 import httpx
 import numpy as np
@@ -165,6 +165,9 @@ def test_large_bodies_are_refused_without_taking_memory(index, tmp_path):
 @pytest.mark.slow
 def test_slow_clients_are_hung_up_on(index, tmp_path):
     with serve_with(tmp_path, index, deadline_seconds=2, connections=50) as service:
+        kept = HTTPConnection("127.0.0.1", service.port)
+        kept.request("GET", "/healthz")
+        assert kept.getresponse().read() == b'{"status":"ok"}'
         silent = [connect(service) for _ in range(40)]
         for client in silent[:20]:
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: loc")
@@ -178,6 +181,9 @@ def test_slow_clients_are_hung_up_on(index, tmp_path):
             assert client.recv(64) == b""
             client.close()
         assert httpx.get(f"{service.url}/healthz").status_code == 200
+        kept.request("GET", "/healthz")
+        assert kept.getresponse().status == 200, "a connection that waits for its next request is kept"
+        kept.close()
 
 
 def black(side: int) -> str:
