@@ -39,7 +39,6 @@ from edje_index.models.devices import as_tensor
 from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.progress import OnProgress
-from storage_formats.arguments import as_count
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -48,6 +47,7 @@ from storage_formats.row_ids import as_indices
 from storage_formats.token_store import TokenStore
 
 _ROWS = 6
+_SAMPLE = 1000  # rows whose nearest words are counted
 _BATCH = 64
 _BINS = 30
 _CHUNK = 1024  # tokens compared at a time: 125 MB of similarities with 30,522 words
@@ -212,7 +212,6 @@ def explain_index(
     *,
     model: Path | None = None,
     precision: str | None = None,
-    sample: int = 1000,
     captions: Path | None = None,
     images: Path | None = None,
     split: str | None = None,
@@ -235,11 +234,11 @@ def explain_index(
         on_progress: called with the progress. An exception raised by `on_progress` stops this function.
 
     Raises:
-        UsageError: a row has no tokens, `sample` is less than 1, or no caption matches an image of the index.
+        UsageError: a row has no tokens, or no caption matches an image of the index.
         ModelError: the bundle is missing, did not build the index, or has word embeddings of another width than the
             tokens.
     """
-    row_ids, sample = as_indices(row_ids, "row_ids").tolist(), as_count(sample, "sample")
+    row_ids = as_indices(row_ids, "row_ids").tolist()
     opened, store, joint, info = _open(root, model, precision)
     table = read_all_rows(opened, ("row_id", "uri", "status"))
     indexed = np.array(table["row_id"])[np.array(table["status"]) == INDEXED]
@@ -247,7 +246,7 @@ def explain_index(
         raise UsageError(f"row {unknown[0]} of {root} has no tokens; choose a row with the status 'indexed'")
     if not len(indexed):
         raise UsageError(f"the index {root} has no tokens, because all inputs failed; choose another index")
-    sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:sample])
+    sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:_SAMPLE])
     shown = row_ids or sampled[:_ROWS].tolist()
     alignment = None
     if captions is not None:

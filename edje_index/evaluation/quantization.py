@@ -171,9 +171,7 @@ def measure_precisions(
     *,
     queries: Path | None = None,
     model: Path | None = None,
-    rows: int = _ROWS,
     pool: int = _POOL,
-    seed: int = 0,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> QuantizationReport:
     """Compare the precisions `names` of the index at `root` with the stored precision `reference`.
@@ -207,7 +205,7 @@ def measure_precisions(
         sources[name] = TokenSource(TokenStore(index, name) if name in spec.precisions else store, entry)
 
     live = live_rows(index)
-    sampled = np.sort(np.random.default_rng(seed).choice(live, min(rows, len(live)), replace=False))
+    sampled = np.sort(np.random.default_rng(0).choice(live, min(_ROWS, len(live)), replace=False))
     errors: dict[str, tuple[list[Scores], list[Scores]]] = {name: ([], []) for name in sources}
     holes = 0
     step = max(1, _BATCH_TOKENS // spec.block_shape[0])

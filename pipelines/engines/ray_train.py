@@ -34,7 +34,6 @@ def train_on_ray(
     on_record: Callable[[dict[str, Any]], None],
     *,
     on_event: OnEvent,
-    node_wait_seconds: float = NODE_WAIT_SECONDS,
 ) -> None:
     """Train `task` on several worker processes, which communicate by NCCL or Gloo.
 
@@ -42,7 +41,6 @@ def train_on_ray(
 
     Args:
         on_record: called with new records of the log.
-        node_wait_seconds: seconds to wait for a new node if the cluster no longer has room for all workers.
 
     Raises:
         JobStopped: `should_stop()` returned True; the last checkpoint contains all finished steps. Also raised if the
@@ -62,7 +60,7 @@ def train_on_ray(
     fit = threading.Thread(target=_fit, args=(task, cpus, gpus, errors), daemon=True)
     try:
         with connected_ray(
-            run.address, workers=workers, cpus=cpus, gpus=gpus, min_workers=workers, wait_seconds=node_wait_seconds
+            run.address, workers=workers, cpus=cpus, gpus=gpus, min_workers=workers, wait_seconds=NODE_WAIT_SECONDS
         ) as cluster:
             fit.start()
             try:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from edje_index.bundles.info import matching_bundle
 from edje_index.indexing.faiss_index import AnnRequest, replace_ann
-from pipelines.collector import paused_collector
 from pipelines.jobs.plan import holds_clips, settings_of
 from pipelines.progress.events import (
     JobStopped,
@@ -114,7 +113,7 @@ def repair_index(
 
         @functools.cache
         def open_encoder() -> ImageEncoder:
-            with name_missing_extra("build"), paused_collector():
+            with name_missing_extra("build"):
                 from edje_index.indexing.image_encoder import ImageEncoder
 
                 settings = settings_of(root, opened.manifest)

@@ -236,14 +236,10 @@ def test_a_signal_stops_a_build_cleanly_and_the_same_command_resumes(
     assert run("verify", index)[0] == 0
 
 
-@pytest.mark.parametrize("name", ["index/index.json", "model/bundle.json"])
-def test_deeply_nested_json_is_one_clear_error(run, build, index, tiny_bundle, tmp_path, name):
+def test_a_deeply_nested_manifest_is_one_clear_error(run, build, index):
     run(*build)
-    shutil.copytree(index, tmp_path / "index", dirs_exist_ok=True)
-    shutil.copytree(tiny_bundle, tmp_path / "model")
-    (tmp_path / name).write_text("[" * 100_000)
-    command = ("model", "show", tmp_path / "model") if name.startswith("model") else ("verify", tmp_path / "index")
-    code, out, err = run(*command)
+    (index / "index.json").write_text("[" * 100_000)
+    code, out, err = run("verify", index)
     assert code == 1
     assert "unexpected" not in err
     assert "recursion" in out + err

@@ -129,12 +129,6 @@ def test_damage_is_never_copied(index, file):
     assert verify_index(root) == []
 
 
-def stopping_after(calls: int):
-    """Return a `ShouldStop` that returns True from the call number `calls` on."""
-    counted = iter(range(10**9))
-    return lambda: next(counted) >= calls
-
-
 def test_an_index_without_rows_is_refused(index):
     root, _ = index
     delete_rows(root, rows=range(SPEC.rows))
