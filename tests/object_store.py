@@ -7,7 +7,6 @@ import functools
 import http.client
 import json
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -15,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.web_server import Handler, serving
 
 Fault = str | None
 """What happens to a request: "reset", "503", "slow", "truncate", "lost" (done, but the response is lost), "twice" (done
@@ -109,18 +109,8 @@ class FaultyProxy:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[FaultyProxy]:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        server.daemon_threads = True
-        server.block_on_close = False
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        self.url = f"http://127.0.0.1:{server.server_address[1]}"
-        try:
+        with serving(_handler(self)) as self.url:
             yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
 
 def every(count: int, fault: str, part: str = "") -> Callable[[str, str], Fault]:
@@ -136,31 +126,28 @@ def every(count: int, fault: str, part: str = "") -> Callable[[str, str], Fault]
     return decide
 
 
-def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # else each response takes 40 ms
-
+def _handler(proxy: FaultyProxy) -> type[Handler]:
+    class Forwarded(Handler):
         def handle_any(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             proxy.requests.append((self.command, self.path, self.headers.get("Range", "")))
             fault = proxy.fault(self.command, self.path)
             if fault == "reset":
-                return self._reset()
+                return self.reset()
             if fault == "503":
-                return self._send(503, [("Content-Length", "0")], b"")
+                return self.respond(503, [("Content-Length", "0")], b"")
             if fault == "slow":
                 time.sleep(0.3)
             forward = functools.partial(self._forward, self.command, self.path, body, dict(self.headers.items()))
             if fault == "late":
                 proxy.late.append(forward)
-                return self._reset()
+                return self.reset()
             status, headers, data = forward()
             if fault == "twice":
                 forward()
             if fault == "lost":
-                return self._reset()
-            return self._send(status, headers, data, is_truncated=fault == "truncate")
+                return self.reset()
+            return self.respond(status, headers, data, is_truncated=fault == "truncate")
 
         @staticmethod
         def _forward(*request: Any) -> tuple[int, list[tuple[str, str]], bytes]:
@@ -174,32 +161,4 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
 
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_any
 
-        def _send(
-            self, status: int, headers: list[tuple[str, str]], data: bytes, *, is_truncated: bool = False
-        ) -> None:
-            self.send_response_only(status)
-            for name, value in headers:
-                self.send_header(name, value)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                self.wfile.write(data[: len(data) // 2] if is_truncated else data)
-            if is_truncated:
-                self.close_connection = True
-
-        def _reset(self) -> None:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-            self.close_connection = True
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def finish(self) -> None:
-            with contextlib.suppress(OSError, ValueError):
-                super().finish()
-
-        def handle(self) -> None:
-            with contextlib.suppress(OSError, ValueError):
-                super().handle()
-
-    return Handler
+    return Forwarded

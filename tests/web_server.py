@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -44,27 +44,65 @@ class WebServer:
 def web_server() -> Iterator[WebServer]:
     """Run a server on a free port of this machine."""
     state = WebServer()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
+    with serving(_handler(state)) as state.url:
+        yield state
+
+
+@contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve with `handler` on a free port of this machine. Yield the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     server.block_on_close = False
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield state
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-def _handler(state: WebServer) -> type[BaseHTTPRequestHandler]:
+class Handler(BaseHTTPRequestHandler):
+    """Keeps connections open, prints nothing, and lets clients go away."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each response takes 40 ms
+
+    def respond(
+        self, status: int, headers: Iterable[tuple[str, str]], data: bytes, *, is_truncated: bool = False
+    ) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(b"" if self.command == "HEAD" else data[: len(data) // 2] if is_truncated else data)
+        if is_truncated:
+            self.close_connection = True
+
+    def reset(self) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().handle()
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
+
+
+def _handler(state: WebServer) -> type[Handler]:
     lock = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # else each response takes 40 ms
-
+    class Files(Handler):
         def do_GET(self) -> None:
             with lock:
                 state.requests.append((self.path, self.headers.get("Range", "")))
@@ -78,7 +116,7 @@ def _handler(state: WebServer) -> type[BaseHTTPRequestHandler]:
                 with lock:
                     state.open_requests["now"] -= 1
 
-        do_HEAD = do_POST = do_PUT = do_GET
+        do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
         def _answer(self, fault: str) -> None:
             if state.service is not None:
@@ -87,10 +125,7 @@ def _handler(state: WebServer) -> type[BaseHTTPRequestHandler]:
                 status, headers, data = state.service(self.command, self.path, sent, body)
                 return self._file(data, headers) if status == 200 else self._send(status, headers, data)
             if fault == "reset":
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.connection.close()
-                self.close_connection = True
-                return
+                return self.reset()
             if fault == "slow":
                 time.sleep(0.2)
             if fault.isdecimal():
@@ -114,25 +149,9 @@ def _handler(state: WebServer) -> type[BaseHTTPRequestHandler]:
             return self._send(206, {**headers, "Content-Range": content_range}, part, is_truncated=is_truncated)
 
         def _send(self, status: int, headers: dict[str, str], data: bytes, *, is_truncated: bool = False) -> None:
-            self.send_response_only(status)
-            for name, value in {"Content-Length": str(len(data)), **headers}.items():
-                if value:
-                    self.send_header(name, value)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                self.wfile.write(b"" if self.command == "HEAD" else data[: len(data) // 2] if is_truncated else data)
-            if is_truncated or "Content-Length" in headers:
+            named = {"Content-Length": str(len(data)), **headers}
+            self.respond(status, [each for each in named.items() if each[1]], data, is_truncated=is_truncated)
+            if "Content-Length" in headers:
                 self.close_connection = True
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def handle(self) -> None:
-            with contextlib.suppress(OSError, ValueError):
-                super().handle()
-
-        def finish(self) -> None:
-            with contextlib.suppress(OSError, ValueError):
-                super().finish()
-
-    return Handler
+    return Files

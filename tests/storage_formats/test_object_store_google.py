@@ -2,73 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import ObjectChangedError, ObjectFolder
+from tests.web_server import Response, web_server
 
 obstore_store = pytest.importorskip("obstore.store")
 
 
-class Bucket(BaseHTTPRequestHandler):
+class Bucket:
     """The part of the XML API of Google Cloud Storage that reads, writes and deletes objects."""
 
-    protocol_version = "HTTP/1.1"
-    objects: dict[str, tuple[int, bytes]]
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[int, bytes]] = {}
 
-    def do_PUT(self) -> None:
-        data = self.rfile.read(int(self.headers["Content-Length"]))
-        generation, _ = self.objects.get(self.path, (0, b""))
-        if int(self.headers.get("x-goog-if-generation-match", generation)) != generation:
-            return self.respond(412, 0, b"")
-        self.objects[self.path] = (generation + 1, data)
-        return self.respond(200, generation + 1, b"")
-
-    def do_GET(self) -> None:
-        generation, data = self.objects.get(self.path, (0, b""))
-        self.respond(200 if generation else 404, generation, data)
-
-    do_HEAD = do_GET
-
-    def do_DELETE(self) -> None:
-        self.respond(204 if self.objects.pop(self.path, None) else 404, 0, b"")
-
-    def respond(self, status: int, generation: int, data: bytes) -> None:
-        self.send_response_only(status)
-        headers = {"Content-Length": len(data), "x-goog-generation": generation, "ETag": f'"{generation}"'}
-        for name, value in {**headers, "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            self.wfile.write(b"" if self.command == "HEAD" else data)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Response:
+        generation, data = self.objects.get(path, (0, b""))
+        status = 200 if generation else 404
+        if method == "DELETE":
+            status, data = 204 if self.objects.pop(path, None) else 404, b""
+        elif method == "PUT":
+            status, data = 412, b""
+            if int(headers.get("X-Goog-If-Generation-Match", generation)) == generation:
+                generation, status = generation + 1, 200
+                self.objects[path] = (generation, body)
+        tags = {"x-goog-generation": str(generation), "ETag": f'"{generation}"'}
+        return status, {**tags, "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}, data
 
 
 @pytest.fixture
 def folder():
-    handler: Any = type("Handler", (Bucket,), {"objects": {}})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads, server.block_on_close = True, False
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        address = f"http://127.0.0.1:{server.server_address[1]}"
-        account = {"gcs_base_url": address, "disable_oauth": True, "client_email": "", "private_key": ""}
+    with web_server() as server:
+        server.service = Bucket().answer
+        account = {"gcs_base_url": server.url, "disable_oauth": True, "client_email": "", "private_key": ""}
         key = json.dumps({**account, "private_key_id": ""})
         store = obstore_store.GCSStore("bucket", service_account_key=key, client_options={"allow_http": True})
         yield ObjectFolder("gs://bucket", store)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def test_an_object_is_replaced_only_in_the_version_that_was_read(folder):
