@@ -37,7 +37,7 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import EXTENDED_VERSION, PARTIAL_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest, created_by, earlier_snapshots, kept_snapshots
 from storage_formats.format.object_store import local_path
-from storage_formats.format.receipts import ShardReceipt, read_receipt
+from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.zarr_metadata import zarr_documents
 
@@ -132,9 +132,8 @@ class Change:
 
     def receipts(self, shards: Iterable[int], fingerprint: str) -> dict[int, ShardReceipt]:
         """Return the receipts of earlier runs, by shard number. A receipt counts if it has the task's `fingerprint`."""
-        receipts = ((shard, read_receipt(self.layout, shard, fingerprint)) for shard in shards)
         clear_staging(self.layout.root)
-        return {shard: receipt for shard, receipt in receipts if receipt is not None}
+        return read_receipts(self.layout, shards, fingerprint)
 
     def abandon(self) -> None:
         """Let the end of this change remove its files, also if a later run could use them. A committed change stays."""
@@ -538,12 +537,8 @@ def named_files(layout: Layout, manifests: Iterable[Manifest], *, in_tables: boo
     tables: set[FileEntry] = set()
     for manifest in manifests:
         names |= {layout.relative(path) for path in layout.zarr_files(manifest.spec.precisions)}
-        names |= {file.path for file in manifest.ann_files}
-        names |= {row_map.file.path for row_map in manifest.row_maps}
+        names |= {file.path for file in manifest.own_files}
         tables |= set(manifest.shard_tables)
-        if manifest.snapshot.deleted is not None:
-            names.add(manifest.snapshot.deleted.path)
-    for table in tables:
-        names.add(table.path)
-        names |= {file.path for _, file in read_shard_table(layout.root, table)} if in_tables else set()
+    for table in tables if in_tables else ():
+        names |= {file.path for _, file in read_shard_table(layout.root, table)}
     return names

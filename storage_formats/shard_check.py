@@ -71,8 +71,8 @@ def check_file(root: Path, entry: FileEntry, *, only_length: bool = False) -> Pr
 
 
 def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
-    """Return the relative paths of the files of a shard."""
-    paths = [layout.embedding_shard(shard), layout.rows_file(shard)]
+    """Return the relative paths of the files of a shard. The first one is the rows table."""
+    paths = [layout.rows_file(shard), layout.embedding_shard(shard)]
     for name in spec.precisions:
         ndim = len(codec(name, spec.block_shape).record_shape)
         paths += [layout.token_shard(name, shard, ndim), layout.checksums(name, shard)]

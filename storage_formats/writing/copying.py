@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage_formats.atomic import naming
-from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, cannot_read
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedFiles
@@ -35,6 +34,7 @@ from storage_formats.format.rows import (
 from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import EXCHANGED, FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn
+from storage_formats.shard_check import shard_paths
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.staging import StagedFiles
 
@@ -139,13 +139,13 @@ class ShardCopier:
         moved = shard + self._offset // spec.shard_size
         staged = StagedFiles(self._target, moved)
         try:
-            pairs = zip(_array_files(source, spec, shard), _array_files(self._target, spec, moved), strict=True)
-            for number, (old, new) in enumerate(pairs):
-                entry = self._entry(source, old)
+            old_rows, *old_paths = shard_paths(source, spec, shard)
+            _, *paths = shard_paths(self._target, spec, moved)
+            for number, (old, new) in enumerate(zip(old_paths, paths, strict=True)):
+                entry = self._entry(old)
                 copy_file(source.root, entry, staged.path(str(number)))
-                staged.add(str(number), new, entry.bytes, entry.crc32c)
-            entry = self._entry(source, source.rows_file(shard))
-            table = read_shard_rows(source, shard, None, entry, self._source.manifest.columns)
+                staged.add(str(number), self._target.root / new, entry.bytes, entry.crc32c)
+            table = read_shard_rows(source, shard, None, self._entry(old_rows), self._source.manifest.columns)
             originals = [-1 if row is None else row + self._offset for row in table["duplicate_of"].to_pylist()]
             rows = spec.shard_rows(shard)
             table = with_row_ids(table, range(rows.start + self._offset, rows.stop + self._offset), originals)
@@ -153,19 +153,11 @@ class ShardCopier:
         finally:
             staged.remove()
 
-    def _entry(self, layout: Layout, path: Path) -> FileEntry:
-        name = layout.relative(path)
-        if name not in self._entries:
-            raise CorruptIndexError(f"the shard table of {layout.root} does not list {name}; run 'edje-index verify'")
-        return self._entries[name]
-
-
-def _array_files(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[Path]:
-    """Yield the paths of all files of a shard except its rows table."""
-    yield layout.embedding_shard(shard)
-    for name in spec.precisions:
-        yield layout.token_shard(name, shard, len(codec(name, spec.block_shape).record_shape))
-        yield layout.checksums(name, shard)
+    def _entry(self, path: str) -> FileEntry:
+        if path not in self._entries:
+            root = self._source.root
+            raise CorruptIndexError(f"the shard table of {root} does not list {path}; run 'edje-index verify'")
+        return self._entries[path]
 
 
 def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> pa.Table:

@@ -5,7 +5,6 @@ The bytes come from other files of the index or from the sources. A repaired fil
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,11 +13,12 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.checksum import crc32c, crc32c_rows, crc32c_stream, read_checksums
+from storage_formats.format.checksum import crc32c, crc32c_rows, read_checksums
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import FileEntry
+from storage_formats.shard_check import check_file
 from storage_formats.writing.staging import StagedFiles
 
 EncodeAgain = Callable[[NDArray[np.int64]], Mapping[int, Blocks]]
@@ -88,12 +88,7 @@ class ShardRepair:
 
     def _is_sound(self, path: str) -> bool:
         entry = self._files.get(path)
-        try:
-            with open_index_file(self._layout.root, self._layout.root / path) as file:
-                is_as_long = entry is not None and os.fstat(file.fileno()).st_size == entry.bytes
-                return is_as_long and entry is not None and crc32c_stream(file) == entry.crc32c
-        except OSError:
-            return False
+        return entry is not None and check_file(self._layout.root, entry) is None
 
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
         """Yield candidates (description of the source, records) for the original records of the shard.
