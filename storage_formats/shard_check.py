@@ -19,8 +19,8 @@ from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts, Manifest
 from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
 from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.zarr_metadata import shard_index_bytes
 from storage_formats.reading.embeddings import read_shard_embeddings
-from storage_formats.writing.token_shard import shard_index_bytes
 
 _PIECE_BYTES = 8 << 20
 

@@ -1,4 +1,4 @@
-"""The `zarr.json` documents of an index, in the format of Zarr v3 and its sharding codec (ZEP 2).
+"""The `zarr.json` documents and shard indexes of an index, in the format of Zarr v3 and its sharding codec (ZEP 2).
 
 This module uses no Zarr library, because SPEC.md prescribes the exact contents of the documents.
 """
@@ -8,9 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from storage_formats.codecs import codec
+from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import FORMAT_VERSION, IndexSpec, Layout
 
+ABSENT = np.uint64(2**64 - 1)
+"""Offset and length of a missing inner chunk (Zarr sharding codec, "Binary shard format")."""
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 _ARRAY = {
     "zarr_format": 3,
@@ -67,3 +73,17 @@ def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
         "dimension_names": names,
         "attributes": {"edje": attributes},
     }
+
+
+def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
+    """Return the Zarr shard index: (offset, length) of each record as uint64, then the CRC-32C of these pairs.
+
+    Args:
+        present: bool [shard_size], which positions have a record.
+    """
+    entries = np.full((len(present), 2), ABSENT, dtype="<u8")
+    positions = np.flatnonzero(present).astype("<u8")
+    entries[present, 0] = positions * np.uint64(record_bytes)
+    entries[present, 1] = record_bytes
+    data = entries.tobytes()
+    return data + crc32c(data).to_bytes(4, "little")

@@ -12,23 +12,7 @@ from storage_formats.atomic import naming
 from storage_formats.codecs import Codec, Records, fill_record
 from storage_formats.format.checksum import crc32c, crc32c_rows
 from storage_formats.format.layout import padded_shard_bytes
-
-ABSENT = np.uint64(2**64 - 1)
-"""Offset and length of a missing inner chunk (Zarr sharding codec, "Binary shard format")."""
-
-
-def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
-    """Return the Zarr shard index: (offset, length) of each record as uint64, then the CRC-32C of these pairs.
-
-    Args:
-        present: bool [shard_size], which positions have a record.
-    """
-    entries = np.full((len(present), 2), ABSENT, dtype="<u8")
-    positions = np.flatnonzero(present).astype("<u8")
-    entries[present, 0] = positions * np.uint64(record_bytes)
-    entries[present, 1] = record_bytes
-    data = entries.tobytes()
-    return data + crc32c(data).to_bytes(4, "little")
+from storage_formats.format.zarr_metadata import shard_index_bytes
 
 
 class TokenShardFile:
