@@ -28,6 +28,7 @@ from edje_index.errors import BundleNotFoundError, ModelError, NotABundleError
 from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
 from storage_formats.arguments import as_path
+from storage_formats.describe import repr_of
 from storage_formats.format.index_files import open_regular
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ ENCODER_FILES = (VISION_CONFIG, VISION_WEIGHTS, ADAPTER_WEIGHTS)
 _FINGERPRINT_VERSION = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BundleInfo:
     """The content of ``bundle.json``.
 
@@ -89,6 +90,8 @@ class BundleInfo:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fingerprint: str = ""
     encoder_fingerprint: str = ""
+
+    __repr__ = repr_of("path", "vision_name", "block_shape", "embed_dim", "trained", "fingerprint")
 
     @property
     def vision_name(self) -> str:
