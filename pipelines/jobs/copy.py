@@ -204,8 +204,6 @@ def compact_index(
         else:
             ann = manifest.ann
         lines = [line for line in source.shard_files() if line[0] not in set(shards)]
-        files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-        tables = write_shard_tables(change.layout, target, [*lines, *files])
         parts = ((row_ids, new.first_row + ranks) for row_ids, ranks in selection.by_shard())
         row_map = RowMap(write_row_map(change.layout, parts), new.first_row, is_partial=bool(kept))
         groups = recorded_sources(manifest)
@@ -213,12 +211,11 @@ def compact_index(
             manifest if groups is None else with_sources(manifest, groups),
             spec=target,
             counts=add_counts(counts, total_counts(receipts)),
-            shard_table=tables[0],
-            further_tables=tuple(tables[1:]),
             ann=ann,
             snapshot=replaced(manifest.snapshot, deleted=None, deleted_rows=0),
             columns=with_values(manifest.columns, values),
             row_maps=(*manifest.row_maps, row_map),
+            **write_shard_tables(change.layout, target, receipts, lines),
         )
         details = {"first_row": new.first_row, "rows": new.rows, "removed": removed}
         manifest = change.commit(changed, details).manifest

@@ -121,15 +121,12 @@ def with_precisions(
     layout, manifest = Layout(index.root), index.manifest
     check_receipts(receipts, list(manifest.spec.shard_numbers()))
     spec = replace(manifest.spec, precisions=(*manifest.spec.precisions, *targets))
-    files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-    tables = write_shard_tables(layout, spec, [*index.shard_files(), *files])
     origins = dict.fromkeys(targets, (*manifest.encoded_from.get(source, ()), source))
     return replace(
         manifest,
         spec=spec,
-        shard_table=tables[0],
-        further_tables=tuple(tables[1:]),
         encoded_from={**manifest.encoded_from, **origins},
+        **write_shard_tables(layout, spec, receipts, index.shard_files()),
     )
 
 
@@ -139,6 +136,6 @@ def without_precisions(layout: Layout, manifest: Manifest, names: Sequence[str])
     folders = [folder for name in names for folder in (layout.token_array(name), layout.checksums(name, 0).parent)]
     dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)
     lines = CommittedIndex(layout.root, manifest).shard_files()
-    tables = write_shard_tables(layout, spec, [line for line in lines if not line[1].path.startswith(dropped)])
+    tables = write_shard_tables(layout, spec, (), [line for line in lines if not line[1].path.startswith(dropped)])
     origins = {held: sources for held, sources in manifest.encoded_from.items() if held not in names}
-    return replace(manifest, spec=spec, shard_table=tables[0], further_tables=tuple(tables[1:]), encoded_from=origins)
+    return replace(manifest, spec=spec, encoded_from=origins, **tables)

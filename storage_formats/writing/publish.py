@@ -43,8 +43,6 @@ def new_manifest(
         CorruptIndexError: a shard has no receipt, or the counts of the receipts do not add up.
     """
     check_receipts(receipts, list(spec.shard_numbers()))
-    files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-    tables = write_shard_tables(layout, spec, files)
     snapshot, version = Snapshot(), FORMAT_VERSION
     if change is not None:
         entry = write_tombstones(layout, deleted) if deleted is not None and len(deleted) else None
@@ -59,23 +57,27 @@ def new_manifest(
         model=model,
         settings=settings,
         plan=plan,
-        shard_table=tables[0],
         ann=ann,
         created_by=created_by(),
         format_version=version,
         encoded_from=dict(encoded_from or {}),
         snapshot=snapshot,
-        further_tables=tuple(tables[1:]),
         columns=tuple(columns),
+        **write_shard_tables(layout, spec, receipts),
     )
 
 
-def write_shard_tables(layout: Layout, spec: IndexSpec, files: Sequence[tuple[int, FileEntry]]) -> list[FileEntry]:
-    """Write one shard table per segment of `spec` from pairs (shard number, file entry). Return the file entries."""
-    return [
-        write_shard_table(layout, [(shard, file) for shard, file in files if shard in spec.segment_shards(segment)])
-        for segment in spec.used_segments
-    ]
+def write_shard_tables(
+    layout: Layout, spec: IndexSpec, receipts: Iterable[ShardReceipt], lines: Iterable[tuple[int, FileEntry]] = ()
+) -> dict[str, Any]:
+    """Write one shard table per segment of `spec`, with `lines` and the files of `receipts`.
+
+    Return the attributes `shard_table` and `further_tables` of a manifest.
+    """
+    files = [*lines, *((receipt.shard, file) for receipt in receipts for file in receipt.files)]
+    shards = map(spec.segment_shards, spec.used_segments)
+    first, *further = [write_shard_table(layout, [line for line in files if line[0] in each]) for each in shards]
+    return {"shard_table": first, "further_tables": tuple(further)}
 
 
 def write_tombstones(layout: Layout, tombstones: Tombstones) -> FileEntry:
