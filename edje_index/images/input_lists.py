@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from edje_index.images.containers import Container
 from edje_index.images.inputs import InputRef, metadata_text
 from edje_index.images.transient import is_transient
-from storage_formats.atomic import fsync_paths, naming
+from storage_formats.atomic import fsync_path, naming, replacing
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import ParquetRowGroups
@@ -98,15 +98,12 @@ def write_input_table(path: Path, refs: Iterable[InputRef]) -> int:
 
     If writing fails, `path` does not change.
     """
-    temporary, rows = path.with_name(f".{path.name}.part"), 0
-    located = (dataclasses.replace(ref, metadata=None) for ref in refs)
-    with naming(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, INPUT_SCHEMA) as writer:
+    located, rows = (dataclasses.replace(ref, metadata=None) for ref in refs), 0
+    with replacing(path) as file, pa.ipc.new_file(file, INPUT_SCHEMA) as writer:
         for table in _tables(located, 0, 1 << 14):
             writer.write_table(table)
             rows += len(table)
-    fsync_paths([temporary])
-    temporary.replace(path)
-    fsync_paths([path.parent])
+    fsync_path(path.parent)
     return rows
 
 

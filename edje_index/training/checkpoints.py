@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
@@ -20,7 +19,7 @@ import torch
 from edje_index.errors import ModelError
 from edje_index.filesystem import read_json_lines
 from edje_index.models.weights import check_finite, read_checkpoint
-from storage_formats.atomic import fsync_path, write_bytes_atomic
+from storage_formats.atomic import fsync_path, replacing, write_bytes_atomic
 
 KEEP = 2
 LOG = "log.jsonl"
@@ -70,16 +69,8 @@ class Checkpoints:
         The last two checkpoints, and those whose (stage, step) is in `kept`, are not removed.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(state.stage, state.step)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                torch.save({f.name: getattr(state, f.name) for f in fields(state)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(self._path(state.stage, state.step)) as file:
+            torch.save({f.name: getattr(state, f.name) for f in fields(state)}, file)
         fsync_path(self._folder)
         unfinished = self._folder.glob(".*.pt.*")  # files of processes that were killed while writing a checkpoint
         old = [self._path(*position) for position in self._positions()[:-KEEP] if position not in kept]
