@@ -5,6 +5,7 @@ The metadata becomes source columns of the rows table (SPEC.md section 9).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections import Counter
@@ -98,12 +99,22 @@ def _holds_binary(arrow_type: Any) -> bool:
     return any(test(arrow_type) for test in tests) or any(_holds_binary(field.type) for field in fields)
 
 
+def features_of(schema: Any) -> dict[str, dict[str, Any]]:
+    """Return what Hugging Face Datasets recorded about each column; {} if another program wrote the file."""
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+    return {}
+
+
 def parquet_rows(file: Any, names: list[str], rows: int, leaves: list[str] | None = None) -> Iterator[tuple[Any, ...]]:
     """Yield the values of the columns `names` of each row of an open Parquet file, as Python objects.
 
-    If a text is not UTF-8, the texts of its batch become bytes. If a value has no Python object, they become text.
-    `rows` rows are read at once. `leaves` are the columns to read, if only parts of structs are needed.
+    A class label of Hugging Face Datasets is its name. If a text is not UTF-8, the texts of its batch become bytes. If
+    a value has no Python object, they become text. `rows` rows are read at once. `leaves` are the columns to read, if
+    only parts of structs are needed.
     """
+    features = features_of(file.schema_arrow)
     for batch in iter_batches(file, rows, names if leaves is None else leaves):
         values: list[list[Any]] = []
         for name in names:
@@ -116,6 +127,9 @@ def parquet_rows(file: Any, names: list[str], rows: int, leaves: list[str] | Non
                 values.append(column.cast(pa.binary()).to_pylist())
             except (ValueError, OverflowError):  # a date after the year 9999, for example
                 values.append(column.cast(pa.string()).to_pylist())
+            classes = features.get(name, {}).get("names")
+            if isinstance(classes, list) and pa.types.is_integer(column.type):  # -1 is no label
+                values[-1] = [classes[label] if label in range(len(classes)) else None for label in values[-1]]
         yield from zip(*values, strict=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pipelines.sources.base import Source, file_name, ignored_as, listed_input, 
 from pipelines.sources.metadata import (
     MAX_SIDECAR_BYTES,
     SIDECAR_SUFFIXES,
+    features_of,
     metadata_columns,
     parquet_rows,
     sidecar_values,
@@ -271,9 +271,8 @@ def _holds_images(parquet: Any, name: str) -> bool:
     leaf = image_leaf(parquet.schema_arrow, name)
     if leaf is None:
         return False
-    with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):  # another program wrote the file
-        features = json.loads((parquet.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
-        return str(features[name]["_type"]) == "Image"
+    if (kind := features_of(parquet.schema_arrow).get(name, {}).get("_type")) is not None:
+        return bool(kind == "Image")
     for batch in iter_batches(parquet, 1, [leaf]):
         value = batch.column(0)[0].as_py()
         data = value["bytes"] if isinstance(value, dict) else value

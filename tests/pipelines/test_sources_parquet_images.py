@@ -82,16 +82,19 @@ def test_the_column_can_be_named(tmp_path: Path) -> None:
     assert len(open_sources([str(path)], "left")) == 1
 
 
-def test_sounds_are_no_images(tmp_path: Path) -> None:
-    features = {"audio": {"_type": "Audio"}, "image": {"_type": "Image"}}
+def test_sounds_are_no_images_and_labels_have_names(tmp_path: Path) -> None:
+    label = {"_type": "ClassLabel", "names": ["cat", "dog"]}
+    features = {"audio": {"_type": "Audio"}, "image": {"_type": "Image"}, "label": label}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     rows = pa.array([{"bytes": data, "path": None} for data in PHOTOS], STRUCT)
-    table = pa.table({"audio": rows, "image": rows}).replace_schema_metadata(metadata)
+    table = pa.table({"audio": rows, "image": rows, "label": [0, 1, -1, None, 1, 0, 0, 0, 0, 0]})
+    table = table.replace_schema_metadata(metadata)
     pq.write_table(table, tmp_path / "a.parquet")
     source = open_source(str(tmp_path / "a.parquet"))
     assert source.column == "image"
     assert source.ignored == {}
-    assert len(list(source.iter_inputs())) == 10
+    labels = [(ref.metadata or {}).get("label") for ref in source.iter_inputs()]
+    assert labels == ["cat", "dog", None, None, "dog", *["cat"] * 5]
     assert source.ignored == {"(binary column)": 1}
 
 
