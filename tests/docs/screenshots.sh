@@ -18,17 +18,19 @@ shoot() {
     # Chromium leaves the lowest part of its window white, so the window is higher than the picture.
     chromium --headless --no-sandbox --hide-scrollbars --user-data-dir="$work/profile" --window-size="1280,$(($3 + 150))" \
         --virtual-time-budget=30000 --screenshot="$work/$1.png" "$2" >> "$work/log" 2>&1
-    python -c 'import sys; from PIL import Image; Image.open(sys.argv[1]).crop((0, 0, 1280, int(sys.argv[3]))).save(sys.argv[2])' \
-        "$work/$1.png" "$out/$1.webp" "$3"
+    python -c 'import sys; from PIL import Image; Image.open(sys.argv[1]).crop((0, 0, *map(int, sys.argv[3:]))).save(sys.argv[2])' \
+        "$work/$1.png" "$out/$1.webp" "${4:-1280}" "$3"
 }
 
 edje build "$photos" --out photos.edje --model "$model" --engine inline
 edje search photos.edje "a motorcycle" -k 5 --html before-after.html
 edje explain photos.edje 20 --out explain.html
+python -c 'from edje_index import TokenIndex; print(TokenIndex.open("photos.edje").search("a motorcycle", k=3)._repr_html_())' > hits.html
 python -m pipelines.cli serve photos.edje --port 0 > address 2>> log &
 server=$!
 until [ -s address ]; do kill -0 "$server"; sleep 0.2; done
 shoot page "$(cat address)/?q=a+motorcycle" 760
 shoot before-after "file://$work/before-after.html" 620
 shoot explain "file://$work/explain.html" 620
-cat "$repo"/pipelines/service/static/*.* "$repo"/pipelines/pages/templates/* | sha256sum > "$out/screenshots.sha256"
+shoot hits "file://$work/hits.html" 370 428  # without the column of the paths
+cat "$repo"/pipelines/service/static/*.* "$repo"/pipelines/pages/templates/*.{html,css} "$repo"/edje_index/search/hits.html | sha256sum > "$out/screenshots.sha256"

@@ -89,7 +89,7 @@ def test_the_screenshots_can_be_made_and_show_the_current_templates(tmp_path, ti
     variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run([REPO / "tests/docs/screenshots.sh", tiny_bundle, "", tmp_path], env=variables, check=True)
     made, committed = ({path.name for path in folder.glob("*.webp")} for folder in (tmp_path, REPO / "docs/assets"))
-    assert made == committed == {"page.webp", "before-after.webp", "explain.webp"}
+    assert made == committed == {"page.webp", "before-after.webp", "explain.webp", "hits.webp"}
     assert all((REPO / "docs/assets" / name).stat().st_size < 300_000 for name in committed)
     digest = "screenshots.sha256"
     assert (tmp_path / digest).read_text() == (REPO / "docs/assets" / digest).read_text(), "make them again"
