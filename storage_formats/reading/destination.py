@@ -23,7 +23,6 @@ _COMPILED_FROM = 32 << 20
 _COMPILED_AFTER = 4 << 30  # without Numba, checks of this many bytes lose about as much time as its import takes
 _LINE_BYTES = 64
 _SCORED_RECORDS = 16  # at a time: they stay in the processor's cache between check, decoding and product
-_SCORED_ALONE = 128  # records: a millisecond
 _NONTEMPORAL_FROM = 32 << 20
 """Minimum size in bytes of an output for non-temporal stores, which bypass the processor's cache. Copies of 480 MB are
 twice as fast with them (docs/lab/storage-io.md). Smaller outputs are read next, so they stay in the cache."""
@@ -104,8 +103,7 @@ class Destination:
                 self._out[out_indices[records]] = scores[: len(blocks)]
             _buffers.give_back(buffer)
 
-        # A second thread shortens a small search by little, and takes the processor from searches in other threads.
-        run_chunks(score, len(offsets), 2 * m * d, 1 if len(offsets) <= _SCORED_ALONE else threads)
+        run_chunks(score, len(offsets), 2 * m * d, threads)
 
     def check(self, part: Part, threads: int | None = None) -> None:
         """Check the records `batch[part]`, which the engine has read into `records`. Raises the errors of `take`."""
