@@ -45,7 +45,6 @@ def test_everything_on_an_index(index, run, tmp_path):
     [
         (["nowhere"], "no index at nowhere"),
         (["INDEX", "--precision", "nvfp4"], "does not have precision 'nvfp4'; choose one of: bf16, fp8"),
-        (["s3://bucket/photos.edje", "--cold"], "--cold does not apply to an index on an object store"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_written(run, index, tmp_path, monkeypatch, options, words):
