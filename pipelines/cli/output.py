@@ -36,7 +36,8 @@ def print_result(result: Any, *lines: str, as_json: bool) -> None:
     """Print a dataclass as JSON, or `lines` that describe it."""
     if as_json:
         print_json(asdict(result))
-    for line in () if as_json else lines:
+        return
+    for line in lines:
         print_line(line)
 
 

@@ -322,7 +322,7 @@ class CommittedIndex:
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         """Download the committed files `entries` that `root` lacks. Does nothing for an index on a file system.
 
-        Whoever reads a file of an index calls this first.
+        Call this before you read one of these files.
         """
         if self.remote is not None:
             self.remote.download(self.root, entries)

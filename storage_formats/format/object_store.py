@@ -109,7 +109,7 @@ def index_location(location: IndexLocation) -> IndexLocation:
 
 
 def hub_kind(location: IndexLocation) -> str | None:
-    """Return what a URL of the Hub names: "models" or "datasets". Return None for other locations."""
+    """Return what a URL of the Hub names: "models", "datasets" or "spaces". Return None for other locations."""
     scheme, _, rest = str(location).partition("://")
     if not is_url(location) or scheme.lower() != HUB_SCHEME:
         return None
