@@ -103,12 +103,6 @@ class ShardFile:
             cached += state.value & 1
         return cached / len(sample)
 
-    def announce(self) -> None:
-        """Ask the kernel to read the file into the page cache. Returns before it is read."""
-        for start in range(0, self.size, 1 << 20):  # the kernel ignores what lies beyond its largest read-ahead
-            os.posix_fadvise(self.fd, start, 1 << 20, os.POSIX_FADV_WILLNEED)
-        self.trusted_until = 0.0
-
     def read_fully(self, fd: int, position: int, target: memoryview, record_bytes: int) -> None:
         """Read the records from `position` on with blocking reads of the descriptor `fd` until `target` is full."""
         done = 0

@@ -9,10 +9,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +32,9 @@ from storage_formats.threads import run_threads, settle, unsettled
 
 _MAPPED_SHARDS = 64  # files that are mapped at the same time
 _THREADS = 16
-_LENGTHS_BEFORE_CACHING = 2
 _CACHED_SHARE = 0.5
+_SEARCH_RECORDS = 512
+_MADV_POPULATE_READ = 22  # Linux 5.14
 
 
 def engines() -> tuple[str, ...]:
@@ -40,10 +45,9 @@ def engines() -> tuple[str, ...]:
 class LocalReads:
     """Reads the records of one precision. Thread-safe.
 
-    The choice of `auto`: a shard in the page cache is read by `mapped`, others by `direct`. Direct reads do not fill
-    the page cache, so a shard is read into it after direct reads of twice its length, the ski-rental rule. If the
-    kernel drops the shard again, it returns after direct reads of four times its length, and so on. The rule applies if
-    the records fit in half of the free memory.
+    The choice of `auto`: shards in the page cache are read by `mapped`, others by `direct`, which does not fill the
+    page cache. If all records fit in half of the free memory, at most 512 records, for example the candidates of a
+    search, are read into the page cache instead: the kernel starts all reads, then `mapped` copies the records.
 
     Args:
         path: function that takes a shard number and returns the path of the token file.
@@ -63,14 +67,11 @@ class LocalReads:
         self._record_bytes = record_bytes
         self._name = name
         self._buffers = BufferPool()
-        self._shard_bytes = spec.shard_size * record_bytes
         self._index_bytes = spec.used_rows * record_bytes
-        self._fits_in_cache: bool | None = None  # not known before the first direct read
+        self._fits_in_cache: bool | None = None  # not known before the first read of a shard that is not cached
         self._cached_files = ShardFiles(path, record_bytes)
         self._direct_files = ShardFiles(path, record_bytes, direct=can_queue())
         self._queues = QueuePool()
-        self._direct_reads: dict[int, tuple[int, int]] = {}
-        """(bytes of direct reads, bytes at which the shard is read into the page cache) of each shard"""
 
     def length(self, shard: int) -> int:
         """Return the length of the token file of a shard in bytes. Raise CorruptIndexError if it does not exist."""
@@ -151,26 +152,12 @@ class LocalReads:
                 share = file.cached_share(start, min(file.size, start + self._record_bytes))
             if share is not None and share < _CACHED_SHARE:
                 states = [self._is_cached(shard, now, trusted=False) for shard, _, _ in batch.shard_spans]
-        chosen: list[str] = []
-        due = None
-        for (shard, start, stop), is_cached in zip(batch.shard_spans, states, strict=True):
-            read, limit = self._direct_reads.get(shard, (0, _LENGTHS_BEFORE_CACHING * self._shard_bytes))
-            is_due = read >= limit
-            if is_cached:
-                chosen.append("mapped")
-            elif not self._direct_files.is_direct or (is_due and is_cached is None):
-                chosen.append("portable")
-            else:
-                chosen.append("direct")
-                if self._fits_in_cache is None:
-                    self._fits_in_cache = self._index_bytes <= cache_room()
-                if self._fits_in_cache:
-                    self._direct_reads[shard] = (read + (stop - start) * self._record_bytes, limit)
-                    due = shard if is_due else due
-        if due is not None:  # one at a time: the kernel takes some milliseconds to start the reads of a shard
-            with self._held(due) as file:
-                file.announce()
-            self._direct_reads[due] = (0, 2 * self._direct_reads[due][1])
+        if not all(states) and len(batch) <= _SEARCH_RECORDS and self._fits():
+            if self._load(batch[batch.per_record([not is_cached for is_cached in states]) == 1]):
+                return [("mapped", batch)]
+            self._fits_in_cache = False  # a kernel before 5.14, or a disk error, which the other engines report
+        uncached = "direct" if self._direct_files.is_direct else "portable"
+        chosen = ["mapped" if is_cached else uncached for is_cached in states]
         kinds = list(dict.fromkeys(chosen))
         if len(kinds) == 1:
             return [(kinds[0], batch)]
@@ -191,6 +178,31 @@ class LocalReads:
                 file.ask(now)
         return file.is_cached
 
+    def _fits(self) -> bool:
+        if self._fits_in_cache is None:
+            self._fits_in_cache = self._index_bytes <= cache_room()
+        return self._fits_in_cache
+
+    def _load(self, batch: Batch) -> bool:
+        """Read the records of `batch` into the page cache, and map them. Return False if the kernel cannot do that.
+
+        Afterwards, `mapped` needs no page faults, which would kill the process (SIGBUS) if the disk failed.
+        """
+        size, files = self._record_bytes, self._direct_files.acquire(batch)
+        try:
+            addresses = batch.per_record([file.mapped_at() for file in files.values()])
+            fds = batch.per_record([file.fd for file in files.values()])
+            first, count = batch.runs(size)
+            starts, lengths = batch.positions[first] * size, count * size
+            lengths, starts = lengths + starts % mmap.PAGESIZE, starts - starts % mmap.PAGESIZE
+            runs = [column.tolist() for column in (fds[first], starts, lengths, addresses[first] + starts)]
+            for fd, start, length, _ in zip(*runs, strict=True):  # all reads start before this thread waits for one
+                os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
+            madvise = _madvise()
+            return not any(madvise(at, length, _MADV_POPULATE_READ) for _, _, length, at in zip(*runs, strict=True))
+        finally:
+            self._direct_files.release(files)
+
     @contextlib.contextmanager
     def _held(self, shard: int) -> Iterator[ShardFile]:
         file = self._direct_files.get(shard)
@@ -198,6 +210,13 @@ class LocalReads:
             yield file
         finally:
             self._direct_files.release({shard: file})
+
+
+@functools.cache
+def _madvise() -> Any:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
 
 
 def cache_room() -> int:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 
 import numpy as np
 import pytest
 
 from storage_formats import TokenStore, UsageError
 from storage_formats.format.layout import Layout
-from storage_formats.reading import engines, files
+from storage_formats.reading import engines, files, local_reads
 from storage_formats.reading.batch import Batch
-from storage_formats.reading.local_reads import cache_room
 from tests.conftest import same_bits
 from tests.storage_formats.reading_cases import ALL, SPEC, evict, linux, without_queues
 
@@ -53,7 +51,7 @@ def chosen(store, row_ids):
 
 @pytest.fixture(params=[False, True], ids=["cachestat", "mincore"])
 def store(built, request, monkeypatch):
-    if "direct" not in engines() or cache_room() < 1 << 20:
+    if "direct" not in engines() or local_reads.cache_room() < 1 << 20:
         pytest.skip("no direct reads here, or no memory for the page cache")
     if request.param:
         monkeypatch.setattr(files, "_CACHESTAT", 1 << 20)  # a system call that the kernel does not know
@@ -62,28 +60,27 @@ def store(built, request, monkeypatch):
         yield opened
 
 
-def test_cold_shards_bypass_the_page_cache_and_cached_ones_are_copied(built, store, monkeypatch):
+def test_shards_in_the_page_cache_are_copied_and_others_bypass_it(built, store, monkeypatch):
     monkeypatch.setattr(files, "_TRUSTED_SECONDS", 0)
-    store.fetch(range(SPEC.rows))
-    assert chosen(store, range(1, 128, 2)) == {"direct": 64}, "direct reads do not fill the page cache"
+    monkeypatch.setattr(local_reads, "cache_room", lambda: 10_000)  # the records do not fit
+    for _ in range(20):
+        store.fetch(range(SPEC.rows))
+        assert chosen(store, range(1, 128, 2)) == {"direct": 64}, "direct reads do not fill the page cache"
     Layout(built[0]).token_shard("bf16", 0).read_bytes()
     assert chosen(store, range(1, 128, 2)) == {"mapped": 32, "direct": 32}
     assert chosen(store, [1, 9]) == {"mapped": 2}
 
 
-def test_shards_that_are_read_repeatedly_enter_the_page_cache(built, store):
-    for _ in range(2 * 64 // 32 + 1):
-        assert chosen(store, range(0, 64, 2)) == {"direct": 32}
-    deadline = time.monotonic() + 60
-    while chosen(store, [0]) != {"mapped": 1}:  # the kernel reads in the background
-        assert time.monotonic() < deadline
-        for file in store._view.reads._direct_files._open.values():
-            file.trusted_until = 0
-    assert same_bits(store.fetch(range(64)), built[1][:64])
-    assert store._view.reads._direct_reads[0][1] == 4 * 64 * 512, "after an eviction, more reads are necessary"
+def test_a_search_reads_its_candidates_into_the_page_cache(built, store, monkeypatch):
+    assert same_bits(store.fetch(range(0, 64, 16)), built[1][:64:16])
+    record = built[1][0].nbytes
+    with store._view.reads._held(0) as file:
+        assert [file.cached_share(row * record, (row + 1) * record) for row in range(0, 64, 16)] == [1] * 4
+    monkeypatch.setattr(local_reads, "_SEARCH_RECORDS", 31)
+    assert chosen(store, range(64, 128, 2)) == {"direct": 32}, "a longer request bypasses the page cache"
 
 
-def test_shards_that_do_not_fit_in_memory_never_enter_the_page_cache(built, store, monkeypatch):
-    monkeypatch.setattr("storage_formats.reading.local_reads.cache_room", lambda: 10_000)
-    for _ in range(20):
-        assert chosen(store, range(0, 64, 2)) == {"direct": 32}
+def test_without_prefault_of_maps_candidates_bypass_the_page_cache(built, store, monkeypatch):
+    monkeypatch.setattr(local_reads, "_MADV_POPULATE_READ", 9_999)  # a kernel before Linux 5.14 refuses it
+    assert chosen(store, [3]) == {"direct": 1}
+    assert same_bits(store.fetch([100]), built[1][[100]])
