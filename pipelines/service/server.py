@@ -36,11 +36,15 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise UsageError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; choose another host or port"
         ) from error
+    # Connections inherit it. asyncio sets it only if the socket names its protocol; the body of a response would wait
+    # 40 ms for the client's acknowledgement of the headers.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def address_of(listener: socket.socket) -> str:

@@ -68,7 +68,6 @@ class LocalReads:
         self._name = name
         self._buffers = BufferPool()
         self._index_bytes = spec.used_rows * record_bytes
-        self._fits_in_cache: bool | None = None  # not known before the first read of a shard that is not cached
         self._cached_files = ShardFiles(path, record_bytes)
         self._direct_files = ShardFiles(path, record_bytes, direct=can_queue())
         self._queues = QueuePool()
@@ -152,17 +151,15 @@ class LocalReads:
                 share = file.cached_share(start, min(file.size, start + self._record_bytes))
             if share is not None and share < _CACHED_SHARE:
                 states = [self._is_cached(shard, now, trusted=False) for shard, _, _ in batch.shard_spans]
-        if not all(states) and len(batch) <= _SEARCH_RECORDS and self._fits():
-            if self._load(batch[batch.per_record([not is_cached for is_cached in states]) == 1]):
+        if all(states):
+            return [("mapped", batch)]
+        cached = batch.per_record([bool(is_cached) for is_cached in states]) == 1
+        if len(batch) <= _SEARCH_RECORDS and self._fits_in_cache:
+            if self._load(batch[~cached]):
                 return [("mapped", batch)]
             self._fits_in_cache = False  # a kernel before 5.14, or a disk error, which the other engines report
-        uncached = "direct" if self._direct_files.is_direct else "portable"
-        chosen = ["mapped" if is_cached else uncached for is_cached in states]
-        kinds = list(dict.fromkeys(chosen))
-        if len(kinds) == 1:
-            return [(kinds[0], batch)]
-        numbers = batch.per_record([kinds.index(engine) for engine in chosen])
-        return [(engine, batch[numbers == number]) for number, engine in enumerate(kinds)]
+        parts = ("mapped", batch[cached]), ("direct" if self._direct_files.is_direct else "portable", batch[~cached])
+        return [(engine, part) for engine, part in parts if len(part)]
 
     def close(self) -> None:
         """Close all files, and free idle queues and buffers. The store can still be used."""
@@ -178,10 +175,9 @@ class LocalReads:
                 file.ask(now)
         return file.is_cached
 
-    def _fits(self) -> bool:
-        if self._fits_in_cache is None:
-            self._fits_in_cache = self._index_bytes <= cache_room()
-        return self._fits_in_cache
+    @functools.cached_property
+    def _fits_in_cache(self) -> bool:
+        return self._index_bytes <= cache_room()
 
     def _load(self, batch: Batch) -> bool:
         """Read the records of `batch` into the page cache, and map them. Return False if the kernel cannot do that.

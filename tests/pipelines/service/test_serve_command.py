@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 
 from edje_index import Client
 from pipelines.service.guard import Guard, Limits, Metrics
+from pipelines.service.server import listen
 from tests.pipelines.service.server import resident_bytes, serve, serve_with
 
 KEY = "a-key-of-enough-letters"
@@ -31,6 +32,15 @@ KEY = "a-key-of-enough-letters"
 
 def connect(service) -> socket.socket:
     return socket.create_connection(("127.0.0.1", service.port), timeout=60)
+
+
+def test_responses_do_not_wait_for_acknowledgements():
+    with (
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as end,
+    ):
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_requests_need_a_key():
