@@ -85,6 +85,7 @@ def bench_end_to_end(
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} exists and is not empty; choose a new folder", parameter="folder")
     folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()  # Lance takes a URL
     try:
         opened = TokenIndex.open(index, model)
         items = read_captions(captions, images)

@@ -21,12 +21,7 @@ from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import (
-    MAX_MANIFEST_BYTES,
-    CommittedIndex,
-    Counts,
-    kept_snapshots,
-)
+from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Counts, kept_snapshots
 from storage_formats.format.object_store import STORE_SCHEMES, IndexLocation, ObjectFolder, is_url
 from storage_formats.format.remote import CLAIM, ROOT, absent, cache_directory, read_root
 from storage_formats.format.row_map import check_row_map

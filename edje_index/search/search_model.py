@@ -12,12 +12,7 @@ from edje_index.bundles.bundle import (
     load_scorer,
     load_text_tower,
 )
-from edje_index.bundles.info import (
-    ADAPTER_WEIGHTS,
-    INFO_FILE,
-    BundleInfo,
-    verify_files,
-)
+from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, verify_files
 from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.devices import resolve_device, resolve_dtype

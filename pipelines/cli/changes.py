@@ -193,12 +193,7 @@ def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, *
 @model_option
 @quiet_option
 @json_option
-def repair(
-    index: IndexLocation,
-    model: Path | None,
-    quiet: bool,
-    as_json: bool,
-) -> int:
+def repair(index: IndexLocation, model: Path | None, quiet: bool, as_json: bool) -> int:
     """Rebuild damaged or missing files of INDEX from its other files, or from the images.
 
     Damaged tokens are converted again from another precision, and stored only if they have the original checksums.

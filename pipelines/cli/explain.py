@@ -7,14 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import (
-    FILE,
-    PATH,
-    json_option,
-    model_option,
-    quiet_option,
-    read_precision_option,
-)
+from pipelines.cli.options import FILE, PATH, json_option, model_option, quiet_option, read_precision_option
 from pipelines.cli.output import note, print_json, print_line
 from storage_formats.errors import UsageError
 

@@ -8,14 +8,7 @@ from typing import Any
 
 import click
 
-from pipelines.cli.options import (
-    FILE,
-    PATH,
-    POSITIVE,
-    json_option,
-    location,
-    quiet_option,
-)
+from pipelines.cli.options import FILE, PATH, POSITIVE, json_option, location, quiet_option
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError

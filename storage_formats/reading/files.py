@@ -28,7 +28,7 @@ from storage_formats.reading.queues import system_call
 _MAX_OPEN = 256
 _SHARE_OF_LIMIT = 8  # an evaluation has six `ShardFiles`: three precisions, each cached and direct
 _CACHED_SHARE = 0.95
-_TRUSTED_SECONDS = 2.0  # asking for a cached shard of 50 MB takes 0.1 ms, as much as copying 20 records
+TRUSTED_SECONDS = 2.0  # asking for a cached shard of 50 MB takes 0.1 ms, as much as copying 20 records
 _CACHESTAT = 451  # Linux 6.5, the same number on every architecture
 _SAMPLED_PAGES = 16
 _AT_FDCWD = -100
@@ -76,7 +76,7 @@ class ShardFile:
         """Ask the kernel whether the page cache has the file."""
         share = self.cached_share(0, self.size)
         self.is_cached = None if share is None else share >= _CACHED_SHARE
-        self.trusted_until = now + _TRUSTED_SECONDS
+        self.trusted_until = now + TRUSTED_SECONDS
 
     def cached_share(self, start: int, stop: int) -> float | None:
         """Return the share of the bytes [start, stop) in the page cache, 0 to 1; None if the kernel does not tell.

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.layout import IndexSpec
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.direct import read_direct
-from storage_formats.reading.files import ShardFile, ShardFiles
+from storage_formats.reading.files import TRUSTED_SECONDS, ShardFile, ShardFiles
 from storage_formats.reading.memory import BufferPool, memory_at
 from storage_formats.reading.queues import QueuePool, can_queue
 from storage_formats.threads import run_threads, settle, unsettled
@@ -71,6 +72,8 @@ class LocalReads:
         self._cached_files = ShardFiles(path, record_bytes)
         self._direct_files = ShardFiles(path, record_bytes, direct=can_queue())
         self._queues = QueuePool()
+        self._loaded: set[tuple[int, int]] = set()  # shard and position of records that `_load` has read
+        self._loaded_until = 0.0
 
     def length(self, shard: int) -> int:
         """Return the length of the token file of a shard in bytes. Raise CorruptIndexError if it does not exist."""
@@ -141,24 +144,22 @@ class LocalReads:
         """Choose an engine for each shard of `batch`. Return each engine with the part of `batch` to read with it."""
         if self._name != "auto":
             return [(self._name, batch)]
-        # The state of each shard in the page cache; None if the kernel does not tell.
-        now = time.monotonic()
-        states = [self._is_cached(shard, now) for shard, _, _ in batch.shard_spans]
-        if True in states:  # one of the records tells whether the kernel has dropped shards since it was asked
-            shard, _, stop = batch.shard_spans[len(states) - 1 - states[::-1].index(True)]
-            start = int(batch.positions[stop - 1]) * self._record_bytes
-            with self._held(shard) as file:
+        is_cached = self._cached_records(batch)
+        if is_cached.any():  # one of the records tells whether the kernel has dropped them since
+            probe = batch[is_cached][-1:]
+            start = int(probe.positions[0]) * self._record_bytes
+            with self._held(int(probe.shards[0])) as file:
                 share = file.cached_share(start, min(file.size, start + self._record_bytes))
             if share is not None and share < _CACHED_SHARE:
-                states = [self._is_cached(shard, now, trusted=False) for shard, _, _ in batch.shard_spans]
-        if all(states):
+                is_cached = self._cached_records(batch, trusted=False)
+        if is_cached.all():
             return [("mapped", batch)]
-        cached = batch.per_record([bool(is_cached) for is_cached in states]) == 1
         if len(batch) <= _SEARCH_RECORDS and self._fits_in_cache:
-            if self._load(batch[~cached]):
+            if self._load(batch[~is_cached]):
                 return [("mapped", batch)]
             self._fits_in_cache = False  # a kernel before 5.14, or a disk error, which the other engines report
-        parts = ("mapped", batch[cached]), ("direct" if self._direct_files.is_direct else "portable", batch[~cached])
+        uncached = "direct" if self._direct_files.is_direct else "portable"
+        parts = ("mapped", batch[is_cached]), (uncached, batch[~is_cached])
         return [(engine, part) for engine, part in parts if len(part)]
 
     def close(self) -> None:
@@ -168,12 +169,25 @@ class LocalReads:
         self._direct_files.close()
         self._buffers.close()
 
-    def _is_cached(self, shard: int, now: float, *, trusted: bool = True) -> bool | None:
-        file = self._direct_files.peek(shard)
-        if file is None or not trusted or now >= file.trusted_until:
-            with self._held(shard) as file:
-                file.ask(now)
-        return file.is_cached
+    def _cached_records(self, batch: Batch, *, trusted: bool = True) -> NDArray[np.bool_]:
+        """Return whether the page cache has each record, bool [n].
+
+        Shards that the kernel was asked about in the last two seconds, and candidates read since then, are trusted.
+        """
+        now = time.monotonic()
+        if not trusted or now >= self._loaded_until:
+            self._loaded, self._loaded_until = set(), now + TRUSTED_SECONDS
+        states: list[int] = []
+        for shard, _, _ in batch.shard_spans:
+            file = self._direct_files.peek(shard)
+            if file is None or not trusted or now >= file.trusted_until:
+                with self._held(shard) as file:
+                    file.ask(now)
+            states.append(bool(file.is_cached))
+        is_cached: NDArray[np.bool_] = batch.per_record(states) == 1
+        if self._loaded and len(batch) <= _SEARCH_RECORDS and not all(states):
+            is_cached |= [record in self._loaded for record in _records(batch)]
+        return is_cached
 
     @functools.cached_property
     def _fits_in_cache(self) -> bool:
@@ -195,7 +209,10 @@ class LocalReads:
             for fd, start, length, _ in zip(*runs, strict=True):  # all reads start before this thread waits for one
                 os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
             madvise = _madvise()
-            return not any(madvise(at, length, _MADV_POPULATE_READ) for _, _, length, at in zip(*runs, strict=True))
+            if any(madvise(at, length, _MADV_POPULATE_READ) for _, _, length, at in zip(*runs, strict=True)):
+                return False
+            self._loaded.update(_records(batch))
+            return True
         finally:
             self._direct_files.release(files)
 
@@ -206,6 +223,10 @@ class LocalReads:
             yield file
         finally:
             self._direct_files.release({shard: file})
+
+
+def _records(batch: Batch) -> list[tuple[int, int]]:
+    return list(zip(batch.shards.tolist(), batch.positions.tolist(), strict=True))
 
 
 @functools.cache

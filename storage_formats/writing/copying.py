@@ -24,13 +24,7 @@ from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import (
-    DUPLICATE,
-    FAILED,
-    INDEXED,
-    read_index_rows,
-    read_shard_rows,
-)
+from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, read_index_rows, read_shard_rows
 from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import EXCHANGED, FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn

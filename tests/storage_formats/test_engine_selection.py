@@ -61,7 +61,7 @@ def store(built, request, monkeypatch):
 
 
 def test_shards_in_the_page_cache_are_copied_and_others_bypass_it(built, store, monkeypatch):
-    monkeypatch.setattr(files, "_TRUSTED_SECONDS", 0)
+    monkeypatch.setattr(files, "TRUSTED_SECONDS", 0)
     monkeypatch.setattr(local_reads, "cache_room", lambda: 10_000)  # the records do not fit
     for _ in range(20):
         store.fetch(range(SPEC.rows))
@@ -78,6 +78,21 @@ def test_a_search_reads_its_candidates_into_the_page_cache(built, store, monkeyp
         assert [file.cached_share(row * record, (row + 1) * record) for row in range(0, 64, 16)] == [1] * 4
     monkeypatch.setattr(local_reads, "_SEARCH_RECORDS", 31)
     assert chosen(store, range(64, 128, 2)) == {"direct": 32}, "a longer request bypasses the page cache"
+
+
+def test_candidates_are_read_into_the_page_cache_once(built, store, monkeypatch):
+    monkeypatch.setattr(local_reads, "TRUSTED_SECONDS", 60)
+    advised, advise = [], os.posix_fadvise
+    monkeypatch.setattr(os, "posix_fadvise", lambda *call: advised.append(call[2]) or advise(*call))
+    for rows, reads in (([0, 16, 32], 3), ([0, 16, 32], 0), ([0, 16, 48], 1)):
+        assert same_bits(store.fetch(rows), built[1][rows])
+        assert advised.count(built[1][0].nbytes) == reads
+        advised.clear()
+    store.close()  # the kernel keeps mapped pages
+    evict(built[0])
+    advised.clear()
+    assert same_bits(store.fetch([0, 16]), built[1][[0, 16]])
+    assert advised.count(built[1][0].nbytes) == 2, "the kernel has dropped them since"
 
 
 def test_without_prefault_of_maps_candidates_bypass_the_page_cache(built, store, monkeypatch):
