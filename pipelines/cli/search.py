@@ -24,6 +24,7 @@ from pipelines.cli.options import (
     where_option,
 )
 from pipelines.cli.output import note, print_json, print_line
+from pipelines.collector import paused_collector
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -136,11 +137,14 @@ def search(
     if text is not None and text.lower().endswith(_IMAGE_SUFFIXES) and os.path.isfile(text):
         note(f"note: {text} is searched as a text, but is an image file: did you mean --image {text}?")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for one query, threads that spin between products cost more
-    from edje_index.search.token_index import TokenIndex
-
-    started = time.perf_counter()
     names = None if columns is None else [name.strip() for name in columns.split(",")]
-    opened = TokenIndex.open(index, model, precision=precision, score=score, columns=names, device=device, dtype=dtype)
+    with paused_collector():
+        from edje_index.search.token_index import TokenIndex
+
+        started = time.perf_counter()
+        opened = TokenIndex.open(
+            index, model, precision=precision, score=score, columns=names, device=device, dtype=dtype
+        )
     loading = time.perf_counter() - started
     if not opened.model.info.trained:
         note("note: this model is untrained: the order of these hits has no meaning")
